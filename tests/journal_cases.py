@@ -317,3 +317,23 @@ async def write_bargains(directory: Path, *, count: int = 6) -> None:
         ended = replace(header(of, len(bodies)), tokens=4, seconds=0.5, trajectories=trajectories)
         await journal.commit_episode(of, ended, b"", {"agreed": float(number % 2)})
     await journal.close()
+
+
+async def train_bargains(directory: Path) -> None:
+    """Three steps over the episodes of `write_bargains`, two episodes each: the mean reward of the buyer is 0.125 times
+    the number of the step."""
+    journal = SqliteJournal(directory / "journal")
+    for step in (1, 2, 3):
+        row = step_of("trader", 0, step, [spec(2 * step - 2), spec(2 * step - 1)])
+        units = []
+        for number, unit in enumerate(row.batch.units):
+            rewards = [(seat, sign * number * 0.25 * step, sign * 0.25 * step) for seat, sign in SIGNS]
+            credits = (TrajectoryCredit(seat, 0, own, 2 * own - both, both - own) for seat, own, both in rewards)
+            units.append(replace(unit, credits=tuple(credits)))
+        published = replace(weights("trader", 0, step), sha256="0" * 64)
+        journal.record(VersionPublication(published, PolicyVersion("trader", 0, step - 1)))
+        journal.record(replace(row, batch=replace(row.batch, units=tuple(units))))
+    await journal.close()
+
+
+SIGNS = (("buyer", 1), ("seller", -1))

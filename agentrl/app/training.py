@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError, RunDirectoryError
 from agentrl.core.files import temporary_directory
+from agentrl.core.masking import mask_secrets
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
@@ -68,13 +69,13 @@ class Run:
     """A run that has finished or was stopped."""
 
     path: Path
-    metrics: list[dict[str, float]]
+    metrics: list[dict[str, float]] = field(repr=False)
     """Metrics of each optimizer step, in order; repeated steps after a loss appear again."""
-    policies: dict[str, Path]
+    policies: dict[str, Path] = field(repr=False)
     """Directory of each trainable policy's last version, for `from_pretrained`."""
-    best: dict[str, Path]
+    best: dict[str, Path] = field(repr=False)
     """Directory of each trainable policy's version at which `best.metric` was best; empty if it was never measured."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     """The content of `summary.json`."""
     interrupted: bool
     """Whether the run was stopped, by Ctrl-C or a signal."""
@@ -221,7 +222,9 @@ async def run_training(  # noqa: PLR0913 - as `train`
         )
         orchestrator = await supervise(setup)
         seconds = clock.monotonic() - start_s
-        summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
+        summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds) | {
+            "run_seconds": store.seconds()
+        }
         return _report_conclusion(directory, store, observer, orchestrator, summary)
 
 
@@ -301,7 +304,7 @@ async def _resolve(
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
         await store.describe(**msgspec.to_builtins(resolved))
-    observer.add_sinks(open_sinks(config.sinks, directory.path, config.model_dump(mode="json")))
+    observer.add_sinks(open_sinks(config.sinks, directory.path, mask_secrets(config.model_dump(mode="json"))))
     changes = [change for change in changes if change.path not in (("name",), ("directory",))]
     return _ResolvedRun(config, chat_format, changes)
 

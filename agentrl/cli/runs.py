@@ -217,6 +217,7 @@ def run_view(options: argparse.Namespace) -> int:
                     "state": state.standing,
                     "status": state.status,
                     "metrics": latest_metrics(state),
+                    "failure": state.failure,
                     "problem": state.problem,
                 }
             )
@@ -287,17 +288,16 @@ def run_metrics(options: argparse.Namespace) -> int:
 
     with open_run(options) as reader:
         state = run_state(reader)
-    latest = latest_metrics(state)
     if options.prometheus:
         from agentrl.observe.sinks import format_prometheus_metrics
 
-        sys.stdout.write(format_prometheus_metrics(state.plan.name, latest))
+        sys.stdout.write(format_prometheus_metrics(state.plan.name, latest_metrics(state)))
     elif options.json:
-        print_json(latest)
+        print_json(latest_metrics(state))
     else:
         from agentrl.inspection.render import metrics_page
 
-        print_text(metrics_page(latest))
+        print_text(metrics_page(state))
     return 0
 
 

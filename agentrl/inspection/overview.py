@@ -59,7 +59,7 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """State of the run, as `RunReader.standing` returns it."""
     seconds: float | None
-    """Seconds from the first admission to the last write."""
+    """Duration of the run, as `RunLog.seconds` defines it; None before the first admission."""
     purpose: str
     """`train` or `evaluate`."""
     episodes: dict[str, int]
@@ -87,6 +87,8 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that differ from their defaults."""
     places: dict[str, dict[str, list[tuple[int, float]]]]
     """Tokens trained until each step, and seconds, by policy: the other axes of a chart."""
+    failure: str
+    """First sentence of the error that ended the run, and where all of it is; empty if none did."""
     problem: str
 
 
@@ -94,10 +96,6 @@ def run_overview(reader: RunReader) -> RunOverview:
     """Return the overview of a run. Raises `JournalError` if its control log is damaged."""
     state = run_state(reader)
     names = reader.metric_names()
-    first, last = reader.log.rows(
-        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
-        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
-    )[0]
     own = own_metrics(names)
     shown = {*OVERVIEW_METRICS, *own, *(f"evaluation/metric/{name}" for name in own)}
     series = metric_series(reader, [name for name in names if name in shown or is_seat_reward(name)])
@@ -105,7 +103,7 @@ def run_overview(reader: RunReader) -> RunOverview:
     status, problems = state.status, list[str]()
     return RunOverview(
         state=state.standing,
-        seconds=max(float(last) - float(first), 0.0) if first is not None and last else None,
+        seconds=reader.log.seconds(),
         purpose=reader.purpose(),
         episodes=dict(
             reader.log.rows(
@@ -128,6 +126,7 @@ def run_overview(reader: RunReader) -> RunOverview:
             for axis, name in AXIS_METRICS.items()
             if name in axis_values
         },
+        failure=state.failure,
         problem="; ".join(filter(None, [state.problem, *problems])),
     )
 

@@ -12,7 +12,7 @@ out rows with a wrong checksum and reports them; `check_json_encodable` refuses 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.clock import SystemClock
+from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.files import expand_path
 from agentrl.core.records import ForkPoint, PolicyVersion
@@ -30,7 +31,7 @@ from agentrl.inspection.where_filter import FilterColumn, ObjectColumn, find_col
 from agentrl.journal.control_rows import is_intact
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
-from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_log import SqliteRunLog, set_in_config
 from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, control_columns
 from agentrl.observe.run_directory import describe_missing_run
@@ -285,12 +286,15 @@ class RunLine(msgspec.Struct, frozen=True):
     wrote them."""
     episodes: int
     """Number of committed episodes of that purpose."""
+    dropped: int
+    """Number of dropped ones."""
     in_flight: int
     """Number of unfinished ones."""
     steps: dict[str, int]
     """Newest step of each policy."""
     rewards: dict[str, float]
-    """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in."""
+    """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in. Of a
+    policy with several seats, that of each, as `POLICY/SEAT`."""
     state: str = ""
     """State of the run, as `RunReader.standing` returns it, with what it does if it does not train, such as
     `starting: loading the engine` or `running: paused`."""
@@ -304,8 +308,10 @@ class RewardCurvePoint(msgspec.Struct, frozen=True):
     lineage: int
     step: int
     reward: float | None
-    """Mean reward over the units that the step consumed."""
+    """Mean reward over the units that the step consumed; None if they have several seats, whose sum means nothing."""
     units: int
+    rewards: dict[str, float] = {}
+    """Mean reward of each seat's agents, as in the metric `reward/<seat>`."""
     mark: str = ""
     """Changes just before the step: a resume, code, settings."""
 
@@ -349,6 +355,19 @@ def parse_json_object(text: Any) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError) as error:
         raise JournalError(f"a row of the control log is damaged: {error}") from error
     return value if isinstance(value, dict) else {}
+
+
+def reward_columns(rewarded: Iterable[Iterable[str]]) -> list[str]:
+    """Return the columns that show rewards: `reward/SEAT` for each seat if an episode, or a step, rewarded several,
+    whose sum means nothing; `reward` for those that rewarded another seat alone.
+
+    Args:
+        rewarded: the rewarded seats of each episode or step.
+    """
+    by_row = list(map(set, rewarded))
+    several = {seat for seats in by_row if len(seats) > 1 for seat in seats}
+    single = ["reward"] if not several or any(seats - several for seats in by_row) else []
+    return single + [f"reward/{seat}" for seat in sorted(several)]
 
 
 @dataclass
@@ -403,8 +422,14 @@ class RunReader:
         return self._memory.info
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved configuration with the changes of all resumes; empty if the journal has none."""
-        return self.log.config()
+        """Return the resolved configuration with the changes of all resumes, and of `agentrl run set` since the newest;
+        empty if the journal has none."""
+        config = self.log.config()
+        begun_at = max((start.began_at for start in self.log.starts()), default=0.0)
+        for action in read_actions(self.log.info()) if config else ():
+            if action.act == "set" and action.at >= begun_at:
+                set_in_config(config, action.path, action.now)
+        return config
 
     def purpose(self) -> str:
         """Return what the run was for: `train` or `evaluate`."""
@@ -461,8 +486,7 @@ class RunReader:
         return names
 
     def reward_columns(self, condition: str = "1", *values: Any) -> list[str]:
-        """Return the columns that hold the episodes' rewards: `reward` if one rewarded a single seat, `reward/SEAT`
-        for each seat if one rewarded several. The newest thousand decide.
+        """Return the columns that hold the episodes' rewards, as `reward_columns` chooses them for the newest thousand.
 
         Args:
             condition: SQL over `episodes e`, a constant of this package; which episodes to look at.
@@ -470,13 +494,10 @@ class RunReader:
         """
         newest = f"SELECT e.episode, e.attempt FROM episodes e WHERE e.reward IS NOT NULL AND {condition}"
         newest += " ORDER BY e.committed_at DESC LIMIT 1000"
-        several = "SELECT min(o.seat) < max(o.seat) FROM trajectories o WHERE o.episode = t.episode"
-        several += " AND o.attempt = t.attempt AND o.reward IS NOT NULL"
-        statement = f"SELECT DISTINCT ({several}), t.seat FROM trajectories t WHERE t.reward IS NOT NULL"
-        rows = self.log.rows(f"{statement} AND (t.episode, t.attempt) IN ({newest})", *values)
-        kinds = {bool(is_several) for is_several, _ in rows}
-        seats = sorted({str(seat) for _, seat in rows}) if True in kinds else []
-        return [*(["reward"] if kinds != {True} else []), *(f"reward/{seat}" for seat in seats)]
+        seats = "SELECT json_group_array(DISTINCT t.seat) AS seats FROM trajectories t WHERE t.reward IS NOT NULL"
+        seats += f" AND (t.episode, t.attempt) IN ({newest}) GROUP BY t.episode, t.attempt"
+        rows = self.log.rows(f"SELECT DISTINCT seats FROM ({seats})", *values)
+        return reward_columns(map(str, json.loads(seats)) for (seats,) in rows)
 
     def _check_reward(self, option: str, sql: str) -> None:
         """Refuse a question about `reward` if no episode has one, because several seats of each are rewarded."""
@@ -623,19 +644,45 @@ class RunReader:
         """Return the reward of each step along each policy's surviving line, in order."""
         points = []
         start_words = {start.lineage: start.words for start in self.log.starts()}
-        statement = (
-            "SELECT policy, lineage, step, avg(reward), count(*) FROM"
-            " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
-            " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
-            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
-        )
         for policy, lines in self.surviving().items():
             for line in lines:
                 # Marks the first step of the lineage.
                 marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] else {}
-                rows = self.log.rows(statement, policy, *line)
-                points += [struct_from_row(RewardCurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
+                condition = "policy = ? AND lineage = ? AND step > ? AND step <= ?"
+                for step, rewards in sorted(self.step_rewards(condition, policy, *line).items()):
+                    points.append(struct_from_row(RewardCurvePoint, (*step, *rewards, marks.pop(step[1], ""))))
         return points
+
+    def step_rewards(
+        self, condition: str, *values: Any
+    ) -> dict[tuple[str, int, int], tuple[float | None, int, dict[str, float]]]:
+        """Return the mean reward over the units of each step (policy, lineage, number), None if they have several
+        seats; the number of units; and the mean reward of each seat's agents.
+
+        Args:
+            condition: SQL over `step_units`, a constant of this package.
+            values: values of its placeholders.
+        """
+        by_unit = (
+            f"SELECT policy, lineage, step, sum(reward) AS reward FROM step_units WHERE {condition}"
+            " GROUP BY policy, lineage, step, episode, attempt"
+        )
+        by_seat: dict[tuple[str, int, int], dict[str, float]] = {}
+        for *step, seat, reward in self.log.rows(
+            f"SELECT policy, lineage, step, seat, avg(reward) FROM step_units WHERE {condition}"
+            " GROUP BY policy, lineage, step, seat ORDER BY seat",
+            *values,
+        ):
+            if reward is not None:
+                by_seat.setdefault(tuple(step), {})[seat] = reward
+        found = {}
+        for *step, reward, units in self.log.rows(
+            f"SELECT policy, lineage, step, avg(reward), count(*) FROM ({by_unit}) GROUP BY policy, lineage, step",
+            *values,
+        ):
+            rewards = by_seat.get(tuple(step), {})
+            found[tuple(step)] = (reward if len(rewards) < 2 else None, units, rewards)
+        return found
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
         """Return a metric's values by policy and step, along the surviving line, without those that a rollback
@@ -695,16 +742,17 @@ class RunReader:
 
     def line(self) -> RunLine:
         """Return the run as a line of a list."""
-        query = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
+        ended = "SELECT count(*) FILTER (WHERE drop_reason IS NULL), count(drop_reason) FROM episodes WHERE purpose = ?"
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST} AND a.purpose = ?"
         points = self.curve()
         info, purpose = self.info(), self.purpose()
-        ((episodes,),) = self.log.rows(query, purpose)
+        ((episodes, dropped),) = self.log.rows(ended, purpose)
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,
             path=str(self.path),
             purpose=purpose,
             episodes=episodes,
+            dropped=dropped,
             in_flight=self.log.rows(in_flight, purpose)[0][0],
             steps={point.policy: point.step for point in points},
             rewards=_last_rewards(points) if purpose == "train" else self._played_rewards(purpose),
@@ -728,14 +776,26 @@ class RunReader:
         return "" if self.log.starts() else self._phase()
 
     def _played_rewards(self, purpose: str) -> dict[str, float]:
-        """Return the mean reward of each policy over the committed episodes in which it acted."""
-        statement = (
-            "SELECT policy, avg(reward) FROM (SELECT t.policy AS policy, sum(t.reward) AS reward"
-            " FROM trajectories t JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
+        """Return the mean reward of each policy, or of each of its seats, over the committed episodes it acted in."""
+        rewarded = (
+            "FROM trajectories t JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
             " WHERE e.purpose = ? AND e.drop_reason IS NULL AND t.reward IS NOT NULL"
-            " GROUP BY t.episode, t.attempt, t.policy) GROUP BY policy ORDER BY policy"
         )
-        return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
+        by_seat: dict[str, dict[str, float]] = {}
+        for policy, seat, reward in self.log.rows(
+            f"SELECT t.policy, t.seat, avg(t.reward) {rewarded} GROUP BY 1, 2 ORDER BY 1, 2", purpose
+        ):
+            by_seat.setdefault(str(policy), {})[str(seat)] = float(reward)
+        statement = f"SELECT policy, avg(reward) FROM (SELECT t.policy AS policy, sum(t.reward) AS reward {rewarded}"
+        statement += " GROUP BY t.episode, t.attempt, t.policy) GROUP BY policy ORDER BY policy"
+        rewards: dict[str, float] = {}
+        for policy, reward in self.log.rows(statement, purpose):
+            seats = by_seat[str(policy)]
+            if len(seats) > 1:
+                rewards |= {f"{policy}/{seat}": of_seat for seat, of_seat in seats.items()}
+            else:
+                rewards[str(policy)] = float(reward)
+        return rewards
 
     def standing(self) -> str:
         """Return the state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`,
@@ -798,12 +858,22 @@ class RunReader:
 
 
 def _last_rewards(points: Sequence[RewardCurvePoint]) -> dict[str, float]:
-    """Return the mean reward of the last five steps of each policy."""
-    rewards: dict[str, list[float]] = {}
+    """Return the mean reward of the last five steps of each policy; of each seat, as `POLICY/SEAT`, if one of these
+    steps has several."""
+    last: dict[str, list[RewardCurvePoint]] = {}
     for point in points:
-        if point.reward is not None:
-            rewards.setdefault(point.policy, []).append(point.reward)
-    return {policy: sum(last[-5:]) / len(last[-5:]) for policy, last in rewards.items()}
+        if point.rewards:
+            last[point.policy] = [*last.get(point.policy, []), point][-5:]
+    rewards: dict[str, list[float]] = {}
+    for policy, newest in last.items():
+        columns = reward_columns(point.rewards for point in newest)
+        for point in newest:
+            for seat, reward in point.rewards.items():
+                if f"reward/{seat}" in columns:
+                    rewards.setdefault(f"{policy}/{seat}", []).append(reward)
+            if "reward" in columns and point.reward is not None:
+                rewards.setdefault(policy, []).append(point.reward)
+    return {name: sum(values) / len(values) for name, values in rewards.items()}
 
 
 def list_runs(directory: str | Path) -> list[RunLine]:
@@ -828,5 +898,5 @@ def list_runs(directory: str | Path) -> list[RunLine]:
                 reader.close()
         except (JournalError, OSError) as error:
             problem = str(error)
-            lines.append(RunLine(path.name, str(path), "", 0, 0, {}, {}, problem=problem))
+            lines.append(RunLine(path.name, str(path), "", 0, 0, 0, {}, {}, problem=problem))
     return lines

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.text import escape_line, escape_text, format_rate, plural, shorten_lines
-from agentrl.inspection.statistics import win_rate_matrix
+from agentrl.inspection.reader import reward_columns
+from agentrl.inspection.statistics import latest_metrics, win_rate_matrix
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_screen import plot_curve
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
     from agentrl.journal.port import PruneTotals
+    from agentrl.observe.run_state import RunState
 
 MAX_CELL = 500
 """Maximum characters of content in a table cell."""
@@ -133,13 +135,14 @@ def run_table(lines: Sequence[RunLine]) -> TerminalPage:
         steps = ", ".join(
             f"{step}" if len(line.steps) == 1 else f"{policy} {step}" for policy, step in line.steps.items()
         )
+        is_one = len({name.partition("/")[0] for name in line.rewards}) < 2
         rewards = ", ".join(
-            format_number(reward) if len(line.rewards) == 1 else f"{policy} {format_number(reward)}"
-            for policy, reward in line.rewards.items()
+            f"{name.partition('/')[2] if is_one else name} {format_number(reward)}".strip()
+            for name, reward in line.rewards.items()
         )
-        counts = [str(line.episodes), str(line.in_flight), steps, rewards]
+        counts = [str(line.episodes), str(line.dropped), str(line.in_flight), steps, rewards]
         rows.append([line.name, line.purpose, line.state, *counts, line.problem or ""])
-    page.table(["run", "purpose", "state", "episodes>", "in_flight>", "steps>", "reward>", ""], rows)
+    page.table(["run", "purpose", "state", "episodes>", "dropped>", "in_flight>", "steps>", "reward>", ""], rows)
     if any(line.purpose == "train" and line.rewards for line in lines):
         page.line("reward: of training runs, the mean of the last 5 steps")
     return page
@@ -206,7 +209,7 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
         optional = {"attempt", "stop_reason", "drop_reason"}
         column_names = [name for name in column_names if name not in optional or any(getattr(x, name) for x in lines)]
         place = column_names.index("reward")
-        column_names[place : place + 1] = reward_columns(lines)
+        column_names[place : place + 1] = reward_columns(line.rewards for line in lines)
     by_seat = any(name.startswith("reward/") for name in column_names)
     rows = [
         [format_rewards(line) if name == "reward" and not by_seat else _cell(line, name) for name in column_names]
@@ -218,15 +221,8 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
     return page
 
 
-def reward_columns(lines: Sequence[EpisodeLine]) -> list[str]:
-    """Return the reward columns of episodes: `reward`, or `reward/SEAT` for each seat where several were rewarded."""
-    seats = {seat for line in lines if len(line.rewards) > 1 for seat in line.rewards}
-    single = ["reward"] if not seats or any(line.rewards.keys() - seats for line in lines) else []
-    return single + [f"reward/{seat}" for seat in sorted(seats)]
-
-
-def format_rewards(line: EpisodeLine) -> str:
-    """Format an episode's reward; if several seats were rewarded, the reward of each."""
+def format_rewards(line: EpisodeLine | StepLine) -> str:
+    """Format the reward of an episode or step; if several seats were rewarded, the reward of each."""
     if len(line.rewards) < 2:
         return format_number(line.reward)
     return ", ".join(f"{seat} {format_number(reward)}" for seat, reward in line.rewards.items())
@@ -243,18 +239,19 @@ def _cell(line: EpisodeLine, column: str) -> str:
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> TerminalPage:
-    """Make a page with the newest value of each metric, its unit and its meaning."""
+def metrics_page(state: RunState) -> TerminalPage:
+    """Make a page with the newest value of each metric, its step, its unit and its meaning."""
     page, rows = TerminalPage(), []
-    for policy, values in latest.items():
+    for policy, values in latest_metrics(state).items():
         for name, value in values.items():
             metric = find_registered_metric(name)
-            label = f"{policy}: " if len(latest) > 1 else ""
-            rows.append(
-                [f"{label}{name}", f"{value:.4g}", metric.unit if metric else "", metric.meaning if metric else ""]
-            )
+            label = f"{policy}: " if len(state.policies) > 1 else ""
+            steps, _ = state.policies[policy].series(name)
+            step = str(steps[-1] if steps else state.policies[policy].step)
+            meaning = metric.meaning if metric else ""
+            rows.append([f"{label}{name}", f"{value:.4g}", step, metric.unit if metric else "", meaning])
     if rows:
-        page.table(["metric", "value>", "unit", "meaning"], rows)
+        page.table(["metric", "value>", "step>", "unit", "meaning"], rows)
     else:
         page.line("no metrics yet")
     return page
@@ -267,12 +264,14 @@ def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -
     if not policies:
         page.line("no optimizer step was taken yet; an evaluation takes none")
     for policy in policies:
-        policy_points = [point for point in points if point.policy == policy and point.reward is not None]
-        values = [point.reward for point in policy_points if point.reward is not None]
-        title = f"reward of {policy}"
-        page.block(
-            plot_curve(values, steps=[point.step for point in policy_points], title=title, width=width), indent=0
-        )
+        policy_points = [point for point in points if point.policy == policy]
+        for column in reward_columns(point.rewards for point in policy_points):
+            _, _, seat = column.partition("/")
+            rewards = [(point.step, point.rewards.get(seat) if seat else point.reward) for point in policy_points]
+            present = [(step, reward) for step, reward in rewards if reward is not None]
+            title = f"reward of {policy}" + (f" as {seat}" if seat else "")
+            curve = plot_curve([r for _, r in present], steps=[s for s, _ in present], title=title, width=width)
+            page.block(curve, indent=0)
         for point in points:
             if point.policy == policy and point.mark:
                 page.line((f"step {point.step}: ", "bold"), point.mark)
@@ -371,13 +370,16 @@ def step_table(lines: Sequence[StepLine]) -> TerminalPage:
     if not lines:
         page.line("no optimizer step was taken")
         return page
-    rows = []
+    columns, rows = reward_columns(line.rewards for line in lines), []
     for line in lines:
-        numbers = [format_number(line.reward), _small(line.loss), _small(line.grad_norm), str(line.units)]
+        by_column = {"reward": line.reward, **{f"reward/{seat}": reward for seat, reward in line.rewards.items()}}
+        numbers = [format_number(by_column.get(column)) for column in columns]
+        numbers += [_small(line.loss), _small(line.grad_norm), str(line.units)]
         numbers += [f"{line.samples:,}", f"{line.tokens:,}", format_number(line.seconds)]
         undone = "" if line.survives else "undone by a rollback"
         rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, undone])
-    headings = ["policy", "version>", "reward>", "loss>", "grad_norm>", "episodes>", "rows>", "tokens>", "seconds>", ""]
+    headings = ["policy", "version>", *(f"{column}>" for column in columns), "loss>", "grad_norm>", "episodes>"]
+    headings += ["rows>", "tokens>", "seconds>", ""]
     page.table(headings, rows)
     return page
 
@@ -386,7 +388,7 @@ def step_page(view: StepView) -> TerminalPage:
     """Make a page about a step: its result and its inputs."""
     page, line = TerminalPage(), view.line
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
-    facts = [("reward", format_number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
+    facts = [("reward", format_rewards(line)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
     facts.append(
         (
             "fed",

@@ -20,6 +20,7 @@ from agentrl.inspection.conversation import (
     acts_with_weight_updates,
     reward_components,
 )
+from agentrl.inspection.reader import reward_columns
 from agentrl.inspection.render import (
     MAX_BLOCK,
     Part,
@@ -27,7 +28,6 @@ from agentrl.inspection.render import (
     episode_table,
     format_number,
     format_rewards,
-    reward_columns,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     if view.children:
         page.heading("children")
         attempt = ["attempt"] if any(child.attempt for child in view.children) else []
-        rewards = reward_columns(view.children)
+        rewards = reward_columns(child.rewards for child in view.children)
         fields = ["episode", *attempt, "status", *rewards, "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
         page.add(episode_table(view.children, len(view.children), fields))
     page.problems(view.problems)

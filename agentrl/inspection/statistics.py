@@ -17,9 +17,10 @@ from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import REWARD, GameTally
 from agentrl.core.text import plural
-from agentrl.inspection.reader import COLUMNS, EPISODES, OBJECTS
+from agentrl.inspection.reader import COLUMNS, EPISODES, MAX_SECONDS, OBJECTS
 from agentrl.inspection.where_filter import find_column
 from agentrl.journal.control_rows import decode_admission_row
+from agentrl.journal.run_process import read_failure
 from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
     RunSnapshot,
@@ -88,10 +89,11 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     episodes: list[EpisodeStatistics]
     policies: list[PolicyStatistics]
     in_flight: int
+    """Number of unfinished episodes of the run's purpose: training, or evaluation."""
     repeated: int
     """Number of attempts beyond the first."""
     seconds: float
-    """Seconds from the first admission to the last write."""
+    """Duration of the run, as `RunLog.seconds` defines it."""
     tokens_per_second: float | None
     roulette: dict[float, int]
     """Number of training episodes that `ctx.roulette` stopped (weight 0) or that survived it, by the weight of their
@@ -106,11 +108,7 @@ def run_statistics(reader: RunReader) -> RunStatistics:
     """Compute the figures of a run. Raises `JournalError` if its control log is damaged."""
     log = reader.log
     kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
-    first, last = log.rows(
-        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
-        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
-    )[0]
-    seconds = max(float(last) - float(first), 0.0) if first is not None and last else 0.0
+    seconds = log.seconds() or 0.0
     ((tokens,),) = log.rows("SELECT coalesce(sum(tokens), 0) FROM episodes")
     ((num_repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
     name = reader.info().get("name")
@@ -118,7 +116,7 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         name=name if isinstance(name, str) else reader.path.name,
         episodes=[_episodes(reader, environment, purpose, count) for environment, purpose, count in kinds],
         policies=_policies(reader),
-        in_flight=reader.count("status = in_flight"),
+        in_flight=reader.count(f"status = in_flight and purpose = {reader.purpose()}"),
         repeated=num_repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
@@ -326,10 +324,13 @@ def run_state(reader: RunReader) -> RunState:
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
     state.standing = reader.standing()
+    state.failure = read_failure(reader.path)
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        status = replace(status, waits=(), processes=(), mirrors={})
+        # The clock of the status is that of the last process, with its start.
+        seconds = min(max(reader.log.seconds() or 0.0, 0.0), MAX_SECONDS)
+        status = replace(status, waits=(), processes=(), mirrors={}, seconds=seconds)
     steps = {name: policy.step for name, policy in state.policies.items()}
     if not is_running or (any(steps.values()) and all(steps[name] for name in plan.max_staleness)):
         status = replace(status, pace="")  # the first step was taken after the status was written

@@ -29,7 +29,9 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     grad_norm: float | None
     reward: float | None
-    """Mean reward over the step's units."""
+    """Mean reward over the step's units; None if they have several seats, whose sum means nothing."""
+    rewards: dict[str, float]
+    """Mean reward of each seat's agents, as in the metric `reward/<seat>`."""
     units: int
     samples: int
     tokens: int
@@ -111,15 +113,7 @@ def _lines(reader: RunReader, **key: str | int | None) -> list[StepLine]:
         learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learners and policy not in learners:
             raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learners))}")
-    rewards = {
-        (name, lineage, step): (reward, units)
-        for name, lineage, step, reward, units in reader.log.rows(
-            "SELECT policy, lineage, step, avg(reward), count(*) FROM"
-            f" (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units WHERE {condition}"
-            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY policy, lineage, step",
-            *values,
-        )
-    }
+    rewards = reader.step_rewards(condition, *values)
     surviving = reader.surviving()
     return [_line(row, rewards, surviving.get(row["policy"], [])) for row in rows]
 
@@ -163,10 +157,12 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
 
 
 def _line(
-    row: Row, rewards: dict[tuple[str, int, int], tuple[float | None, int]], surviving: list[tuple[int, int, int]]
+    row: Row,
+    rewards: dict[tuple[str, int, int], tuple[float | None, int, dict[str, float]]],
+    surviving: list[tuple[int, int, int]],
 ) -> StepLine:
     version = PolicyVersion(row["policy"], row["lineage"], row["step"])
-    reward, units = rewards.get((version.policy, version.lineage, version.step), (None, 0))
+    reward, units, by_seat = rewards.get((version.policy, version.lineage, version.step), (None, 0, {}))
     return StepLine(
         policy=version.policy,
         lineage=version.lineage,
@@ -175,6 +171,7 @@ def _line(
         loss=row["loss"],
         grad_norm=row["grad_norm"],
         reward=reward,
+        rewards=by_seat,
         units=units,
         samples=row["samples"],
         tokens=row["tokens"],

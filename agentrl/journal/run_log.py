@@ -16,6 +16,7 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import JournalError
+from agentrl.core.masking import mask_secrets
 from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
 from agentrl.journal.control_rows import (
     ADMISSION_COLUMNS,
@@ -60,7 +61,8 @@ class SettingChange(msgspec.Struct, frozen=True):
     now: Any
 
     def __str__(self) -> str:
-        return f"{'.'.join(self.path)} {self.before!r} → {self.now!r}"
+        before, now = (mask_secrets(value, ".".join(self.path)) for value in (self.before, self.now))
+        return f"{'.'.join(self.path)} {before!r} → {now!r}"
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +124,18 @@ _IS_ROOT = "episode GLOB ? AND substr(episode, ?) NOT GLOB '*[^0-9]*'"
 def _root(prefix: str) -> tuple[Any, ...]:
     """Return the parameters of `_NUMBER`, then of `_IS_ROOT`."""
     return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
+
+
+def set_in_config(config: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set a value in a configuration as data; returns whether the path leads into its tables."""
+    section: Any = config
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            return False
+    if path:
+        section[path[-1]] = value
+    return bool(path)
 
 
 class RunLog:
@@ -537,6 +551,35 @@ class RunLog:
         except (msgspec.MsgspecError, TypeError, RecursionError, ValueError) as error:
             raise JournalError(f"{self.path}: a start of the run cannot be read ({error}); it is damaged") from error
 
+    def span(self) -> tuple[float, float] | None:
+        """Return the wall-clock times of the first admission and of the last write; None before there is one."""
+        ((first, admitted, committed, stepped),) = self.rows(
+            "SELECT (SELECT min(admitted_at) FROM admissions), (SELECT max(admitted_at) FROM admissions),"
+            " (SELECT max(committed_at) FROM episodes), (SELECT max(stepped_at) FROM steps)"
+        )
+        times = [float(time) for time in (first, admitted, committed, stepped) if time is not None]
+        return (min(times), max(times)) if times else None
+
+    def stops(self) -> list[tuple[float, float]]:
+        """Return the wall-clock times in which the run was stopped: from the last admission, end of an episode or step
+        before a resume until the resume."""
+        last = "SELECT max({0}) FROM {1} WHERE {0} < ?"
+        tables = (("admitted_at", "admissions"), ("committed_at", "episodes"), ("stepped_at", "steps"))
+        stops: dict[float, float] = {}  # a resume without an event until the next one belongs to the same stop
+        span = self.span()
+        for resumed_at in (start.began_at for start in self.starts()[1:]):
+            times = [self.rows(last.format(*table), resumed_at)[0][0] for table in tables]
+            before = max((time for time in times if time is not None), default=None)
+            if before is not None and span is not None and resumed_at < span[1]:
+                stops[float(before)] = resumed_at
+        return list(stops.items())
+
+    def seconds(self) -> float | None:
+        """Return the duration of the run: from its first admission to its last write, without the times in which it was
+        stopped; None before its first admission."""
+        span = self.span()
+        return None if span is None else span[1] - span[0] - sum(until - since for since, until in self.stops())
+
     def config(self, lineage: int | None = None) -> dict[str, Any]:
         """Return the configuration of the start that began a lineage, as data: that of the first start, with the
         changes since.
@@ -551,14 +594,8 @@ class RunLog:
             if lineage is not None and start.lineage > lineage:
                 break
             for change in start.changed:
-                if not change.path:
+                if not set_in_config(config, change.path, change.now):
                     raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")
-                section = config
-                for name in change.path[:-1]:
-                    section = section.setdefault(name, {})
-                    if not isinstance(section, dict):
-                        raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")
-                section[change.path[-1]] = change.now
         return config
 
     def info(self) -> Mapping[str, Any]:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import traceback
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, TypeVar
 
 import msgspec
 
-from agentrl.core.errors import RunDirectoryError, StorageError
+from agentrl.core.errors import AgentRLError, RunDirectoryError, StorageError, format_foreign_error
 from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
 from agentrl.core.text import escape_line
 
@@ -37,7 +39,11 @@ seconds, in which it still writes."""
 _open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
+ERROR_FILE = "error.txt"
+"""The error that ended the newest process of a run, with its traceback if it is no error of agentrl's own."""
 MAX_RECORD_BYTES = 16 << 20
+MAX_SENTENCE = 500
+"""Maximum number of characters of a failure that displays show."""
 NAMED = 16
 """Maximum number of episodes that a message names; it only counts the rest."""
 _BOOT = os.urandom(4).hex()
@@ -327,9 +333,33 @@ def recording_process_state(run: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(StorageError, OSError):
+            if isinstance(error, Exception):
+                replace_file(run / ERROR_FILE, _error_text(error).encode("utf-8", "backslashreplace"))
             record_process_state(run, "failed" if isinstance(error, Exception) else "stopped")
         raise
+
+
+def _error_text(error: Exception) -> str:
+    """Return an error as the command line tells it, and the traceback of one that is not agentrl's own."""
+    if isinstance(error, AgentRLError):
+        return f"{error}\n"
+    return f"{format_foreign_error(error)}\n\n{''.join(traceback.format_exception(error))}"
+
+
+def read_failure(run: Path) -> str:
+    """Return the first sentence of the error that ended a failed run, and the file that has all of it; empty if the run
+    has not failed, or left no error."""
+    if RunProcessRecord.read(run).state != "failed":
+        return ""
+    try:
+        with open_regular(run / ERROR_FILE) as file:
+            text = read_at_most(file, MAX_RECORD_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+    first_line = text.partition("\n")[0]
+    sentence = re.split(r"(?<=[.;!?])\s", first_line, maxsplit=1)[0].rstrip(".;")[:MAX_SENTENCE]
+    return f"{sentence} (all of it: {run / ERROR_FILE})" if sentence else ""
 
 
 def read_process_state(run: Path) -> str:

@@ -244,10 +244,14 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
             )
             return Bottleneck("max_in_flight", detail)
         case "engine":
-            of = f" of {places:,} possible" if places else ""
-            return Bottleneck(
-                part, f"the trainer waits: it samples {_number(engine)} turns at once{of}, {busy:.0%} of the time"
-            )
+            if places and round(engine) > places:
+                detail = (
+                    f"{_number(engine)} turns are in it at once, of which it samples {places:,} while the others wait"
+                )
+            else:
+                of = f" of {places:,} possible" if places else ""
+                detail = f"it samples {_number(engine)} turns at once{of}, {busy:.0%} of the time"
+            return Bottleneck(part, f"the trainer waits: {detail}")
         case "environment":
             more = "; max_in_flight lets no more run" if is_held else ""
             return Bottleneck(part, f"the trainer waits: {counts} are in them, and the engine is busy {busy:.0%}{more}")

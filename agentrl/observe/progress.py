@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
+from agentrl.observe.metrics import reward_metrics
 from agentrl.observe.run_screen import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ class LineDisplay:
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
         name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
-        seconds_left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
-        eta = f"  about {format_duration(seconds_left)} left" if seconds_left and step < steps else ""
+        seconds_left = self._state.seconds_left(policy)
+        eta = "" if seconds_left is None else f"  about {format_duration(seconds_left)} left"
         self.line(f"{name}step {step}/{steps}  {format_step_metrics(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
@@ -190,8 +191,10 @@ def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
 def format_step_metrics(metrics: Mapping[str, float]) -> str:
     """Return the metrics of a step as one line; values that were not measured are left out."""
     parts = []
-    if "reward/mean" in metrics:
-        parts.append(f"reward {metrics['reward/mean']:.3f}")
+    for name in reward_metrics(metrics):
+        if name in metrics:
+            whose = "" if name == "reward/mean" else f"{name.partition('/')[2]} "
+            parts.append(f"{whose}reward {metrics[name]:.3f}")
     if "staleness/mean" in metrics:
         parts.append(f"staleness {metrics['staleness/mean']:.1f}")
     if "engine/busy_share" in metrics:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, write_alarm
+from agentrl.observe.metrics import reward_metrics
 from agentrl.observe.progress import Display, PhaseTimer, format_task_count, make_progress_display, spinner
 from agentrl.observe.run_screen import plot_curve
 from agentrl.observe.run_state import (
@@ -164,10 +165,12 @@ class RunObserver:
             self._display.close()
         policies = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
         for policy in policies:
-            steps, rewards = policy.series("reward/mean")
             suffix = f" of {escape_line(policy.name)}" if len(policies) > 1 else ""
-            title = f"training reward{suffix} by optimizer step"
-            self._stream.write("\n" + plot_curve(rewards, steps=steps, title=title) + "\n")
+            for name in reward_metrics(policy.last):
+                steps, rewards = policy.series(name)
+                seat = "" if name == "reward/mean" else f" as {escape_line(name.partition('/')[2])}"
+                title = f"training reward{suffix}{seat} by optimizer step"
+                self._stream.write("\n" + plot_curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
         self._stream.write(_choice_text(summary))
         num_steps, last_step = (
@@ -181,9 +184,8 @@ class RunObserver:
             else f"nothing is left to do: the run has taken all {num_steps} steps; --steps=N adds more\n"
         )
         self._stream.write(
-            f"{plural(summary['steps'], 'step')} in {summary['rl_seconds']:.1f} s; "
-            f"of this time, engine busy {summary['engine_busy_share']:.0%}, trainer "
-            f"{summary['trainer_busy_share']:.0%}\n"
+            f"{self._steps_taken()} in {summary['run_seconds'] or 0.0:.1f} s; in the {summary['rl_seconds']:.1f} s of "
+            f"training, engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%}\n"
             if self.steps or not num_steps
             else message
         )
@@ -207,6 +209,14 @@ class RunObserver:
         self._raise_alarms()
         if not self._quiet:
             self._display_of_run().show()
+
+    def _steps_taken(self) -> str:
+        """Return the number of steps of the whole run, of each policy if there are several."""
+        counts = {policy.name: len(policy.steps) for policy in self.state.policies.values()}
+        if len(set(counts.values())) < 2:
+            steps = plural(max(counts.values(), default=0), "step")
+            return steps if len(counts) < 2 else f"{steps} of each of {plural(len(counts), 'policy', 'policies')}"
+        return ", ".join(f"{plural(count, 'step')} of {escape_line(name)}" for name, count in counts.items())
 
     def _held_out(self, tasks: int) -> str:
         """Return lines with the first and last held-out rewards on the same tasks; the first may be of a previous

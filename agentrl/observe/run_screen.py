@@ -17,7 +17,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
-from agentrl.observe.metrics import find_registered_metric, own_metrics
+from agentrl.observe.metrics import find_registered_metric, own_metrics, reward_metrics
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
     width = max(60, min(width, WIDTH))
     alarms = find_alarms(state)
     parts: list[RenderableType] = [_heading(state, width, age_s)]
+    if state.failure:
+        parts.append(Text(terminal_safe_line(state.failure), "bold red"))
     if alarms:  # placed first, because a short terminal cuts off the end
         parts.append(_alarms(alarms))
     several = len(state.policies) > 1
@@ -136,18 +138,16 @@ def _progress(state: RunState, policy: PolicyMetricHistory, width: int, *, sever
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
-        seconds_left = policy.seconds_left(steps)
-        if seconds_left is not None and policy.step < steps:
+        if (seconds_left := state.seconds_left(policy.name)) is not None:
             text.append(f"  about {format_duration(seconds_left)} left", "dim")
     return text
 
 
 def _plot(policy: PolicyMetricHistory, width: int) -> RenderableType:
     """Plot the reward; of a policy with several seats, that of each seat instead of their sum."""
-    seats = [name for name in sorted(policy.last) if _group(name) == "reward/<seat>"][:MAX_PLOTS]
     plots: list[RenderableType] = []
-    for name in seats or ["reward/mean"]:
-        whose = f" of {terminal_safe_line(name.partition('/')[2])[:16]}" if seats else ""
+    for name in reward_metrics(policy.last)[:MAX_PLOTS]:
+        whose = "" if name == "reward/mean" else f" of {terminal_safe_line(name.partition('/')[2])[:16]}"
         steps, rewards = policy.series(name)
         if not rewards:
             return Text("reward: no step yet", "dim")
@@ -182,10 +182,13 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
             number = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
             cells.append((label, Text(f"{number:>8} ").append(sparkline(values, width=spark), "cyan")))
     evaluated = policy.evaluations[max(policy.evaluations)] if policy.evaluations else {}
-    seats = [name for name in sorted(evaluated) if _group(name) == "evaluation/reward/<seat>"]
     cells[:0] = [
-        (f"held-out {terminal_safe_line(name.rpartition('/')[2])[:16]}", _held_out(policy, name)) for name in seats
-    ] or [("held-out", _held_out(policy, "evaluation/reward"))]
+        (
+            f"held-out {terminal_safe_line(name.partition('/')[2].partition('/')[2])[:16]}".strip(),
+            _held_out(policy, name),
+        )
+        for name in reward_metrics(evaluated, "evaluation/reward")
+    ]
     last = policy.last
     for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):
         if name in last:

@@ -43,6 +43,8 @@ MAX_STATUS_BYTES = 1 << 20
 STATUS_FILE = "status.json"
 MIRRORS_FILE = "mirrors.json"
 """State of the copies that `agentrl run mirror` keeps; written by that command."""
+PAUSED, DRAINING = "paused", "draining"
+"""Phases of a run that was asked to pause or to drain."""
 SILENT_S = 15.0
 """Seconds after which a status is out of date; a live run writes one every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -214,12 +216,23 @@ class RunState:
     status: RunSnapshot | None = None
     standing: str = "running"
     """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.run_process`."""
+    failure: str = ""
+    """First line of the error that ended the run; empty if none did."""
     problem: str = ""
     """Description of parts of the run that could not be read, for people."""
 
     def __post_init__(self) -> None:
         for name, bound in self.plan.max_staleness.items():
             self.policies.setdefault(name, PolicyMetricHistory(name=name, max_staleness=bound))
+
+    def seconds_left(self, policy: str) -> float | None:
+        """Return the estimated seconds until a policy's last step; None before its first step, and if the run does not
+        work toward the last one: it has ended, is paused or drains."""
+        history, steps = self.policies.get(policy), self.plan.steps_of(policy)
+        is_held = self.status is not None and self.status.phase in (PAUSED, DRAINING)
+        if history is None or is_held or self.standing != "running" or history.step >= steps:
+            return None
+        return history.seconds_left(steps)
 
     def record(self, policy: str, step: int, values: Values) -> None:
         """Record a line of metrics; values that are not finite or exceed `LARGEST` are left out."""

@@ -38,7 +38,7 @@ from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
 from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch
-from agentrl.observe.run_state import RunSnapshot
+from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
@@ -221,9 +221,9 @@ class Orchestrator:
         phase, is_training = self._phase, self._phase == "training"
         bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
-            phase, bottleneck = "paused", Bottleneck("paused", "`agentrl run resume` continues the run")
+            phase, bottleneck = PAUSED, Bottleneck("paused", "`agentrl run resume` continues the run")
         elif self.drained_by and is_training:
-            phase = "draining"
+            phase = DRAINING
         return RunSnapshot(
             phase=phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,

@@ -15,7 +15,7 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -314,7 +314,7 @@ class PlayResult:
     """Why the episode ended: `completed`, or the limit that cut it."""
     metrics: dict[str, float]
     """Values of `ctx.metric` by name."""
-    observations: tuple[str, ...]
+    observations: tuple[str, ...] = field(repr=False)
     """Text of the new messages before each turn of the policy."""
 
 

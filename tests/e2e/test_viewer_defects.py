@@ -19,7 +19,16 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, en
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
-from tests.journal_cases import entries_with, header, spec, step_of, weights, write_bargains, write_offers
+from tests.journal_cases import (
+    entries_with,
+    header,
+    spec,
+    step_of,
+    train_bargains,
+    weights,
+    write_bargains,
+    write_offers,
+)
 from tests.support.compared_runs import write_compared_run
 from tests.viewer_cases import READY, WORST, show, text
 
@@ -290,6 +299,11 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     assert "buyer 0.75 · seller −0.75" in text(tab, ".facts")
     assert 't2 {"item": "lamp", "limit": 12}' in text(tab, ".facts")
     assert "mean reward of buyer 0.375, mean reward of seller −0.375" in text(tab, ".tree")
+    asyncio.run(train_bargains(tmp_path / "shop"))
+    assert main(["run", "export", str(tmp_path / "shop"), "--to", "html", "--out", str(out), "--force"]) == 0
+    show(tab, out.as_uri() + "#/steps")
+    assert values(tab, ".card:first-child .legend li") == ["buyer", "seller"]
+    assert text(tab, "tbody tr td[data-label=reward]").split() == ["buyer", "0.375", "seller", "−0.375"]
     assert values(tab, ".relative.self .amount") == ["0.750", "−0.750"]
     show(tab, out.as_uri() + "#/compare")
     assert values(tab, ".offers li")[:2] == [

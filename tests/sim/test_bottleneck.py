@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,6 +247,15 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     assert not any("16 of 16" in pace for pace in told.values())
     assert "16 episodes sampled; the trainer works on the step" in told.values()
     assert told[max(told)] == "", "the metrics of the steps say it then"
+
+
+def test_turns_that_wait_for_the_engine_are_not_called_sampled(tmp_path: Path) -> None:
+    planted = Planted(part="engine", places=4, call_s=10.0, changes={"step_size": 16, "max_staleness": 0})
+    refreshes, _ = looked_at(planted, tmp_path / "run")
+    told = {snapshot.bottleneck for snapshot, _, _ in refreshes}
+    sampled = [line for line in told if (found := re.search("samples ([0-9.]+) turns", line)) and float(found[1]) > 4]
+    assert not sampled
+    assert any("16 turns are in it at once, of which it samples 4 while the others wait" in line for line in told)
 
 
 def test_lines_tell_the_pace_of_the_first_step_now_and_then() -> None:

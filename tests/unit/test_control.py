@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from agentrl.core.control_messages import (
     read_actions,
     short_socket_path,
 )
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.run_comparison import changed_settings
+from agentrl.inspection.statistics import run_state
+from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
 from tests.sim.small_run import Guess, config_for
 
@@ -52,6 +57,33 @@ def test_a_change_holds_after_the_file_changed_in_between(tmp_path: Path) -> Non
     info = asyncio.run(changed(tmp_path, config_for(steps=50), "steps=70", "steps=80"))
     assert with_recorded_changes(config_for(steps=50), info, []).steps == 80
     assert with_recorded_changes(config_for(steps=90), info, []).steps == 90, "the file changed again"
+
+
+def test_the_screen_and_the_settings_show_a_change(tmp_path: Path) -> None:
+    config = config_for(steps=4)
+    plain = config.model_dump(mode="json")
+
+    async def write() -> None:
+        journal = SqliteJournal(tmp_path / "journal", info={"name": "demo", "config": plain})
+        await journal.close()
+        await changed(tmp_path / "journal", config, "steps=12", "max_in_flight=32")
+
+    asyncio.run(write())
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+        assert run_state(reader).plan.steps == 12
+        settings = changed_settings(reader)
+    assert (settings["steps"], settings["max_in_flight"]) == (12, 32)
+
+    async def resume() -> None:
+        """Resume with the caller's own number of steps."""
+        journal = SqliteJournal(tmp_path / "journal")
+        changes = (SettingChange(path=("steps",), before=4, now=6),)
+        journal.record_start(RunStart(lineage=1, began_at=SystemClock().wall(), changed=changes))
+        await journal.close()
+
+    asyncio.run(resume())
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+        assert run_state(reader).plan.steps == 6
 
 
 def test_changes_stay_recorded_however_often_the_run_pauses(tmp_path: Path) -> None:

@@ -505,9 +505,10 @@ def test_the_place_of_a_run_is_printed_without_escapes(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run\x1b[2J\x9b31m", "{}")
     stream = io.StringIO()
     keys = ("reward_start", "reward_end")
-    shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share", "held_out_tasks"), 0.0)
+    seconds = dict.fromkeys(("run_seconds", "rl_seconds"), 0.0)
+    shares = dict.fromkeys(("engine_busy_share", "trainer_busy_share", "held_out_tasks"), 0.0)
     with RunObserver(directory, plan=RunDisplaySettings(), stream=stream) as observer:
-        observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares})
+        observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares, **seconds})
     assert "run\\x1b[2J\\x9b31m" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -18,11 +19,12 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import escape_text
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
-from agentrl.inspection.reader import RunReader, list_runs
+from agentrl.inspection.reader import RunReader, list_runs, reward_columns
 from agentrl.inspection.reasons import explain_episode
 from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table, statistics_page
 from agentrl.inspection.render_episode import conversation_page
 from agentrl.inspection.statistics import run_statistics
+from agentrl.inspection.steps import step_list
 from agentrl.journal.entries import ExternalRequestParameters, encode_body, entry_checksum
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
@@ -30,6 +32,7 @@ from tests.journal_cases import (
     HOSTILE,
     OFFERED,
     entries_with,
+    train_bargains,
     weights,
     write_bargains,
     write_offers,
@@ -131,6 +134,45 @@ def test_several_rewarded_seats_have_a_column_each_and_no_sum(
     mixed = shown(episode_table([line, three], 2)).splitlines()[1:]
     assert [row.split()[4:7] for row in mixed] == [["0.75", "-0.75", "completed"], ["3", "completed", "3"]]
     assert "buyer 0.75, seller -0.75" in shown(episode_table([line, three], 2, ["episode", "reward"]))
+
+
+def test_curves_steps_and_runs_show_the_reward_of_each_seat_and_no_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(write_bargains(tmp_path / "shop"))
+    asyncio.run(train_bargains(tmp_path / "shop"))
+    by_seat = [{"buyer": 0.125 * step, "seller": -0.125 * step} for step in (1, 2, 3)]
+    with contextlib.closing(RunReader(tmp_path / "shop")) as reader:
+        assert [(point.reward, point.units, point.rewards) for point in reader.curve()] == [
+            (None, 2, rewards) for rewards in by_seat
+        ]
+        assert [(line.reward, line.rewards) for line in step_list(reader)] == [(None, rewards) for rewards in by_seat]
+        curves = shown(reward_curves_page(reader.curve()))
+        assert "reward of trader as buyer  0.125 → 0.375" in curves
+        assert "reward of trader as seller  -0.125 → -0.375" in curves
+        assert "reward of trader  " not in curves
+    shop = str(tmp_path / "shop")
+    for command, told in (
+        (["step", "list", shop], ["reward/buyer reward/seller loss", "trader 0.3 0.375 -0.375"]),
+        (["step", "show", shop, "3"], ["reward buyer 0.375, seller -0.375"]),
+        (["run", "list", str(tmp_path)], ["buyer 0.25, seller -0.25"]),
+    ):
+        assert main(command) == 0
+        page = " ".join(capsys.readouterr().out.split())
+        assert all(part in page for part in told), page
+
+
+@pytest.mark.parametrize(
+    ("rewarded", "columns"),
+    [
+        ([], ["reward"]),
+        ([["solver"], ["judge"]], ["reward"]),
+        ([["buyer", "seller"], ["buyer"]], ["reward/buyer", "reward/seller"]),
+        ([["buyer", "seller"], ["solver"]], ["reward", "reward/buyer", "reward/seller"]),
+    ],
+)
+def test_one_function_chooses_the_reward_columns(rewarded: list[list[str]], columns: list[str]) -> None:
+    assert reward_columns(rewarded) == columns
 
 
 def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import math
@@ -45,7 +46,7 @@ from agentrl.inspection.render_episode import (
     timeline_page,
     tokens_page,
 )
-from agentrl.inspection.statistics import run_statistics
+from agentrl.inspection.statistics import run_state, run_statistics
 from agentrl.inspection.steps import step_list, step_view
 from agentrl.inspection.timelines import (
     EpisodeTimeline,
@@ -57,9 +58,10 @@ from agentrl.inspection.timelines import (
 )
 from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_row_columns
 from agentrl.journal.run_log import RunStart
+from agentrl.journal.store import SqliteJournal
 from agentrl.observe.progress import LineDisplay
 from agentrl.observe.run_state import RunDisplaySettings, RunState
-from tests.journal_cases import HOSTILE, write_run
+from tests.journal_cases import HOSTILE, spec, write_run
 
 
 @pytest.fixture
@@ -298,6 +300,23 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
 
 
 @pytest.mark.damages_journal
+def test_held_out_episodes_are_not_counted_as_in_flight(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+
+    async def evaluate() -> None:
+        journal = SqliteJournal(tmp_path / "journal")
+        journal.admit(spec(98, purpose="evaluate"))
+        await journal.close()
+
+    asyncio.run(evaluate())
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+        status = run_state(reader).status
+        assert status is not None
+        assert (run_statistics(reader).in_flight, reader.line().in_flight, status.in_flight) == (1, 1, 1)
+        flights = run_timeline(reader).in_flight
+    assert {name for name in flights if name.endswith(", evaluate")} == {"calculator, evaluate"}
+
+
 def test_the_figures_of_a_run_name_roulette(damaged: Path) -> None:
     trained = "SELECT episode FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL ORDER BY episode"
     for metric, value, place in (("stopped", 1.0, 0), ("weight", 4.0, 1), ("weight", 2.0, 2)):
@@ -357,7 +376,11 @@ def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_p
     reader = RunReader(tmp_path / "run")
     line = run_timeline(reader, parts=11)
     seconds = sum(seconds for (seconds,) in reader.log.rows("SELECT seconds FROM steps"))
+    status = run_state(reader).status
+    assert status is not None
+    durations = [run_statistics(reader).seconds, run_overview(reader).seconds, status.seconds]
     reader.close()
+    assert durations == [pytest.approx(line.seconds - 50.0)] * 3, "one definition everywhere: without the stop"
     assert len(line.resumes) == 3
     assert line.stopped == [(pytest.approx(10.0), pytest.approx(60.0))], "nothing followed the last start"
     in_flight = [sum(counts) for counts in zip(*line.in_flight.values(), strict=True)]

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
+from agentrl.inspection.overview import run_overview
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.run_process import (
@@ -196,7 +197,14 @@ def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
 
 def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "{}")
-    summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
+    summary = {
+        "steps": 2,
+        "run_seconds": 2.5,
+        "rl_seconds": 1.0,
+        "engine_busy_share": 0.5,
+        "trainer_busy_share": 0.5,
+        "held_out_tasks": 9,
+    }
     plan = RunDisplaySettings(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
     stream = io.StringIO()
     for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
@@ -211,6 +219,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     assert "training reward of a by optimizer step  0.25" in end
     assert "training reward of b by optimizer step  0.25" in end
     assert re.search(r"^ +1 +step +4$", end, re.MULTILINE)
+    assert "4 steps of each of 2 policies in 2.5 s; in the 1.0 s of training, engine busy 50%" in end
     assert "held-out reward of a on 9 tasks: 0.250 before, 0.750 after" in end
     assert "held-out reward of b" not in end, "it was not measured twice"
     with RunObserver(directory, plan=plan, stream=stream) as observer:
@@ -310,6 +319,46 @@ def test_the_view_of_several_policies_fits_the_width() -> None:
     assert sum("step 5/9" in line and "about 0:08 left" in line for line in lines) == 2
 
 
+@pytest.mark.parametrize(
+    ("standing", "phase", "is_left"),
+    [("running", "training", True), ("running", "paused", False), ("running", "draining", False)]
+    + [(standing, "training", False) for standing in ("finished", "stopped", "failed", "killed")],
+)
+def test_only_a_run_that_works_toward_its_last_step_has_time_left(standing: str, phase: str, is_left: bool) -> None:
+    state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"p": 1}), standing=standing)
+    state.status = RunSnapshot(phase=phase)
+    state.record("p", 2, {**STEP, "step/seconds": 2.0})
+    screen, lines = io.StringIO(), io.StringIO()
+    Console(file=screen, width=100).print(render_run_screen(state, width=100))
+    LineDisplay(state, lines).step("p", 2, STEP)
+    assert ["0:14 left" in shown.getvalue() for shown in (screen, lines)] == [is_left, is_left]
+
+
+def test_the_screen_of_a_failed_run_has_the_reason_and_the_place_of_the_rest(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+
+    def shown() -> str:
+        stream = io.StringIO()
+        with contextlib.closing(RunReader(tmp_path)) as reader:
+            Console(file=stream, width=300).print(render_run_screen(run_state(reader), width=100))
+            assert run_overview(reader).failure in stream.getvalue()
+        return " ".join(stream.getvalue().split())
+
+    with pytest.raises(StorageError), recording_process_state(tmp_path):
+        raise StorageError("disk /data is full. Make room there; then resume the run.\nmore")
+    assert f"failed 0:00 disk /data is full (all of it: {tmp_path / 'error.txt'})" in re.sub(
+        r"\d:\d\d", "0:00", shown()
+    )
+    assert (tmp_path / "error.txt").read_text() == "disk /data is full. Make room there; then resume the run.\nmore\n"
+    with pytest.raises(ZeroDivisionError), recording_process_state(tmp_path):
+        _ = 1 / 0
+    assert "ZeroDivisionError: division by zero (all of it" in shown()
+    assert "_ = 1 / 0" in (tmp_path / "error.txt").read_text()
+    with contextlib.suppress(KeyboardInterrupt), recording_process_state(tmp_path):
+        raise KeyboardInterrupt
+    assert "all of it" not in shown(), "a run that was stopped did not fail"
+
+
 def test_rewards_of_seats_and_own_metrics_are_shown_before_other_figures() -> None:
     state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"trader": 1}))
     for step in (1, 2):
@@ -328,6 +377,20 @@ def test_rewards_of_seats_and_own_metrics_are_shown_before_other_figures() -> No
     assert [label for column in zip(*rows, strict=True) for label in column] == [
         *("held-out buyer", "held-out seller", "buyer reward", "seller reward", "agreed", "entropy")
     ]
+
+
+def test_lines_and_the_end_show_the_reward_of_each_seat_and_no_sum(tmp_path: Path) -> None:
+    seats = [{"reward/mean": 0.0, "reward/buyer": 0.25 * step, "reward/seller": -0.25 * step} for step in (1, 2)]
+    assert format_step_metrics(seats[1]) == "buyer reward 0.500  seller reward -0.500"
+    plan, stream = RunDisplaySettings(steps=2, max_staleness={"trader": 1}), io.StringIO()
+    summary = {"run_seconds": 1.0, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5}
+    with RunObserver(RunDirectory.create(tmp_path / "run", "{}"), plan=plan, stream=stream) as observer:
+        for step, metrics in enumerate(seats, 1):
+            observer.on_step("trader", step, metrics)
+        observer.finish({**summary, "held_out_tasks": 0})
+    assert "training reward as buyer by optimizer step  0.250 → 0.500" in stream.getvalue()
+    assert "training reward as seller by optimizer step  -0.250 → -0.500" in stream.getvalue()
+    assert "training reward by optimizer step" not in stream.getvalue()
 
 
 def test_a_slow_rate_is_not_shown_as_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
+from agentrl.inspection.render import metrics_page
 from agentrl.inspection.statistics import latest_metrics
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
@@ -35,6 +38,9 @@ def test_the_newest_value_of_each_metric_counts() -> None:
     state.record("p", 2, {"loss": 2.0})
     state.record("p", 2, {"evaluation/reward": 0.5})
     assert latest_metrics(state) == {"p": {"evaluation/reward": 0.5, "k3": 0.1, "loss": 2.0, "step": 2.0}}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(metrics_page(state))
+    assert "k3 0.1 1 nats" in " ".join(stream.getvalue().split()), "the step of a value that is not of the newest"
 
 
 def test_a_sink_without_its_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ export const listed = { addresses: [] };
 export async function listView(page, { parameters }) {
   const [run, statuses] = await Promise.all([page.ask("run"), page.ask("statuses")]);
   const state = { where: "", match: "", sort: "admitted_at", ascending: "", columns: "", ...parameters };
-  let columns = state.columns ? state.columns.split(",") : null;
+  const columns = state.columns ? state.columns.split(",") : USUAL.flatMap((name) => (name === "reward" ? run.rewards : name));
   const go = (change) => page.go(address(["episodes"], { ...state, sort: state.sort === "admitted_at" ? "" : state.sort, ...change }));
   const question = { where: state.where, match: state.match, sort: parameters.sort ?? "", ascending: state.ascending, limit: PAGE };
   const body = element("tbody");
@@ -41,7 +41,6 @@ export async function listView(page, { parameters }) {
   async function extend() {
     const { total, lines } = await page.ask("episodes", { ...question, offset: shown.length });
     shown.push(...lines);
-    columns ??= usual(shown);
     const largest = most(shown.flatMap((line) => rewardsOf(line).map(Math.abs)));
     replace(body, shown.map((line) => row(line, columns, largest)));
     const isPart = run.all > total && !state.where && !state.match;
@@ -94,14 +93,6 @@ function bar(run, statuses, state, go) {
     element("button", { type: "submit" }, "Show"),
     element("nav", { class: "filters", "aria-label": "By status" }, links),
   );
-}
-
-/** The columns to begin with: rewards of each seat where an episode rewarded several. */
-function usual(lines) {
-  const several = lines.map((line) => Object.keys(line.rewards)).filter((names) => names.length > 1);
-  const seats = [...new Set(several.flat())].sort();
-  const single = !seats.length || lines.some((line) => Object.keys(line.rewards).some((seat) => !seats.includes(seat))) ? ["reward"] : [];
-  return USUAL.flatMap((name) => (name === "reward" ? [...single, ...seats.map((seat) => `reward/${seat}`)] : name));
 }
 
 /** Whether words to look for are a filter: they begin with a column and an operator, as in `reward = 0`. */

@@ -36,6 +36,7 @@ export async function overviewView(page, { parameters }) {
     content: [
       isEvaluation ? await evaluationTiles(page, run) : tiles(run),
       isEvaluation && rewards.includes("reward") ? element("p", {}, element("a", { href: address(["episodes"], { where: FAILED }) }, "Failed episodes"), element("span", { class: "quiet" }, `, with ${FAILED}`)) : null,
+      run.failure ? element("p", { class: "problem", role: "alert" }, element("b", {}, "Failed. "), run.failure) : null,
       problems(run.problem ? [run.problem] : []),
       alarms(run.alarms),
       waits(run),

@@ -162,11 +162,8 @@ def _statuses(reader: RunReader, parameters: Parameters) -> dict[str, int]:
 
 def _pulse(reader: RunReader, parameters: Parameters) -> RunProgress:
     state = reader.standing()
-    ((newest,),) = reader.log.rows(
-        "SELECT max(coalesce((SELECT max(admitted_at) FROM admissions), 0),"
-        " coalesce((SELECT max(committed_at) FROM episodes), 0), coalesce((SELECT max(stepped_at) FROM steps), 0))"
-    )
-    return RunProgress(ended=state != "running", state=state, newest=newest)
+    span = reader.log.span()
+    return RunProgress(ended=state != "running", state=state, newest=0.0 if span is None else span[1])
 
 
 def _episodes(reader: RunReader, parameters: Parameters) -> EpisodeListPage:

@@ -11,12 +11,13 @@ const COLUMNS = {
   purpose: (run) => run.purpose,
   state: (run) => run.state,
   episodes: (run) => run.episodes,
+  dropped: (run) => run.dropped,
   "in flight": (run) => run.in_flight,
   steps: (run) => Math.max(0, ...Object.values(run.steps)),
-  policies: (run) => [...new Set([...Object.keys(run.steps), ...Object.keys(run.rewards)])].join(", "),
+  policies: (run) => [...new Set([...Object.keys(run.steps), ...Object.keys(run.rewards).map((name) => name.split("/")[0])])].join(", "),
   reward: (run) => Object.values(run.rewards)[0] ?? null, // sorts by the first policy’s
 };
-const RIGHT = new Set(["episodes", "in flight", "steps", "reward"]);
+const RIGHT = new Set(["episodes", "dropped", "in flight", "steps", "reward"]);
 
 export async function runsView(page, { parameters }) {
   const runs = await page.ask("runs");
@@ -73,10 +74,12 @@ function row(run, name, columns, chosen, choose) {
   return element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, element("td", { class: "pick" }, element("label", {}, box, element("span", { class: "onphone" }, "compare"))), element("th", { scope: "row", "data-label": "run" }, element("a", { href: to, class: "id" }, name), problems(run.problem ? [run.problem] : [])), cells);
 }
 
-/** The reward of a run’s policy, or of each of its policies. */
+/** The reward of a run’s policy, or of each of its policies and their seats. */
 function rewards(run) {
   const found = Object.entries(run.rewards);
-  return found.length > 1 ? found.map(([policy, reward]) => `${policy} ${fixed(reward, 3)}`).join(" · ") : fixed(found[0]?.[1], 3);
+  const isOne = new Set(found.map(([name]) => name.split("/")[0])).size < 2;
+  const named = found.map(([name, reward]) => [isOne ? name.split("/").slice(1).join("/") : name, fixed(reward, 3)]);
+  return found.length ? named.map((words) => words.filter(Boolean).join(" ")).join(" · ") : fixed(undefined, 3);
 }
 
 function compared(a, b) {

@@ -2,7 +2,7 @@
 
 import { chip, element, facts, problems, replace } from "./dom.js";
 import { clock, fixed, number, seconds } from "./text.js";
-import { signed, signedBar } from "./colors.js";
+import { rewardBars, rewards, signedBar } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, chart, most } from "./charts.js";
 import { isShare } from "./series.js";
@@ -14,9 +14,14 @@ export async function stepsView(page) {
   const steps = await page.ask("steps");
   if (!steps.length) return { title: "Steps", content: element("p", { class: "quiet" }, "No step has been taken yet.") };
   const policies = [...new Set(steps.map((step) => step.policy))].sort();
-  const curve = (field, title) => {
-    const series = policies.map((policy, place) => ({ name: policy, hue: `hue${place}`, points: steps.filter((step) => step.policy === policy && step.survives).map((step) => [step.step, step[field]]) }));
-    return card(title, chart(title, series, { share: field === "reward" && isShare("reward", series.flatMap((each) => each.points)) }));
+  const surviving = steps.filter((step) => step.survives);
+  // A step has a reward, or, if it has none because its episodes have several seats, one of each seat.
+  const rewardsOf = ({ policy, reward, rewards: bySeat }) => (reward === null ? Object.entries(bySeat).map(([seat, of]) => [policies.length > 1 ? `${policy}/${seat}` : seat, of]) : [[policy, reward]]);
+  const curve = (title, valuesOf, isOfShares) => {
+    const points = new Map();
+    for (const step of surviving) for (const [name, value] of valuesOf(step)) points.set(name, [...(points.get(name) ?? []), [step.step, value]]);
+    const series = [...points].map(([name, of], place) => ({ name, hue: `hue${place}`, points: of }));
+    return card(title, chart(title, series, { share: isOfShares && isShare("reward", series.flatMap((each) => each.points)) }));
   };
   const newest = [...steps].reverse();
   const holder = element("div");
@@ -29,7 +34,7 @@ export async function stepsView(page) {
     more.textContent = `Show ${number(Math.min(PAGE, newest.length - shown))} more of ${number(newest.length)} steps`;
   }
   extend();
-  return { title: "Steps", content: [element("div", { class: "side" }, curve("reward", "Reward by step"), curve("grad_norm", "Gradient norm by step")), holder, more] };
+  return { title: "Steps", content: [element("div", { class: "side" }, curve("Reward by step", rewardsOf, true), curve("Gradient norm by step", (step) => [[step.policy, step.grad_norm]], false)), holder, more] };
 }
 
 const HEADINGS = ["step", "reward", "loss", "gradient norm", "episodes", "tokens", "took", "at, UTC"];
@@ -38,7 +43,7 @@ const NUMERIC = new Set(["reward", "loss", "gradient norm", "episodes", "tokens"
 function stepRow(step) {
   const to = address(["step", step.policy, String(step.lineage), String(step.step)]);
   const name = [element("a", { href: to, class: "id" }, `${step.policy}@${step.lineage}.${step.step}`), step.survives ? null : chip("rolled back", "warn")];
-  return { to, cells: [name, signedBar(step.reward, 1, 3), fixed(step.loss, 4), fixed(step.grad_norm, 4), number(step.units), number(step.tokens), seconds(step.seconds), clock(step.stepped_at)] };
+  return { to, cells: [name, rewardBars(step, 1), fixed(step.loss, 4), fixed(step.grad_norm, 4), number(step.units), number(step.tokens), seconds(step.seconds), clock(step.stepped_at)] };
 }
 
 export async function stepView(page, { parts: [policy, lineage, step] }) {
@@ -50,7 +55,7 @@ export async function stepView(page, { parts: [policy, lineage, step] }) {
     title: `${policy}@${lineage}.${step}`,
     content: [
       element("div", { class: "head" }, element("h1", {}, "Step that made ", element("span", { class: "id" }, `${policy}@${lineage}.${step}`)), line.survives ? null : chip("rolled back", "warn")),
-      facts([["started from", view.started_from], ["reward", signed(line.reward)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["episodes", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
+      facts([["started from", view.started_from], ["reward", rewards(line)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["episodes", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
       problems(view.problems),
       element("h2", {}, "What it was fed"),
       table(["trajectory", "reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"], view.fed.map((unit) => fedRow(unit, largest)), new Set(["reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"])),
