@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.app.evaluation import EvaluatedEpisode
 from agentrl.app.recipes import RECIPES
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.training import run_training
+from agentrl.app.training import Run, run_training
 from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
@@ -23,6 +24,7 @@ from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.journal.run_process import RunLock
+from agentrl.testing.execution import PlayResult
 
 ENVIRONMENT = """
 import agentrl
@@ -208,3 +210,17 @@ def test_a_step_size_that_splits_groups_is_told_before_the_model_is_read(
     with pytest.raises(KilledError):
         asyncio.run(run_training(RunConfig(**data), Propose, held_out=[], factories=factories))
     assert "policies.solver.step_size = 7 is not a multiple of" in told[0]
+
+
+def test_inspecting_a_result_shows_one_short_line(tmp_path: Path) -> None:
+    metrics = [{f"metric/{number}": 0.5 for number in range(60)}] * 8
+    run = Run(path=tmp_path, metrics=metrics, policies={}, best={}, summary={"metrics": metrics}, interrupted=False)
+    assert repr(run) == f"Run(path={tmp_path!r}, interrupted=False)"
+    played = PlayResult(reward=1.0, stop_reason="completed", metrics={}, observations=("a long text\n" * 500,))
+    assert repr(played) == "PlayResult(reward=1.0, stop_reason='completed', metrics={})"
+    evaluated = {"rewards": {}, "stop_reason": "completed", "detail": "", "turns": 1, "tokens": 2, "metrics": {}}
+    text = [{"role": "user", "content": "long" * 500}]
+    episode = EvaluatedEpisode(
+        id="v0", parent_id=None, task=text, task_id="t", reward=1.0, conversations={"a": text}, **evaluated
+    )
+    assert len(repr(episode)) < 200
