@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,9 +219,9 @@ def test_inspecting_a_result_shows_one_short_line(tmp_path: Path) -> None:
     assert repr(run) == f"Run(path={tmp_path!r}, interrupted=False)"
     played = PlayResult(reward=1.0, stop_reason="completed", metrics={}, observations=("a long text\n" * 500,))
     assert repr(played) == "PlayResult(reward=1.0, stop_reason='completed', metrics={})"
-    evaluated = {"rewards": {}, "stop_reason": "completed", "detail": "", "turns": 1, "tokens": 2, "metrics": {}}
     text = [{"role": "user", "content": "long" * 500}]
-    episode = EvaluatedEpisode(
-        id="v0", parent_id=None, task=text, task_id="t", reward=1.0, conversations={"a": text}, **evaluated
-    )
+    counts = {"turns": 1, "tokens": 2}
+    names = {"id": "v0", "task_id": "t", "stop_reason": "completed", "detail": ""}
+    results: dict[str, Any] = {"parent_id": None, "reward": 1.0, "rewards": {}, "metrics": {}, **counts, **names}
+    episode = EvaluatedEpisode(task=text, conversations={"a": text}, **results)
     assert len(repr(episode)) < 200
