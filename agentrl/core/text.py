@@ -112,8 +112,11 @@ def agent_name(seat: str, index: int) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """Replace lone surrogates, which file names and models can produce and databases cannot store."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    """Replace lone surrogates, which file names and models can produce and databases cannot store.
+
+    Text of a subclass of `str`, such as numpy's or an enum's, becomes plain text.
+    """
+    return str.__str__(text) if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:

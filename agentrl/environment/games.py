@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task
+from agentrl.core.text import valid_unicode
 from agentrl.environment.context import EpisodeContext, LimitReachedError, Resource, system, user
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.gym import cast_action, describe_action
@@ -199,7 +200,7 @@ def _check_text(environment: GameEnvironment, text: Any) -> str:
             f"{type(environment).__name__}.render returned {type(text).__name__}; return a str",
             reason="environment_error",
         )
-    return text
+    return valid_unicode(text)
 
 
 class PettingZooEnvironment(GameEnvironment):

@@ -200,7 +200,7 @@ class SeededGame:
                 "(env.render() gives one only with render_mode='ansi')",
                 reason="environment_error",
             )
-        return text
+        return valid_unicode(text)
 
 
 def cast_action(space: gymnasium.Space[Any] | None, action: Any) -> Any:

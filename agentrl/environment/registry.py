@@ -354,6 +354,11 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
     if problem := _definition_problem(candidate) or override_problem(candidate):
         raise EnvironmentDefinitionError(f"environment {where!r}: {candidate.__qualname__}{problem}")
     if issubclass(candidate, ToolEnvironment):
+        if not inspect.ismethod(candidate.tool_table):
+            raise EnvironmentDefinitionError(
+                f"environment {where!r}: `{candidate.__qualname__}.tool_table` belongs to ToolEnvironment; give the "
+                "method another name"
+            )
         candidate.tool_table()
     return candidate
 

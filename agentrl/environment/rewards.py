@@ -6,6 +6,7 @@ import inspect
 import reprlib
 import sys
 from collections.abc import Awaitable
+from decimal import Decimal
 from numbers import Real
 from typing import TypeVar
 
@@ -32,7 +33,9 @@ def finite_reward(value: object, where: str) -> float:
     """
     numpy = sys.modules.get("numpy")  # a numpy value exists only if numpy was imported
     value = _number_in_array(value)
-    is_number = isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.floating | numpy.bool_))
+    is_number = isinstance(value, Real | Decimal) or (
+        numpy is not None and isinstance(value, numpy.floating | numpy.bool_)
+    )
     # Timedelta64 claims to be an integer.
     if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):
         value_text = reprlib.repr(value)  # bounds the length of any object's repr
@@ -66,10 +69,10 @@ def stated_reward(value: object, where: str) -> float:
 
 
 def _number_in_array(value: object) -> object:
-    """Return the number in an array of shape () or (1,), as vectorized environments give it; else the value."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.shape in ((), (1,)):
-        return value.reshape(())[()]
+    """Return the number in an array or tensor of shape () or (1,), as vectorized environments give it; else the
+    value."""
+    if type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", None) in ((), (1,)):
+        return value.reshape(())[()] if type(value).__module__ == "numpy" else value.item()  # type: ignore[attr-defined]
     return value
 
 

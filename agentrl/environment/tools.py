@@ -18,8 +18,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar, TypeVar, overload
 
-import msgspec
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
@@ -200,18 +199,27 @@ def _hides_mark(name: str, attribute: Any) -> bool:
 def observation_of(value: Any, where: str) -> str:
     """Convert a tool's result to the policy's observation: strings unchanged, anything else as JSON.
 
+    Numbers that are not finite are written as Python does, `NaN`, since `null` would say that there is no number.
+
     Raises:
         EpisodeError: the result is neither a string nor JSON-serializable.
     """
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
     try:
-        return msgspec.json.encode(value, enc_hook=to_jsonable_python).decode()[:MAX_OBSERVATION_CHARACTERS]
+        return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()[:MAX_OBSERVATION_CHARACTERS]
     except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(
             f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",
             reason="environment_error",
         ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return the numbers and texts of an array, or of a scalar of numpy or torch."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"it has a value of type {type(value).__name__}")
+    return value.tolist()
 
 
 async def run_tools(
@@ -333,7 +341,7 @@ def _prompt_messages(environment: type, prompt: object) -> list[Message]:
     """Return what `prompt` returned as messages."""
     if isinstance(prompt, str):
         return [user(prompt)]
-    if isinstance(prompt, list | tuple) and all(isinstance(message, Message) for message in prompt):
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(message, Message) for message in prompt):
         return list(prompt)
     raise EnvironmentDefinitionError(
         f"{environment.__name__}.prompt returned {reprlib.repr(prompt)}; return a string, or a list of messages, such "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.core.records import Task
+from agentrl.core.text import valid_unicode
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import DrawnTasks, GameSeedTasks
@@ -75,4 +76,4 @@ class _Game(Session):
             raise TypeError(f"{type(self._game).__name__}: an observation must be text, and is a {kind}")
         text, suffix = f"{info.get('prefix', '')}{observation}", info.get("suffix", "")
         newline = "\n" if text and suffix and not text.endswith("\n") else ""
-        return {"role": "user", "content": f"{text}{newline}{suffix}"}
+        return {"role": "user", "content": valid_unicode(f"{text}{newline}{suffix}")}

@@ -151,6 +151,9 @@ class Inspect:
         for name, score in scores.items():
             values = score.value if isinstance(score.value, dict) else {"": score.value}
             for part, value in values.items():
+                if isinstance(value, float) and value != value:  # as `Score.unscored` states it
+                    why = getattr(score, "reason", None) or score.explanation or "without a reason"
+                    raise ValueError(f"the scorer {name} left the sample unscored: {why}")
                 number = convert(value)
                 if number == 0.0 and not _is_zero(value):  # Inspect's warning that it cannot convert the value
                     raise ValueError(f"the score {name} is {value!r}, which is no number")

@@ -367,7 +367,8 @@ def _valid(message: object) -> Message:
         kind = type(message.content).__name__
         raise EnvironmentDefinitionError(f"the content of a {message.role} message is {kind}; it must be a string")
     content = valid_unicode(message.content)
-    return message if content == message.content else dataclasses.replace(message, content=content)
+    is_valid = type(message.content) is str and content == message.content
+    return message if is_valid else dataclasses.replace(message, content=content)
 
 
 def _hashable(message: Message) -> bytes:

@@ -10,7 +10,17 @@ import msgspec
 from agentrl.core.errors import EpisodeError
 from agentrl.core.text import valid_unicode
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: Any) -> Any:
+    """Convert what msgpack does not know: text of a subclass of `str`, and numbers of numpy."""
+    if isinstance(value, str):
+        return valid_unicode(value)
+    if type(value).__module__ == "numpy":
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 decode = msgspec.msgpack.Decoder().decode
 
@@ -48,8 +58,7 @@ def after_journal_round_trip(value: Any, where: str) -> Any:
     try:
         return decode(encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        numpy = " (`.tolist()`, `float()`)" if type(value).__module__ == "numpy" else ""
         raise EpisodeError(
-            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data{numpy}",
+            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data",
             reason="environment_error",
         ) from error

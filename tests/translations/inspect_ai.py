@@ -99,6 +99,7 @@ ROWS = [
     ),
     *row("no scorer", "unscored", refused="the Inspect task unscored has no scorer"),
     *row("no score", "states", refused="no scorer gave a score", config={"value": "none"}),
+    *stated("unscored", "unscored", refused="the scorer stated left the sample unscored: invalid_response_format"),
     *row("odd names of scorers", "two_scorers", grader={"_5_shot": 1.0, "precision": 0.5}),
     *row(
         "names of other letters", "two_scorers", grader={"_": 1.0, "a_b": 0.5}, config={"first": "得", "second": "a-b"}

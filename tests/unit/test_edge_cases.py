@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import decimal
 import enum
+import fractions
 import json
 import pathlib
 import shutil
@@ -13,11 +15,14 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 from pydantic import Field
 
 import agentrl
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.errors import AgentRLError, CheckFailedError, EnvironmentDefinitionError
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.environment.registry import as_environment
 from agentrl.formats.harbor import Harbor
@@ -78,6 +83,113 @@ def test_case_a_default_in_a_field_is_a_default() -> None:
     assert called(environment(find=find), "find", word="x") == "x, at most 3"
     shown = environment(find=find).tool_table()["find"].spec.parameters["properties"]["most"]
     assert shown == {"type": "integer", "default": 3, "minimum": 1, "description": "Most results."}
+
+
+class Grade(str, enum.Enum):  # noqa: UP042 (as people write it)
+    GOOD = "good"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (np.float32(0.5), "0.5"),
+        (np.array(2), "2"),
+        ({"rows": np.arange(2), "found": np.True_}, '{"rows":[0,1],"found":true}'),
+        (torch.tensor([1.5]), "[1.5]"),
+        (np.str_("a"), "a"),
+        (Grade.GOOD, "good"),
+        ([float("nan"), float("-inf"), -0.0], "[NaN,-Infinity,-0.0]"),
+        (10**30, str(10**30)),
+        (decimal.Decimal("1.10"), '"1.10"'),
+        ({"content": b"caf\xc3\xa9"}, '{"content":"café"}'),
+        ({(1, 2): None}, '{"1,2":null}'),
+        ("a\udcff", "a?"),
+    ],
+)
+def test_case_a_result_of_a_tool_is_shown(value: Any, shown: str) -> None:
+    def look(self: Any) -> Any:
+        return value
+
+    assert called(environment(look=agentrl.tool(look)), "look") == shown
+
+
+@pytest.mark.parametrize("value", [b"\xff", range(3), object()], ids=["bytes", "range", "object"])
+def test_case_a_result_that_is_no_text_is_refused(value: Any) -> None:
+    def look(self: Any) -> Any:
+        return {"found": value}
+
+    with pytest.raises(CheckFailedError, match=r"tool Desk\.look returned dict, which is not JSON"):
+        called(environment(look=agentrl.tool(look)), "look")
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (decimal.Decimal("0.5"), 0.5),
+        (fractions.Fraction(1, 4), 0.25),
+        (np.float16(0.5), 0.5),
+        (np.array([2]), 2.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([True]), 1.0),
+    ],
+)
+def test_case_a_number_of_another_library_is_a_reward(value: Any, reward: float) -> None:
+    assert play(environment(reward=lambda self, task, episode: value), TASK, ["x"]).reward == reward
+
+
+@pytest.mark.parametrize("value", [torch.tensor([0.5, 1.0]), "1", decimal.Decimal("NaN"), decimal.Decimal("1e999")])
+def test_case_what_is_no_number_is_no_reward(value: Any) -> None:
+    with pytest.raises(CheckFailedError, match="the reward"):
+        play(environment(reward=lambda self, task, episode: value), TASK, ["x"])
+
+
+class Counted(gymnasium.Env[Any, Any]):
+    """Ends after one action."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Text(9)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.str_("go"), {}
+
+    def step(self, action: Any) -> Any:
+        return "end", 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("text", [np.str_("go"), Grade.GOOD, "a\ud800", "é", "😀"])
+def test_case_text_of_any_class_is_text(text: str) -> None:
+    """Also in the journal, which knows Python's own types only."""
+    plain = str.__str__(text).replace("\ud800", "?")
+    shown = environment(prompt=lambda self, task: text)
+    assert play(shown, TASK, ["x"]).observations == (plain,)
+    listed = environment(prompt=lambda self, task: [agentrl.system(text), agentrl.user(text)])
+    assert play(listed, TASK, ["x"]).observations == (f"{plain}\n{plain}",)
+    game = agentrl.gym_environment(
+        "Game",
+        lambda task: Counted(),
+        render=lambda observation, info, env: text,
+        parse=lambda text, env: 1,
+    )
+    assert play(game, agentrl.Task(id="1", data={"seed": 1}), ["x"]).observations == (plain,)
+
+
+def test_case_an_effect_of_numpy_is_journaled_as_numbers() -> None:
+    class Measured(agentrl.Environment):
+        """Shows what it measured."""
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            found = await ctx.effect(
+                "measure", lambda: {"mean": np.float32(0.5), "rows": np.eye(2), "name": np.str_("a")}
+            )
+            await ctx.agent(self.seats[0]).act(agentrl.user(repr(found)))
+
+    expected = "{'mean': 0.5, 'rows': [[1.0, 0.0], [0.0, 1.0]], 'name': 'a'}"
+    assert play(Measured, TASK, ["x"]).observations == (expected,)
+
+
+def test_case_a_prompt_without_messages_is_refused() -> None:
+    with pytest.raises(CheckFailedError, match=r"Desk\.prompt returned \[\]"):
+        play(environment(prompt=lambda self, task: []), TASK, ["x"])
 
 
 class Game:
@@ -260,3 +372,5 @@ def test_case_a_tool_that_hides_a_method_is_refused() -> None:
 
     with pytest.raises(EnvironmentDefinitionError, match=r"self\.prompt"):
         environment(prompt=prompt).tool_table()
+    with pytest.raises(EnvironmentDefinitionError, match=r"`Desk\.tool_table` belongs to ToolEnvironment"):
+        play(environment(tool_table=prompt), TASK, ["x"])

@@ -16,6 +16,8 @@ def stating(value, name="stated"):
     @scorer(metrics=[mean()], name=name)
     def make():
         async def score(state, target):
+            if value == "unscored":
+                return Score.unscored(reason="invalid_response_format")
             return None if value == "none" else Score(value=value)
 
         return score

@@ -53,8 +53,12 @@ def mean():
 
 
 class Score:
-    def __init__(self, value):
-        self.value = value
+    def __init__(self, value, reason=None, explanation=None):
+        self.value, self.reason, self.explanation = value, reason, explanation
+
+    @classmethod
+    def unscored(cls, reason=None, explanation=None):
+        return cls(float("nan"), reason, explanation)
 
 
 def scorer(metrics, name=None):
