@@ -71,8 +71,11 @@ def stated_reward(value: object, where: str) -> float:
 def _number_in_array(value: object) -> object:
     """Return the number in an array or tensor of shape () or (1,), as vectorized environments give it; else the
     value."""
-    if type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", None) in ((), (1,)):
-        return value.reshape(())[()] if type(value).__module__ == "numpy" else value.item()  # type: ignore[attr-defined]
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.shape in ((), (1,)):
+        return value.reshape(())[()]
+    if torch is not None and isinstance(value, torch.Tensor) and value.shape in ((), (1,)):
+        return value.item()
     return value
 
 

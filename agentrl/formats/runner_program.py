@@ -45,8 +45,8 @@ class Verifiers:
         environment = environment_class(taskset, config.get("id", ""))
         if not issubclass(environment, SingleAgentEnv):
             raise SystemExit(
-                f"a taskset with an environment of its own ({environment.__name__}) is not supported; use one that a "
-                "single agent plays"
+                f"a taskset with an environment of its own ({environment.__name__}) is not supported: only the rewards "
+                "of a single agent are read; write its run() as that of an agentrl.Environment, with a seat per agent"
             )
         harness = default_harness_id(taskset)  # "bash" unless the taskset has one
         sections = {
@@ -122,6 +122,7 @@ class Inspect:
         pass
 
     def play(self, request: dict[str, Any]) -> dict[str, float]:
+        from inspect_ai import Epochs
         from inspect_ai import eval as evaluate
         from inspect_ai.model import get_model
         from inspect_ai.scorer import value_to_float
@@ -135,7 +136,7 @@ class Inspect:
             [log] = evaluate(
                 self.task,
                 model=model,
-                epochs=1,
+                epochs=Epochs(1, "mean"),  # reducers such as pass_at_2 refuse a single epoch
                 log_dir=logs,
                 display="none",
                 fail_on_error=True,
@@ -151,8 +152,8 @@ class Inspect:
         for name, score in scores.items():
             values = score.value if isinstance(score.value, dict) else {"": score.value}
             for part, value in values.items():
-                if isinstance(value, float) and value != value:  # as `Score.unscored` states it
-                    why = getattr(score, "reason", None) or score.explanation or "without a reason"
+                why = getattr(score, "reason", None) or getattr(score, "explanation", None)
+                if why and isinstance(value, float) and value != value:  # as `Score.unscored` states it
                     raise ValueError(f"the scorer {name} left the sample unscored: {why}")
                 number = convert(value)
                 if number == 0.0 and not _is_zero(value):  # Inspect's warning that it cannot convert the value

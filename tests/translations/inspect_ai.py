@@ -15,21 +15,24 @@ from typing import Any
 from unittest import mock
 
 from agentrl.formats.runner import Inspect
+from tests.support.preloaded_python import preloaded
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PYTHON = "inspect/bin/python"
+IMPORTED = ("inspect_ai.scorer", "inspect_ai.model._providers.openai", "openai.resources.chat", "uvicorn", "acp")
 
 
 def translate(input: dict[str, Any]) -> tuple[Any, Any]:
     """List the tasks, and play the chosen one; the grader's rewards show what reached it."""
     path = [str(SUPPORT / "translated")]
-    python = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent")) / PYTHON
-    if not input["package"]:
-        path, python = [*path, str(SUPPORT / "inspect_standin")], Path(sys.executable)
+    if input["package"]:
+        python = preloaded(Path(os.environ["AGENTRL_FORMATS"]) / PYTHON, *IMPORTED)
+    else:
+        path, python = [*path, str(SUPPORT / "inspect_standin")], sys.executable
     options = {"taskset": f"inspect_tasks:{input['task']}", "config": input.get("config", {})}
-    tasks = list(Inspect.tasks("train", python=str(python), path=path, held_out=0.0, **options))  # type: ignore[call-overload]
+    tasks = list(Inspect.tasks("train", python=python, path=path, held_out=0.0, **options))  # type: ignore[call-overload]
     if "listed" in input:
         return len({task.id for task in tasks}), None
     [task] = [task for task in tasks if task.id == input["id"]] if "id" in input else tasks[:1]
@@ -56,7 +59,7 @@ SAY = [["user", "Say 0"]]
 
 
 QUICK = ("three epochs, wrong", "shuffled anew", "ids by position after a shuffle", "equal ids", "no scorer")
-QUICK += ("odd names of scorers", "a list")
+QUICK += ("odd names of scorers", "a list", "epochs with pass_at_2")
 """Rows that run without the package in `make test`."""
 
 

@@ -10,17 +10,19 @@ from typing import Any
 from unittest import mock
 
 from agentrl.formats.runner import Verifiers
+from tests.support.preloaded_python import preloaded
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play
 
 PATH = Path(__file__).parents[1] / "support" / "translated"
 PYTHON = "verifiers/bin/python"
+IMPORTED = ("verifiers.v1", "verifiers.v1.envs.single_agent", "verifiers.v1.clients", "verifiers.v1.utils.loaders")
 
 
 def translate(input: dict[str, Any]) -> tuple[Any, Any]:
-    python = Path(os.environ["AGENTRL_FORMATS"]) / PYTHON
+    python = preloaded(Path(os.environ["AGENTRL_FORMATS"]) / PYTHON, *IMPORTED)
     options = {"taskset": input["taskset"], "config": input.get("config", {}), "path": [str(PATH)]}
-    task = Verifiers.tasks("train", python=str(python), held_out=0.0, **options)[0]  # type: ignore[index]
+    task = Verifiers.tasks("train", python=python, held_out=0.0, **options)[0]  # type: ignore[index]
     played = play(Verifiers, input.get("replies", ["0"]), data=dict(task.data), episode_timeout_s=400.0)
     return seen(played), dict(played.header.trajectories[0].named_rewards)
 

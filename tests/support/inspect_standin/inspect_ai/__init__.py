@@ -31,12 +31,12 @@ class MemoryDataset(list):
 
 class Epochs:
     def __init__(self, epochs, reducer=None):
-        self.epochs = epochs
+        self.epochs, self.reducer = epochs, reducer or "mean"
 
 
 class Task:
     def __init__(self, dataset, solver=None, scorer=None, epochs=1):
-        self.dataset, self.epochs = dataset, epochs.epochs if isinstance(epochs, Epochs) else epochs
+        self.dataset, self.epochs = dataset, epochs if isinstance(epochs, Epochs) else Epochs(epochs)
         self.scorer = scorer if isinstance(scorer, list) or scorer is None else [scorer]
 
 
@@ -110,7 +110,10 @@ def get_model(name, base_url, api_key, responses_api):
 def eval(task, model, epochs=None, **more):
     print("noise on standard output")  # noqa: T201
     samples = []
-    for _ in range(task.epochs if epochs is None else epochs):
+    played = Epochs(epochs, task.epochs.reducer) if isinstance(epochs, int) else epochs or task.epochs
+    if played.reducer == "pass_at_2" and played.epochs < 2:
+        raise ValueError("Reducer 'pass_at_2' requires 2 epochs however evaluation has only 1 epochs.")
+    for _ in range(played.epochs):
         for sample in task.dataset:
             text = [{"role": "user", "content": sample.input}]
             reply = model(text if isinstance(sample.input, str) else sample.input)
