@@ -7,7 +7,6 @@ code from a directory, never unpickles.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import warnings
@@ -20,9 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -410,73 +407,6 @@ def _structure(layer: nn.Module) -> tuple[object, ...]:
         )
         for name, module in layer.named_modules()
     )
-
-
-@contextmanager
-def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """Make a model on the meta device callable within the context: on the CPU, with tensors that have shapes and no
-    data.
-
-    Other models are unchanged. All tensors made within the context have no data: a number read from one is 0.
-    """
-    if model.device.type != "meta":
-        yield
-        return
-    modules: list[nn.Module] = list(model.modules())
-    tables = [dict(tensors) for module in modules for tensors in (module._parameters, module._buffers)]
-    replacements: dict[Tensor, Tensor] = {}  # keeps tied parameters tied
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for tensor in {
-            tensor_or_none: None
-            for tensors in tables
-            for tensor_or_none in tensors.values()
-            if tensor_or_none is not None
-        }:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replacements[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback in addition to its error
-        log.disabled = True
-        try:
-            _put(
-                modules,
-                [
-                    {
-                        name: tensor_or_none if tensor_or_none is None else replacements[tensor_or_none]
-                        for name, tensor_or_none in t.items()
-                    }
-                    for t in tables
-                ],
-            )
-            with _ShapesSuffice():  # type: ignore[no-untyped-call]
-                yield
-        finally:
-            _put(modules, tables)
-            log.disabled = False
-
-
-class _ShapesSuffice(TorchDispatchMode):
-    """Lets two operations run on tensors without data that torch refuses there."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operation."""
-        keyword_arguments = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:  # rotary embeddings compare the largest position
-            return 0
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            first, second, *more_arguments = args  # without data torch multiplies groups in bfloat16 alone
-            product: Tensor = func(first.bfloat16(), second.bfloat16(), *more_arguments, **keyword_arguments)
-            return product.to(first.dtype)
-        return func(*args, **keyword_arguments)
-
-
-def _put(modules: Iterable[nn.Module], tensors: Iterable[Mapping[str, Any]]) -> None:
-    """Give modules their parameters and buffers in turn."""
-    places = (place for module in modules for place in (module._parameters, module._buffers))
-    for place, values in zip(places, tensors, strict=True):
-        place.update(values)
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import aiohttp
-
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.core.records import Completion, reported_token_usage
@@ -30,6 +28,8 @@ from agentrl.engines.external import external_completion, read_api_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import aiohttp
 
     from agentrl.config.policies import RemotePolicy
     from agentrl.core.ports import GenerateRequest
@@ -182,6 +182,8 @@ class RemotePolicyClient:
         self, method: str, path: str, where: str, body: dict[str, Any] | None = None
     ) -> tuple[int, bytes | None]:
         """Return status and body of an answer; the body is None if it is too long."""
+        import aiohttp  # takes .2 s, and few runs have such a policy
+
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),

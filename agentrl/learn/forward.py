@@ -39,7 +39,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -576,7 +575,7 @@ class TreeAttentionMask:
 def _computed_chunks(chunks: Sequence[_Chunk], query: Tensor) -> Collection[int]:
     """Return the chunks to compute: all, or of tensors without data only the last of each shape, which needs the memory
     of the others too."""
-    if not isinstance(query, FakeTensor):
+    if not query.is_meta:
         return range(len(chunks))
     shapes: dict[object, int] = {}
     for number, chunk in enumerate(chunks):

@@ -28,7 +28,8 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers, runnable_on_meta
+from agentrl.engines.meta import runnable_on_meta
+from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers
 from agentrl.engines.weights.files import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
@@ -237,24 +238,26 @@ class _LayerSamples:
             if policy not in self._shortest:
                 self._shortest[policy] = _shortest_pass(config, policy, first)
             passes = _passes(config, policy, first, self._shortest[policy])
-        sizes = [each.bytes for each in passes]
+        held, beyond = [each.held for each in passes], [each.peak - each.held for each in passes]
         for count, models in self._second:
             model = models[policy]
             if first.unshared and not model.unshared:
                 _compute_padded(model, first.unshared)
             with runnable_on_meta(model.model):
                 for at, each in enumerate(passes):
-                    sizes[at] += count * (_step(config, policy, model, each.length, each.trained).bytes - each.bytes)
+                    second = _step(config, policy, model, each.length, each.trained)
+                    held[at] += count * (second.held - each.held)
+                    beyond[at] = max(beyond[at], second.peak - second.held)
         if len(passes) == 1:
-            return sizes[0]
+            return held[0] + beyond[0]
         short, long, other = passes
-        per_trained = (sizes[2] - sizes[0]) / (other.trained - short.trained)
-        per_token = (sizes[1] - sizes[0] - per_trained * (long.trained - short.trained)) / (long.length - short.length)
-        further, further_trained = (
-            config.engine.max_context - long.length,
-            _num_with_logits(config, policy, first) - long.trained,
-        )
-        return round(sizes[1] + per_token * further + per_trained * further_trained)
+        further = config.engine.max_context - long.length
+        per_trained = (held[2] - held[0]) / (other.trained - short.trained)
+        per_token = (held[1] - held[0] - per_trained * (long.trained - short.trained)) / (long.length - short.length)
+        further_trained = _num_with_logits(config, policy, first) - long.trained
+        # Which operation has the peak may differ between short rows, so that longer ones seem to need less.
+        beyond_per_token = max((beyond[1] - beyond[0]) / (long.length - short.length), beyond[1] / long.length)
+        return round(held[1] + beyond[1] + (per_token + beyond_per_token) * further + per_trained * further_trained)
 
 
 def _sizes_of(models: Mapping[str, PolicyModel]) -> dict[str, int]:
@@ -297,8 +300,10 @@ class _Pass:
     length: int
     trained: int
     """Number of trained tokens of a row."""
-    bytes: int
-    """Peak bytes allocated, without gradients of parameters."""
+    held: int
+    """Bytes allocated at the end of the forward pass, without gradients of parameters. Every layer adds to these."""
+    peak: int
+    """Largest number of such bytes at any time."""
     operations: int
     """Number of operations of the forward pass."""
 
@@ -349,8 +354,8 @@ def _passes(config: RunConfig, policy: str, model: PolicyModel, shortest: _Pass)
         return [_step(config, policy, model, config.engine.max_context, limit=limit)]
     except _TooManyOperationsError:
         passes = [shortest, _step(config, policy, model, 2 * shortest.length)]
-        while passes[-1].operations < limit:  # it loops over chunks of tokens
-            passes.append(_step(config, policy, model, 4 * passes[-1].length))
+        while passes[-1].operations < limit:  # it loops over chunks of tokens, of which few are shorter than 64
+            passes.append(_step(config, policy, model, max(128, 4 * passes[-1].length)))
         short, long = passes[-2:]
         return [short, long, _step(config, policy, model, short.length, short.trained - 1 or 2)]
 
@@ -379,8 +384,7 @@ def _step(
     module: nn.Module = model.model
     model.activate()
     # Gradients exist from the first micro-batch of a step on; the plan counts them with the weights.
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in parameters:
+    for parameter in model.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     loss = config.trainer.loss.name
     mark = (
@@ -389,7 +393,7 @@ def _step(
         else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
     )
     value_head = None
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters.values() if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counter:
         if (gae := config.credit.advantage.gae) is not None:
             width = model.model.config.get_text_config().hidden_size
@@ -413,8 +417,9 @@ def _step(
             total = total + output.values.sum()
         if value_head is not None and output.values is not None:
             value_head.add_curvature(torch.ones_like(output.values))
+        held = counter.live
         total.backward()
-    return _Pass(length, int(rows[0].loss_mask.sum()), counter.peak, operations)
+    return _Pass(length, int(rows[0].loss_mask.sum()), held, counter.peak, operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
@@ -463,7 +468,7 @@ class AllocationCounter(TorchDispatchMode):
     """Counts the bytes of all storages allocated within the context, until each is released.
 
     Args:
-        known: tensors whose storages are not counted.
+        ignored_tensors: tensors whose storages are not counted.
     """
 
     def __init__(self, ignored_tensors: Sequence[Tensor] = ()) -> None:
@@ -474,7 +479,10 @@ class AllocationCounter(TorchDispatchMode):
         """Largest value of `live` so far."""
         self.operations = 0
         self._bytes_by_storage: dict[int, int] = {}
-        self._ignored_storages = {tensor.untyped_storage()._cdata for tensor in ignored_tensors}
+        # Held, because an address that is freed is given to another storage.
+        self._ignored_storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in ignored_tensors
+        }
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

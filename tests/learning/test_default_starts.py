@@ -36,9 +36,8 @@ from tests.model_families import FAMILIES, FURTHER_FAMILIES, family_config
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
-REFUSED = {("GPT-2", True): "no linear layers", ("OPT", True): "hidden states", ("OPT", False): "hidden states"}
-"""Families and whether they have an adapter, and why those are refused: GPT-2 has no `nn.Linear`, and OPT calls its
-decoder directly, so its head cannot be computed from given hidden states."""
+REFUSED = {("GPT-2", True): "no linear layers"}
+"""Families and whether they have an adapter, and why those are refused: GPT-2 has no `nn.Linear`."""
 UNPREDICTED = {"JetMoE", "LongCat-Flash"}
 """Families whose experts are called in a loop over the tokens that chose them, which only data tell."""
 FEW = ["Gemma 2", "Qwen3-MoE", "JetMoE"]
@@ -159,8 +158,10 @@ def test_one_layer_of_each_kind_predicts_the_memory_of_all(
     monkeypatch.setattr(LayerKinds, "trim", lambda self, model, repeated: None)
     whole = predict_trainer_memory(config.with_token_limits(320, 640))
     assert max(kept) < 8
-    # At any length, the peak of one layer of Mamba is 1 % above an eighth of that of eight.
-    assert predicted.activations == pytest.approx(whole.activations, rel=0.02 if name == "Mamba" else 1e-3)
+    # At any length, the peak of one layer of Mamba is 1 % above an eighth of that of eight; where kinds differ, what is
+    # released before the layer with the highest peak is not known.
+    error = {"Mamba": 0.02, "Jamba": 0.05}.get(name, 1e-3)
+    assert (1 - 1e-3) * whole.activations <= predicted.activations <= (1 + error) * whole.activations
     assert replace(predicted, activations=0) == replace(whole, activations=0)
     assert predicted_engine == engine()
     assert predicted_engine.adapters

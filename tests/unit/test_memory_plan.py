@@ -29,7 +29,8 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import GIB, Gpu, Memory
-from agentrl.engines.models import read_meta_model, runnable_on_meta
+from agentrl.engines.meta import runnable_on_meta
+from agentrl.engines.models import read_meta_model
 from agentrl.learn import forward, memory_prediction
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter, TrainerMemoryPredictor, make_worst_case_samples
@@ -460,10 +461,19 @@ def test_chunks_of_one_shape_are_computed_once_and_need_the_same_memory(
     def measured() -> tuple[int, int]:
         with runnable_on_meta(model.model):
             step = memory_prediction._step(config, "solver", model, 192)
-        return step.bytes, step.operations
+        return step.peak, step.operations
 
     size, operations = measured()
     monkeypatch.setattr(forward, "_computed_chunks", lambda chunks, query: range(len(chunks)))
     size_of_all, operations_of_all = measured()
     assert size == size_of_all
     assert 2 * operations < operations_of_all
+
+
+def test_a_storage_at_the_address_of_a_freed_one_is_counted() -> None:
+    """Models replace their buffers within a step, such as Phi-3 its frequencies."""
+    ignored = [torch.empty(64, device="meta") for _ in range(100)]
+    with AllocationCounter(ignored) as counter:
+        ignored.clear()
+        held = [torch.empty(64, device="meta") for _ in range(100)]
+    assert counter.live == len(held) * 64 * 4

@@ -27,6 +27,7 @@ from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
+from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
     LayerKinds,
@@ -36,7 +37,6 @@ from agentrl.engines.models import (
     outermost_layers,
     quote_first_names,
     read_meta_model,
-    runnable_on_meta,
 )
 from agentrl.engines.process import MAKE_ROOM
 
