@@ -252,8 +252,9 @@ class Orchestrator:
             elif ended >= size:
                 waiting = size - self.buffer.ready(policy)
                 paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
-            elif ended and turns_of_ended:  # the turns of unfinished episodes count too
-                seconds = elapsed_s * size / (ended * turns / turns_of_ended)
+            elif ended and turns_of_ended:  # so do turns of unfinished episodes; half of each current one is over
+                sampled = turns + self.buffer.ledger.in_flight / 2
+                seconds = elapsed_s * size / (ended * sampled / turns_of_ended)
                 paces.append((seconds, f"about {format_seconds(seconds)} to sample a step; {so_far}"))
             else:
                 paces.append((elapsed_s, so_far))

@@ -240,10 +240,10 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     assert told[11.0] == "so far 0 of 16 episodes", "the turns of the others are unknown"
     in_between = {seconds: pace for seconds, pace in told.items() if 91 < seconds < 120}
     assert len(in_between) > 20
-    assert {pace.partition(";")[0] for pace in in_between.values()} == {"about 2 min to sample a step"}, (
-        "twelve rounds of 10 s"
-    )
-    assert in_between[111.0] == "about 2 min to sample a step; so far 12 of 16 episodes"
+    estimates = {pace.partition(";")[0] for pace in in_between.values()}
+    allowed = {"about 2 min to sample a step", *(f"about {seconds} s to sample a step" for seconds in range(105, 120))}
+    assert estimates <= allowed, "twelve rounds of 10 s, of which the current one is half over"
+    assert in_between[111.0].endswith("; so far 12 of 16 episodes")
     assert not any("16 of 16" in pace for pace in told.values())
     assert "16 episodes sampled; the trainer works on the step" in told.values()
     assert told[max(told)] == "", "the metrics of the steps say it then"
