@@ -298,6 +298,8 @@ def _format_advice(worst: str, *, is_repeating: bool) -> str:
             return "raise sampling.max_tokens, ask for shorter replies, or use a base model that ends its turns"
         case "tool/unknown_tool":
             return f"{_SEES_TOOLS}; a complete call in the prompt, or a base model that knows tool calls"
+        case "tool/not_offered":
+            return "the environment offers no tool: ask for the form of the answer, or pass tools= to ctx.agent"
         case "tool/bad_arguments":
             return "a complete call in the prompt, or a base model that knows tool calls"
         case _:

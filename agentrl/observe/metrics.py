@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Container, Iterable, Mapping
 
 MAX_OWN_METRICS = 6
 """Maximum number of an environment's own metrics that an overview shows."""
@@ -186,7 +186,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tool/<outcome>",
         "calls",
-        "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
+        "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool), and turns that call "
+        "tools although none is offered (not_offered)",
     ),
     Metric("turns/length", "turns", "turns per episode cut off by `max_tokens`"),
     Metric(
@@ -241,7 +242,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "format/broken_turns",
         "fraction",
-        "share of the policy's turns that broke the format: cut off, illegal, or calling no known tool",
+        "share of the policy's turns that broke the format: cut off, illegal, or calling no known or offered tool",
     ),
     Metric("format/broken_share", "fraction", "share of episodes with a turn that broke the format"),
     Metric("format/reward_broken", "reward", "mean reward of episodes with a turn that broke the format"),
@@ -380,9 +381,8 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
-"""Episode metrics whose sum is the number of turns or calls that broke the format."""
-
+BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "tool/not_offered", "turns/length", "turns/illegal")
+"""Episode metrics that count turns or calls that broke the format."""
 ILLEGAL_TURNS = "turns/illegal"
 """The only metric of this module that an environment records with `ctx.metric`."""
 RESERVED_NAMES = ("policy", "reward", "seconds", "tokens", "turns")
@@ -438,6 +438,16 @@ def reward_metrics(names: Iterable[str], total: str = "reward/mean") -> list[str
     group = f"{total.removesuffix('/mean')}/<seat>"
     by_seat = [name for name in names if (metric := find_registered_metric(name)) is not None and metric.name == group]
     return sorted(by_seat) or [total]
+
+
+def broken_turns(metrics: Mapping[str, float]) -> float:
+    """Return the number of turns or calls of an episode that broke the format.
+
+    An environment may itself judge a turn that calls a tool although none is offered, so these count once.
+    """
+    cut, stray = metrics.get("turns/length", 0.0), metrics.get("tool/not_offered", 0.0)
+    judged = sum(metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal"))
+    return cut + max(judged, stray)
 
 
 def own_metrics(names: Iterable[str]) -> list[str]:

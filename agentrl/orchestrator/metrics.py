@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, GroupScores, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import (
-    BROKEN_FORMAT,
     FRONTIER,
     GATE_PASSED,
     GATE_REFUSED,
     PASS_RATES,
+    broken_turns,
     find_registered_metric,
     metrics_owner,
 )
@@ -113,7 +113,7 @@ class EpisodeTotals:
         for policy, (turns, metrics) in counted.items():
             trajectories = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
             rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-            broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(turns))
+            broken = min(broken_turns(metrics), float(turns))
             self._add("committed", policy=policy)
             self._add("turns", turns, policy=policy)
             self._add("broken turns", broken, policy=policy)

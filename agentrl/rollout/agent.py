@@ -179,7 +179,7 @@ class LiveAgent(TurnRecorder):
             self._episode.limit.restart()
         message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)
         self._rows.answer(completion)
-        self._count_reply(message, completion, is_cut=completion.finish_reason == "length")
+        self._count_reply(message, completion, self._rows.tools, is_cut=completion.finish_reason == "length")
         return self._append(call, request.messages, message, completion, request.state)
 
     def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:

@@ -19,7 +19,7 @@ from agentrl.rollout.turn_entries import encode_message
 
 if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
-    from agentrl.core.records import Int32Array
+    from agentrl.core.records import Int32Array, ToolSpec
     from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn_sampler import TurnSampler
@@ -145,8 +145,12 @@ class TurnRecorder(Agent):
             self.reward(penalty)
         return accepted
 
-    def _count_reply(self, message: Message, completion: Completion, *, is_cut: bool) -> None:
-        """Count a turn that was cut off by `max_tokens`, or says nothing."""
+    def _count_reply(
+        self, message: Message, completion: Completion, tools: Sequence[ToolSpec], *, is_cut: bool
+    ) -> None:
+        """Count a turn that was cut off by `max_tokens`, says nothing, or calls a tool although none is offered."""
+        if message.tool_calls and not tools and not is_cut:
+            self._episode.metric("tool/not_offered", 1.0, self)
         if is_cut:
             self._episode.metric("turns/length", 1.0, self)
             if repeats_itself(completion.token_ids):

@@ -200,6 +200,13 @@ FAILURES = {
         command="'metric.tool/bad_arguments > 0'",
         script=always(call("price", '{"thing": 1}')),
     ),
+    "most turns call a tool where none is offered": Planted(
+        alarm="illegal_output",
+        words="offers no tool",
+        command="'metric.tool/not_offered > 0'",
+        environment=OneTurn,
+        script=always(call("price", "{}")),
+    ),
     "most turns are cut": Planted(
         alarm="illegal_output",
         words="raise sampling.max_tokens",

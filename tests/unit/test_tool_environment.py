@@ -12,8 +12,10 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError, describe_raise_location
+from agentrl.core.records import ToolSpec
 from agentrl.environment.tools import bind_tools
 from agentrl.journal.entries import ToolEntry, TurnEntry
+from agentrl.observe.metrics import broken_turns
 from tests.unit.episodes import Played, play
 
 
@@ -362,3 +364,28 @@ def test_a_question_may_be_messages() -> None:
 def test_a_question_that_is_no_text_is_refused(question: object) -> None:
     with pytest.raises(EnvironmentDefinitionError, match="task 't': question: messages"):
         play(Rows, ["2"], data={"question": question})
+
+
+class NoTools(agentrl.Environment):
+    """Reads an answer and judges its form; offers no tool."""
+
+    offered: tuple[ToolSpec, ...] = ()
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent", tools=self.offered)
+        for _ in range(3):
+            turn = await agent.act(agentrl.user("A or B?"))
+            if turn.text not in ("A", "B"):
+                ctx.metric("turns/illegal", 1.0)
+        agent.reward(0.0)
+
+
+def test_a_call_where_no_tool_is_offered_breaks_the_format_once() -> None:
+    calls = ['<tool_call>{"name": "add", "arguments": {}}</tool_call>', '<tool_call>{"name": </tool_call>', "A"]
+    found = play(NoTools, calls)
+    assert (found.metrics["tool/not_offered"], found.metrics["turns/illegal"]) == (2.0, 2.0)
+    assert broken_turns(found.metrics) == 2.0
+    assert broken_turns({"tool/not_offered": 2.0, "turns/length": 1.0}) == 3.0
+    assert "tool/not_offered" not in play(NoTools, ["A", 'a <tool> {"name": "add"}', "{}"]).metrics
+    offering = type("Offering", (NoTools,), {"offered": (bind_tools(Desk)["calculate"].spec,)})
+    assert "tool/not_offered" not in play(offering, calls).metrics

@@ -341,7 +341,7 @@ class ExternalAgent(TurnRecorder):
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         is_cut = completion.finish_reason == "length" and stop_text is None
-        self._count_reply(message, completion, is_cut=is_cut)
+        self._count_reply(message, completion, request.tools, is_cut=is_cut)
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
