@@ -52,6 +52,7 @@ from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
+from agentrl.environment.overrides import misspelled_attributes
 from agentrl.journal.run_process import find_writing_process, record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
@@ -188,11 +189,11 @@ async def run_training(  # noqa: PLR0913 - as `train`
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
         config = with_recorded_changes(config, store.info(), named)
-        _warn(observer, warnings, [] if resume else _split_warnings(config, environment))
+        _warn(observer, warnings, [] if resume else _environment_warnings(config, environment))
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         # A resume first refuses settings that may not change, and names the old value.
-        splits = _split_warnings(config, environment) if resume else []
-        _warn(observer, remember_run(path, config, code, selected, resumed=resume), splits)
+        faults = _environment_warnings(config, environment) if resume else []
+        _warn(observer, remember_run(path, config, code, selected, resumed=resume), faults)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
         _warn(observer, filter(None, [hidden_tools(config, environment, chat_format)]))
@@ -233,8 +234,9 @@ def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
         observer.warn(line)
 
 
-def _split_warnings(config: RunConfig, environment: type[Environment]) -> list[str]:
-    return list(split_group_warnings(config, units_per_root_group(config, environment)))
+def _environment_warnings(config: RunConfig, environment: type[Environment]) -> list[str]:
+    split_groups = split_group_warnings(config, units_per_root_group(config, environment))
+    return [*split_groups, *misspelled_attributes(environment)]
 
 
 def _check_free(path: Path) -> None:

@@ -11,7 +11,7 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,12 +50,12 @@ def override_problem(environment: type) -> str:
             is_overridden = value is not declared and not name.startswith("_") and inspect.isroutine(declared)
             if is_overridden and (problem := _method_problem(name, declared, value)):
                 return problem
-    return _misspelled(environment)
+    return ""
 
 
-def _misspelled(environment: type) -> str:
-    """Describe the first attribute that is almost a declared one, and that no source of the class reads; "" if there is
-    none."""
+def misspelled_attributes(environment: type) -> Iterator[str]:
+    """Describe attributes that are almost declared ones, and that no source of the class reads. Another module may read
+    them, so they are not refused."""
     bases = [base for base in environment.__mro__ if base.__module__.startswith(_OWN)]
     known = _SETTINGS | {name: name for base in bases for name in declared_attributes(base)}
     classes = [base for base in environment.__mro__ if base not in bases]
@@ -68,8 +68,7 @@ def _misspelled(environment: type) -> str:
                 name, known.keys() - vars(owner).keys() | {name} & _SETTINGS.keys(), 1, 0.8
             )
             if close and all(len(re.findall(rf"\b{name}\b", _source(base))) == (base is owner) for base in classes):
-                return f".{name} is never read; did you mean {known[close[0]]}?"
-    return ""
+                yield f"{environment.__name__}.{name} is not read in its module; did you mean {known[close[0]]}?"
 
 
 def _source(owner: type) -> str:

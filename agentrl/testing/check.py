@@ -43,6 +43,7 @@ from agentrl.environment.context import ResourceLevel
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
 from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.overrides import misspelled_attributes
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
@@ -160,6 +161,8 @@ class EnvironmentReport:
     """Ids of tasks that repeat earlier ones, data included, keyed by split."""
     uncompared: int = 0
     """Number of tasks of both splits that were not compared, because there are too many or reading them is slow."""
+    misspelled: list[str] = field(default_factory=list)
+    """Sentences about attributes that are almost settings of the class."""
     wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
     cuts: Counter[str] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by description."""
@@ -181,10 +184,11 @@ class EnvironmentReport:
     def warnings(self) -> list[str]:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
         raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Games that
-        were not played, because no text was an action. Tasks that are in both splits, or repeat others."""
+        were not played, because no text was an action. Tasks that are in both splits, or repeat others. Attributes that
+        are almost settings."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
         unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
-        return self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
+        return self.misspelled + self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
 
     @property
     def _unplayed_warning(self) -> str:
@@ -334,6 +338,7 @@ def check_environment(
     except AgentRLError as error:
         report.findings.append(str(error))
         return report
+    report.misspelled += misspelled_attributes(environment_class)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop

@@ -146,8 +146,6 @@ CLASSES = {
     ("Sum", "selects = 'image'"): Answer("Sum.selects", "is 'image'", "a list of strings"),
     ("Sum", "roulette = 'yes'"): Answer("Sum.roulette", "is 'yes'", "True or False"),
     ("Sum", "truncated_reward = float('nan')"): Answer("Sum.truncated_reward", "is nan", "finite number or None"),
-    ("Sum", "truncated_rewrad = -1.0"): Answer("Sum.truncated_rewrad", "never read", "did you mean truncated_reward?"),
-    ("Sum", "max_turn = 4"): Answer("Sum.max_turn", "never read", "sampling.max_turns, a setting of the run"),
     ("Sum", "on_code_change = 'keep'"): Answer("Sum.on_code_change", "is 'keep'", "'try' or 'restart' or 'drop'"),
     ("Sum", "sandbox = 'bwrap'"): Answer("Sum.sandbox", "is 'bwrap'", "agentrl.Sandbox()"),
     ("Sum", "mcp_servers = ['files']"): Answer("Sum.mcp_servers", "is ['files']", "agentrl.MCPServer(command="),
@@ -301,6 +299,24 @@ def test_a_definition_names_place_cause_and_remedy(
     seats = ['--seats={"main": "solver"}'] if name == "Agent" else []
     assert main(["train", "run.toml", f"--environment.id={file}:{name}", *seats]) == 2
     says(capsys.readouterr().err, CLASSES[name, line], here)
+
+
+NEAR = {
+    "truncated_rewrad = -1.0": Answer("Sum.truncated_rewrad", "not read", "did you mean truncated_reward?"),
+    "max_turn = 4": Answer("Sum.max_turn", "not read", "sampling.max_turns, a setting of the run"),
+    "task_probe = probe = 'left'": Answer("Sum.probe", "not read", "did you mean probes?"),
+}
+
+
+@pytest.mark.parametrize("line", NEAR, ids=case)
+def test_an_attribute_that_is_almost_a_setting_is_a_warning_since_other_code_may_read_it(here: Path, line: str) -> None:
+    file = here / f"near{abs(hash(line))}" / "mistake.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"{ENVIRONMENT}\n    {line}\n")
+    report = check_environment(f"{file}:Sum", episodes=1)
+    assert report.passed, report.text
+    says("\n".join(report.warnings), NEAR[line], here)
+    assert len(report.misspelled) == 1
 
 
 @pytest.mark.parametrize("line", EPISODES, ids=case)
