@@ -367,10 +367,15 @@ class MCPConnection:
                 self._count(len(line))
                 if self._end_reason:
                     return
-                # Lines that are not messages belong to the server's log.
-                with contextlib.suppress(ValueError, RecursionError):
+                try:
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    await to_session.send(SessionMessage(message))
+                except (ValueError, RecursionError) as error:
+                    # Lines that are not messages belong to the server's log.
+                    if b'"jsonrpc"' in line and "recursion limit" in str(error):
+                        self._end_reason = "the server wrote a message whose data is nested too deeply, as in a schema"
+                        return
+                    continue
+                await to_session.send(SessionMessage(message))
             # A process that the program left behind may hold its error stream open.
             await asyncio.wait({reading_errors}, timeout=1.0)
             error_output = errors.decode("utf-8", "replace").strip()
@@ -431,11 +436,14 @@ def _check_tools(descriptions: Sequence[dict[str, Any]], names_to_select: Sequen
             )
         if names.count(name) > 1:
             raise _ListError(f"it lists tool {name!r} twice; {_LEAVE_OUT}")
-        if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
-            raise _ListError(
-                f"tool {name!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters; {_LEAVE_OUT}"
-            )
-        _check_schema(name, tool["parameters"])
+        try:
+            if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
+                raise _ListError(
+                    f"tool {name!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters; {_LEAVE_OUT}"
+                )
+            _check_schema(name, tool["parameters"])
+        except RecursionError:
+            raise _ListError(f"the schema of tool {name!r} is nested too deeply; {_LEAVE_OUT}") from None
         if tool["parameters"].get("type") != "object":
             raise _ListError(f"the schema of tool {name!r} must be of type object; {_LEAVE_OUT}")
     return descriptions
@@ -463,7 +471,7 @@ def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
             problems.append(error.message[:300])
         else:
             return
-    raise _ListError(f"the schema of tool {name!r} is none: {problems[0]}; {_LEAVE_OUT}")
+    raise _ListError(f"tool {name!r} has no valid JSON schema: {problems[0]}; {_LEAVE_OUT}")
 
 
 _PLAIN = (

@@ -407,8 +407,9 @@ def _warn_of_one_place(url: str) -> None:
 
 
 async def _connect_twice(url: str) -> None:
-    with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):  # the episodes say what is wrong
-        async with aiohttp.ClientSession() as client:
+    # The episodes say what is wrong, also with a server that never answers.
+    with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+        async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as client:
             first, second = [await client.ws_connect(_socket_address(url)) for _ in range(2)]
             for socket in (second, first):
                 # A server with places is silent.

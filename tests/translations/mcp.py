@@ -248,7 +248,7 @@ ROWS = [
     refused("two tools of a name", "it lists tool 'look' twice", LOOK, LOOK),
     refused(
         "a schema that is none",
-        "the schema of tool 'look'",
+        "tool 'look' has no valid JSON schema",
         {**LOOK, "inputSchema": {**OBJECT, "properties": {"a": {"type": "odd"}}}},
     ),
     refused("a missing tool", "it has no tool 'find'; it has look", LOOK, tools=["find"]),

@@ -230,16 +230,30 @@ def test_its_children_end_with_the_episode(shop: MCPServer, pids: Path) -> None:
     assert len(pids.read_text().split()) == 2  # and the fixture finds both ended
 
 
+def nested(levels: int) -> str:
+    """Code that lists a tool with a nested schema, which no literal could have."""
+    return f"""
+        schema = {{"type": "object"}}
+        for _ in range({levels}):
+            schema = {{"type": "object", "properties": {{"a": schema}}}}
+        TOOLS.append({{"name": "a", "description": "", "inputSchema": schema}})"""
+
+
 TOOL = {"name": "a", "description": "", "inputSchema": OBJECT}
 LIES: dict[str, tuple[Any, str, str]] = {
     "twice": ([TOOL, TOOL], "pass", "it lists tool 'a' twice"),
     "clash": ([TOOL | {"name": "own"}], "pass", "'own'"),
     "name": ([TOOL | {"name": "a b"}], "pass", "a tool's name is 'a b'"),
     "schema": ([TOOL | {"inputSchema": {"type": "object", "properties": 7}}], "pass", "ValidationError"),
-    "type": ([TOOL | {"inputSchema": {"type": "object", "properties": {"a": {"type": "odd"}}}}], "pass", "is none: "),
+    "type": (
+        [TOOL | {"inputSchema": {"type": "object", "properties": {"a": {"type": "odd"}}}}],
+        "pass",
+        "has no valid JSON schema: ",
+    ),
     "array": ([TOOL | {"inputSchema": {"type": "array"}}], "pass", "ValidationError"),
     "long": ([TOOL | {"description": "x" * 100_000}], "pass", "described in more than 65,536 characters"),
     "many": ([TOOL | {"name": f"a{n}"} for n in range(300)], "pass", "lists more than 256 tools"),
+    "deep": ([], nested(150), "the server wrote a message whose data is nested too deeply, as in a schema"),
     "no tools": (7, "pass", "MCP server"),
     "flood": ([], "print('x' * 5_000_000, flush=True)", "a line of more than 4,194,304 bytes"),
     "death": ([], "sys.exit('no licence')", "the server has ended: no licence"),
@@ -307,12 +321,20 @@ def test_schemas_of_older_drafts_are_judged_as_such(draft: str, declares: bool) 
         bound.validate({"at": wrong})
 
 
+def test_a_schema_that_is_nested_too_deeply_to_be_judged_is_refused_by_name() -> None:
+    schema = dict(OBJECT)
+    for _ in range(3000):
+        schema = OBJECT | {"properties": {"a": schema}}
+    with pytest.raises(mcp_module._ListError, match="schema of tool 'a' is nested too deeply; leave it out"):
+        mcp_module._check_tools([{"name": "a", "description": "", "parameters": schema}], ())
+
+
 def test_a_schema_that_its_declared_draft_refuses_is_refused() -> None:
     parameters = OBJECT | {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "properties": {"a": {"type": "array", "items": [{"type": "integer"}]}},
     }
-    with pytest.raises(mcp_module._ListError, match="schema of tool 'a' is none"):
+    with pytest.raises(mcp_module._ListError, match="tool 'a' has no valid JSON schema"):
         mcp_module._check_tools([{"name": "a", "description": "", "parameters": parameters}], ())
 
 

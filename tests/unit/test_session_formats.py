@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -472,3 +473,10 @@ def test_gem_is_replayed() -> None:
     report = check_environment(Gem, options={"ids": ids}, episodes=2)
     assert not report.findings
     assert report.resume_class == "replay"
+
+
+def test_a_probe_of_an_openenv_server_that_never_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        probe = servers._connect_twice(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        asyncio.run(asyncio.wait_for(probe, 30))
