@@ -7,7 +7,7 @@ import re
 import reprlib
 from typing import Any
 
-from agentrl.core.text import valid_unicode
+from agentrl.core.text import shorten_middle, valid_unicode
 
 MAX_DEPTH = 100
 """Maximum number of lists and dicts around a value."""
@@ -57,7 +57,7 @@ def copy_json(value: Any, name: str) -> Any:
         return _copy(value, 0)
     except _NotJsonError as error:
         path = "".join(f"[{reprlib.repr(key)}]" for key in reversed(error.keys))
-        raise TypeError(f"{name}{path} {error}") from None
+        raise TypeError(f"{name}{shorten_middle(path)} {error}") from None
 
 
 def _copy(value: Any, depth: int) -> Any:
@@ -65,6 +65,8 @@ def _copy(value: Any, depth: int) -> Any:
     if kind is dict or kind is list:
         if depth == MAX_DEPTH:
             raise _NotJsonError(f"is inside {MAX_DEPTH} lists and dicts: make the data flatter")
+        if kind is list and _is_flat(value):
+            return value.copy()
         items: dict[Any, Any] = {}
         for key, item in value.items() if kind is dict else enumerate(value):
             if kind is dict and not _is_text(key):
@@ -75,6 +77,12 @@ def _copy(value: Any, depth: int) -> Any:
                 error.keys = (*error.keys, key)
                 raise
         return items if kind is dict else list(items.values())
+    return _checked_scalar(value)
+
+
+def _checked_scalar(value: Any) -> Any:
+    """Return a value that is no list or dict."""
+    kind = type(value)
     if value is None or kind is bool or _is_text(value):
         return value
     if kind is str:
@@ -93,6 +101,17 @@ def _copy(value: Any, depth: int) -> Any:
         problem = f"of type {kind.__name__}, which is not JSON: {remedy}"
     shown = re.sub("^<.*x[0-9a-f]{6,}>$", "an object", reprlib.repr(value))  # an address differs in each process
     raise _NotJsonError(f"is {shown}, {problem}")
+
+
+def _is_flat(values: list[Any]) -> bool:
+    """Whether all values are numbers, or texts, that are JSON, without a step of Python for each: there may be
+    millions."""
+    kinds = set(map(type, values))
+    if kinds == {float}:
+        return all(map(math.isfinite, values))
+    if kinds == {int}:
+        return min(values) >= -(2**63) and max(values) < 2**64
+    return kinds == {str} and all(map(str.isascii, values))
 
 
 def _is_text(value: object) -> bool:

@@ -58,13 +58,15 @@ class Task:
     data: Mapping[str, Any]
     """Input of the environment: JSON data, which is copied."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str):
-            raise TypeError(f"Task(id={self.id!r}): the id must be a string, such as {str(self.id)!r}")
-        if not isinstance(self.data, Mapping):
-            raise TypeError(f"Task {self.id!r}: data is {type(self.data).__name__}; it must be a dict of JSON data")
-        copy_json(self.id, "Task.id")
-        object.__setattr__(self, "data", copy_json(dict(self.data), f"Task {self.id!r}: data"))
+    def __init__(self, *, id: str, data: Mapping[str, Any]) -> None:
+        """Check and copy the data. Decoding a task skips this: what was encoded has been checked."""
+        if not isinstance(id, str):
+            raise TypeError(f"Task(id={id!r}): the id must be a string, such as {str(id)!r}")
+        if not isinstance(data, Mapping):
+            raise TypeError(f"Task {id!r}: data is {type(data).__name__}; it must be a dict of JSON data")
+        copy_json(id, "Task.id")
+        object.__setattr__(self, "id", id)
+        object.__setattr__(self, "data", copy_json(dict(data), f"Task {id!r}: data"))
 
 
 # --- policies and versions --------------------------------------------------------------------------------------------

@@ -76,6 +76,17 @@ def shorten_lines(text: str, max_length: int) -> str:
     return "\n".join([head, *["…"] * bool(lines), *reversed(shown)])
 
 
+def shorten_middle(text: str, max_length: int = 200) -> str:
+    """Shorten a path into data, whose ends say most, by its middle.
+
+    Example:
+        >>> shorten_middle("data['a']['b']['c']['d']", 15)
+        "data['a…']['d']"
+    """
+    half = (max_length - 1) // 2
+    return text if len(text) <= max_length else f"{text[:half]}…{text[-half:]}"
+
+
 def _cut_line(line: str, max_length: int) -> str:
     """Cut the end off a line, between two words if it has spaces."""
     if len(line) <= max_length:

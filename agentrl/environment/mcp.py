@@ -25,6 +25,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, format
 from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
 from agentrl.core.reply_formats import describe_malformed_call
+from agentrl.core.text import shorten_middle
 from agentrl.environment.context import Guarantee
 from agentrl.environment.harness import die_with_parent_hook
 
@@ -133,7 +134,7 @@ class MCPTool:
             if _size(schema) * _size(dict(arguments)) <= 20_000:
                 jsonschema.Draft202012Validator(schema, registry=Registry()).validate(dict(arguments))
         except jsonschema.ValidationError as error:
-            where = ".".join(map(str, error.absolute_path)) or "arguments"
+            where = shorten_middle(".".join(map(str, error.absolute_path))) or "arguments"
             raise ValueError(f"{where}: {error.message[:300]}") from None
         except Exception as error:  # noqa: BLE001 - of a schema that is nested too deeply, or that lies otherwise
             raise ValueError(f"the tool's schema cannot be applied: {format_foreign_error(error)[:300]}") from None

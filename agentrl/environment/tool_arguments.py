@@ -27,6 +27,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.reply_formats import describe_malformed_call
+from agentrl.core.text import shorten_middle
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 
 NUM_DRAWS = 8
@@ -67,7 +68,7 @@ class ToolArguments:
             model = self._model(dict(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "arguments"
+            where = shorten_middle(".".join(map(str, first["loc"]))) or "arguments"
             raise ValueError(f"{where}: {first['msg']}") from None
         return {parameter.name: getattr(model, f"f{n}") for n, parameter in enumerate(self.parameters)}
 

@@ -14,6 +14,8 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
+import msgspec
+
 from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
@@ -117,8 +119,8 @@ class LiveEpisodeContext(EpisodeContext):
         self._roulette = environment.roulette
         if environment.branches:
             episode.turn_calls = []
-        task = episode.spec.task
-        self.task = Task(id=task.id, data=task.data)  # a copy: changes must not reach other episodes of the process
+        # A copy, as another process or life receives it: changes must not reach other episodes of this process.
+        self.task = msgspec.msgpack.decode(msgspec.msgpack.encode(episode.spec.task), type=Task)
         self.limits = episode.limits
         episode.agents = self.agents = list[TurnRecorder]()
         """Agents in the order in which the program first requested them."""

@@ -98,6 +98,10 @@ class ExecutedEpisode(NamedTuple):
     cuts: Counter[str]
     """Number of places at which a limit cut the episode, its children or a turn, keyed by description."""
 
+    def __repr__(self) -> str:
+        """A short text: `asyncio.run` makes one of its result, whatever its size."""
+        return f"ExecutedEpisode({self.header.episode_id!r}, …)"
+
 
 class _StateRunner(EpisodeRunner):
     """Runner that records the final states of each episode's resources."""

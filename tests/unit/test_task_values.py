@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import decimal
 import enum
 import fractions
 import functools
+import math
 import os
 import pathlib
 import signal
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -250,6 +253,36 @@ def test_data_that_was_changed_to_something_else_is_refused_when_it_is_drawn() -
     task.data["a"] = (1, 2)  # type: ignore[index]
     with pytest.raises(InputError, match=r"Task 't': data\['a'\] is \(1, 2\)"):
         curriculum.task(1)
+
+
+LISTS: Mapping[str, list[Any]] = {"float": [0.5, -0.0, 1e308], "int": [2**64 - 1, -(2**63)], "str": ["a", ""]}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_one_kind_are_held_to_the_same(kind: str) -> None:
+    kept = (True, 1, 1.5, "ü", None)
+    refused = (math.nan, math.inf, np.float64(1.5), 2**64, -(2**63) - 1, Level.LOW, "\ud83d", Text("a"), b"a")
+    for value in kept:
+        values = [*LISTS[kind], value]
+        data = agentrl.Task(id="t", data={"x": values}).data
+        assert repr(data) == repr({"x": values})
+        assert data["x"] is not values
+    for value in refused:
+        with pytest.raises(TypeError, match=rf"data\['x'\]\[{len(LISTS[kind])}\] is"):
+            agentrl.Task(id="t", data={"x": [*LISTS[kind], value]})
+    for depth in (MAX_DEPTH, MAX_DEPTH + 1):
+        inner = functools.reduce(lambda value, _: [value], range(depth - 2), LISTS[kind])
+        with (
+            contextlib.nullcontext() if depth == MAX_DEPTH else pytest.raises(TypeError, match="make the data flatter")
+        ):
+            assert agentrl.Task(id="t", data={"x": inner}).data == {"x": inner}
+
+
+def test_recorded_data_is_read_as_an_earlier_version_wrote_it() -> None:
+    task = agentrl.Task(id="t", data={"a": 1.0})
+    task.data["a"] = math.nan  # type: ignore[index]
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=agentrl.Task)
+    assert math.isnan(decoded.data["a"])
 
 
 def test_a_mapping_becomes_a_dict_that_later_changes_do_not_reach() -> None:
