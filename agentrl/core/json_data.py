@@ -110,7 +110,7 @@ def _is_flat(values: list[Any]) -> bool:
     if kinds == {float}:
         return all(map(math.isfinite, values))
     if kinds == {int}:
-        return min(values) >= -(2**63) and max(values) < 2**64
+        return bool(min(values) >= -(2**63) and max(values) < 2**64)
     return kinds == {str} and all(map(str.isascii, values))
 
 
