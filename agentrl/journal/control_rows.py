@@ -333,6 +333,7 @@ def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
     _verify("admissions", row)
     try:
         spec = _SPEC.decode(row[7])
+        _JSON.encode(spec.task.data)  # nothing else checks data that an altered record holds
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"episode {row[0]}: its admission record cannot be read ({error}); the journal is damaged"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 import agentrl
@@ -14,6 +16,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.control_rows import decode_admission_row, encode_admission_row, with_checksum
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
@@ -269,3 +272,13 @@ def test_a_damaged_entry_of_an_episode_in_flight_costs_that_episode_by_name(tmp_
     assert ends == {"e0": None, "e1": ends["e1"], "e2": None}
     assert "journal_damaged: " in str(ends["e1"])
     assert "r#0" in str(ends["e1"])
+
+
+@pytest.mark.parametrize("altered", [b"\x81\x91\x01\x01", b"\x81\xa1a\xd4\x05\x00"])
+def test_task_data_that_no_version_wrote_is_damage(altered: bytes) -> None:
+    row = list(encode_admission_row(replace(spec(1), task=Task(id="t", data={"plain": 1})), 0.0))
+    plain = msgspec.msgpack.encode({"plain": 1})
+    assert plain in row[7]
+    row[7] = row[7].replace(plain, altered)
+    with pytest.raises(JournalError, match="episode e1: its admission record cannot be read"):
+        decode_admission_row(with_checksum("admissions", row))
