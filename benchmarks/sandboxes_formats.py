@@ -4,7 +4,7 @@ The formats' packages are looked for below the directory AGENTRL_FORMATS, and a 
 
     cd $AGENTRL_FORMATS
     for format in harbor:harbor verifiers:"verifiers uv" inspect:"inspect-ai openai" openenv:openenv-core \\
-            nemo:nemo-gym; do
+            nemo:nemo-gym servers:"mcp-server-time mcp-server-git"; do
         python3.12 -m venv ${format%%:*} && ${format%%:*}/bin/pip install ${format#*:}
     done
     pip install --no-deps --target bfcl bfcl-eval && pip install --no-deps --target gem gem-llm

@@ -715,7 +715,7 @@ def _compare_splits(
     environment: type[Environment], count: int, report: EnvironmentReport, options: Mapping[str, Any]
 ) -> None:
     """Compare the tasks of both splits, and tasks that share an id, up to a limit on their number and on the time. A
-    task without data is identified by its id."""
+    task without data is identified by its id, and so are tasks that all have the same data."""
     splits = [split for split in ("held_out", "train") if split in environment.splits]
     if "held_out" in splits:
         _tasks(environment, count, report, options, "held_out")
@@ -755,6 +755,9 @@ def _compare_splits(
             place = "" if index is None else f"[{index}]"
             report.findings.append(f"tasks({split!r}, seed=0){place} raised {describe_user_code_error(error)}")
             return
+    is_same = len({*digests["train"].values(), *held_out_digests}) == 1
+    if is_same and any(len(of_split) > 1 for of_split in digests.values()):
+        report.also_held_out = [id for id in report.also_held_out if id in digests["held_out"]]
     shared = digests["train"].keys() & digests["held_out"].keys()
     report.shared_ids = sorted(shared.difference(report.also_held_out))
 
