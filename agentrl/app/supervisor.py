@@ -236,8 +236,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     1. `process.json` tells how the previous process ended, and which episodes ran in it. If one of them made no
        progress at two deaths in a row, episodes are played in worker processes (`_new_record`).
     2. Checkpoints and journal determine where the run continues, and which work is left (`find_start_point`).
-    3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
-       first versions are published, and the versions before the engine serves them
+    3. The trainer starts from the checkpoint beside the engine, then the workers. The journal records the start before
+       its first versions are published, and the versions before the engine serves them
        (`ResumeCheckpoint.publish_first_versions`).
     4. `assemble_orchestrator` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be
        trained return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and
@@ -262,12 +262,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     async with contextlib.AsyncExitStack() as stack:
         trainer = setup.factories.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
-        observer.phase("starting the trainer")
-        for line in await trainer.start(point.recovery.start_from):
-            observer.say(line)
-        observer.phase("loading the engine")
-        engine = await setup.factories.engine(config, point.versions, observer.warn, directory.engine_log)
-        stack.push_async_callback(engine.close)
+        engine = await _start_trainer_and_engine(setup, config, point, trainer, stack)
         connect_engines_to_trainer(config, engine, trainer)
         workers = _workers(config, setup, engine)
         if workers is not None:
@@ -304,6 +299,34 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             await _drop_cut_evaluations(store)
             await _run_controlled(setup, orchestrator)
         return orchestrator
+
+
+async def _start_trainer_and_engine(
+    setup: RunSetup, config: RunConfig, point: StartPoint, trainer: Trainer, stack: contextlib.AsyncExitStack
+) -> Engine:
+    """Start both side by side; `stack` closes the engine, also if the trainer does not start."""
+    observer, directory, clock = setup.observer, setup.directory, setup.factories.clock
+    began = clock.monotonic()
+
+    async def start_trainer() -> None:
+        for line in await trainer.start(point.recovery.start_from):
+            observer.say(line)
+        observer.say(f"the trainer is ready: {clock.monotonic() - began:.1f} s")
+
+    async def start_engine() -> Engine:
+        engine = await setup.factories.engine(config, point.versions, observer.warn, directory.engine_log)
+        stack.push_async_callback(engine.close)
+        observer.say(f"the engine is ready: {clock.monotonic() - began:.1f} s")
+        return engine
+
+    observer.phase("loading trainer and engine")
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(start_trainer())
+            engine = group.create_task(start_engine())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return engine.result()
 
 
 async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:

@@ -19,6 +19,7 @@ from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_mod
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
 from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models, with_kept_models
 from agentrl.app.policies import (
+    BaseModelRecord,
     base_model_chat_formats,
     base_models,
     check_tokenizers,
@@ -293,22 +294,29 @@ async def _resolve(
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
         config = await asyncio.to_thread(_with_chosen_settings, config, before)
-    chat_format = await asyncio.to_thread(factories.chat_format, config)
-    await asyncio.to_thread(base_model_chat_formats, config)
-    await asyncio.to_thread(check_tokenizers, config)
-    bases = await asyncio.to_thread(base_models, config)
+    (chat_format, bases), models = await asyncio.gather(
+        asyncio.to_thread(_read_formats, config, factories),
+        # Takes as long as SHA-256 of the weights; a resume compares them below, and reads only what has changed.
+        asyncio.to_thread(record_models, config, ignored=["*"] if is_resolved else []),
+    )
     changes: list[SettingDifference] = []
     if is_resolved:
         changes = check_settings_unchanged(store.config(), config)
         await asyncio.to_thread(check_models_unchanged, config, info.get("models"))
     else:
-        models = await asyncio.to_thread(record_models, config)
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
         await store.describe(**msgspec.to_builtins(resolved))
     observer.add_sinks(open_sinks(config.sinks, directory.path, mask_secrets(config.model_dump(mode="json"))))
     changes = [change for change in changes if change.path not in (("name",), ("directory",))]
     return _ResolvedRun(config, chat_format, changes)
+
+
+def _read_formats(config: RunConfig, factories: RunFactories) -> tuple[ChatFormat, list[BaseModelRecord]]:
+    chat_format = factories.chat_format(config)
+    base_model_chat_formats(config)
+    check_tokenizers(config)
+    return chat_format, base_models(config)
 
 
 def _import_learning_stack() -> None:

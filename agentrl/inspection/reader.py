@@ -297,7 +297,7 @@ class RunLine(msgspec.Struct, frozen=True):
     policy with several seats, that of each, as `POLICY/SEAT`."""
     state: str = ""
     """State of the run, as `RunReader.standing` returns it, with what it does if it does not train, such as
-    `starting: loading the engine` or `running: paused`."""
+    `starting: loading trainer and engine` or `running: paused`."""
     problem: str | None = None
 
 

@@ -39,7 +39,7 @@ def test_a_script_whose_run_exists_says_so(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stops", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
-@pytest.mark.parametrize("until", ["starting the trainer", "step 1/"])
+@pytest.mark.parametrize("until", ["loading trainer and engine", "step 1/"])
 def test_a_stopped_script_ends_with_a_sentence(stops: list[signal.Signals], until: str, tmp_path: Path) -> None:
     pytest.importorskip("textarena")
     command = [sys.executable, str(EXAMPLES / "06_self_play.py")]

@@ -69,7 +69,7 @@ def watched(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Watch
 
 def test_the_terminal_shows_one_screen_and_then_the_result(watched: Watched) -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", watched.screen)
-    for text in ("loading the engine …", "step 0/6", "in flight", "held-out reward", "run directory: runs/seen"):
+    for text in ("loading trainer and engine", "step 0/6", "in flight", "held-out reward", "run directory: runs/seen"):
         assert text in plain
 
 

@@ -157,7 +157,7 @@ def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_the
     killed = RunFactories(engine=engine, trainer=factories.trainer, chat_format=factories.chat_format)
     with pytest.raises(KilledError):
         asyncio.run(run_training(config, Propose, held_out=[], quiet=True, factories=killed))
-    assert seen == ["starting: loading the engine", "loading the engine"]
+    assert seen == ["starting: loading trainer and engine", "loading trainer and engine"]
     run = asyncio.run(run_training(config, Propose, held_out=[], quiet=True, resume=True, factories=factories))
     assert run.metrics
     assert list_runs(tmp_path)[0].state == "finished"
