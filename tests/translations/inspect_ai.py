@@ -124,6 +124,9 @@ ROWS = [
     *row("named parts", "states", grader={"stated_a": 1.0, "stated_b": 0.5}, config={"value": {"a": "C", "b": 0.5}}),
     *stated("a list", [1.0, 0.0], refused="the score stated is [1.0, 0.0], which is no number"),
     *stated("a list of zeros", [0.0], refused="the score stated is [0.0], which is no number"),
-    *stated("a list as a part", {"a": [1.0]}, refused="which is no number"),
+    *(
+        replace(each, refused="validation errors for Score") if each.needs else each  # Inspect's own refusal
+        for each in stated("a list as a part", {"a": [1.0]}, refused="which is no number")
+    ),
     *stated("a word", "excellent", refused="the score stated is 'excellent', which is no number"),
 ]
