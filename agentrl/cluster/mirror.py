@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice, refuse_links
-from agentrl.journal.run_process import LOCK_FILE
+from agentrl.journal.run_process import ERROR_FILE, LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
 from agentrl.observe.run_state import MIRRORS_FILE
 
@@ -347,7 +347,7 @@ class Mirror:
         if folder == ".":
             yield from (
                 path
-                for path in self._run.glob("*.json*")
+                for path in (*self._run.glob("*.json*"), self._run / ERROR_FILE)
                 if path.is_file() and not path.is_symlink() and path.name != MIRRORS_FILE
             )
             return

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl.cli.main import main
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.overview import run_overview
@@ -354,6 +355,10 @@ def test_the_screen_of_a_failed_run_has_the_reason_and_the_place_of_the_rest(tmp
         _ = 1 / 0
     assert "ZeroDivisionError: division by zero (all of it" in shown()
     assert "_ = 1 / 0" in (tmp_path / "error.txt").read_text()
+    copy = tmp_path.with_name("copy")
+    assert main(["run", "mirror", str(tmp_path), "--to", str(copy), "--once"]) == 0
+    with contextlib.closing(RunReader(copy)) as reader:
+        assert run_state(reader).failure == f"ZeroDivisionError: division by zero (all of it: {copy / 'error.txt'})"
     with contextlib.suppress(KeyboardInterrupt), recording_process_state(tmp_path):
         raise KeyboardInterrupt
     assert "all of it" not in shown(), "a run that was stopped did not fail"
