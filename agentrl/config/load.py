@@ -29,7 +29,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.files import expand_path
-from agentrl.core.masking import mask_secrets
+from agentrl.core.masking import MASK, mask_secrets
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -320,6 +320,8 @@ def _check_plain(data: Mapping[str, Any]) -> None:
                 problem = f"{value} is not a finite number"
             elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
                 problem = "text with a character that is not allowed in files or paths"
+            elif value == MASK:
+                problem = f"{MASK} stands for a secret where a configuration is printed; write the value in its place"
             elif isinstance(value, datetime.date | datetime.time):
                 problem = f"{value} is a date or a time, which a resumed run would receive as text: put it in quotes"
             if problem:

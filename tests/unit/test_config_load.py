@@ -152,7 +152,7 @@ def test_names_of_other_libraries_lead_to_settings_that_exist() -> None:
 
 
 def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
-    text = BASE + '[environment.options]\n"odd key" = "quote \\" \\u007f \\n"\nnested = { a = [1, 2.5, true] }\n'
+    text = BASE + '[environment.options]\n"odd name" = "quote \\" \\u007f \\n"\nnested = { a = [1, 2.5, true] }\n'
     config = load(write(tmp_path, text), ["policies.a.lora.alpha=8", "policies.b.kind=frozen", "seats.x=a"])
     assert load(write(tmp_path, dump_toml(config))) == config
 

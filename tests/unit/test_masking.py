@@ -92,6 +92,10 @@ def test_a_dry_run_prints_no_secret(
         printed = capsys.readouterr().out
         assert SECRET not in printed
         assert MASK in printed
+    assert main(["train", "run.toml", "--dry-run"]) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    assert main(["train", "printed.toml", "--dry-run"]) == 2, "the mask is no key"
+    assert "environment.options.api_key: <secret> stands for a secret" in capsys.readouterr().err
 
 
 def test_a_changed_secret_is_named_without_its_value() -> None:
