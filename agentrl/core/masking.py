@@ -10,6 +10,8 @@ from typing import Any
 MASK = "<secret>"
 MIN_LENGTH = 8
 """Number of characters from which on a value that equals a secret variable's is taken for it."""
+MAX_DEPTH = 100
+"""Maximum nesting; what is nested deeper is masked whole, because a run of someone else may hold anything."""
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = {"key", "apikey", "token", "secret", "secrets", "password", "passwords", "passphrase", "credentials"}
 _REFERENCE = {"env", "file", "path", "name", "id"}
@@ -25,14 +27,19 @@ def mask_secrets(value: Any, name: str = "") -> Any:
         name: name of the data, with those of the tables around it, such as `environment.options.api_key`.
     """
     secrets = {text for variable, text in os.environ.items() if _is_secret(variable) and len(text) >= MIN_LENGTH}
-    return _masked(value, secrets, is_secret=_is_secret(name))
+    return _masked(value, secrets, MAX_DEPTH, is_secret=_is_secret(name))
 
 
-def _masked(value: Any, secrets: set[str], *, is_secret: bool) -> Any:
+def _masked(value: Any, secrets: set[str], depth: int, *, is_secret: bool) -> Any:
+    if isinstance(value, dict | list | tuple) and not depth:
+        return MASK
     if isinstance(value, dict):
-        return {key: _masked(item, secrets, is_secret=is_secret or _is_secret(key)) for key, item in value.items()}
+        return {
+            key: _masked(item, secrets, depth - 1, is_secret=is_secret or _is_secret(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_masked(item, secrets, is_secret=is_secret) for item in value]
+        return [_masked(item, secrets, depth - 1, is_secret=is_secret) for item in value]
     return MASK if isinstance(value, str) and value and (is_secret or value in secrets) else value
 
 

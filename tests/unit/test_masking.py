@@ -47,6 +47,10 @@ def test_names_and_values_of_variables_tell_a_secret() -> None:
     assert mask_secrets(OPTIONS) == hidden | SHOWN
     assert mask_secrets(SECRET, "environment.options.login") == MASK, "the value of a variable named as a secret"
     assert mask_secrets({"login": f"{SECRET}!"}) == {"login": f"{SECRET}!"}
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    assert MASK in str(mask_secrets(deep))
 
 
 def test_no_page_message_or_export_of_a_run_shows_a_secret(
