@@ -34,12 +34,12 @@ def test_every_command_prints_what_the_page_shows(
 def test_a_line_that_is_not_printed_is_found(sample_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace(tmp_path, sample_run))
     shown = (
-        "run      purpose  state     episodes  in_flight  steps  reward",
-        "other    train    finished  2  0  proposer 8, solver 8  proposer 1, solver 1",
+        "run      purpose  state     episodes  dropped  in_flight  steps  reward",
+        "other    train    finished  2  1  0  proposer 8, solver 8  proposer 1, solver 1",
         "…",
     )
     assert departures(Session("agentrl run list", shown)) == [
-        "other train finished 0 0 proposer 0 solver 0 proposer 0 solver 0"
+        "other train finished 0 0 0 proposer 0 solver 0 proposer 0 solver 0"
     ]
 
 
