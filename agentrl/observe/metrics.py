@@ -276,6 +276,11 @@ METRICS: tuple[Metric, ...] = (
         "steps",
         "later episodes trained before the step's most delayed episode, in steps' worth",
     ),
+    Metric(
+        "gate/<answer>",
+        "calls",
+        "`agent.gate` calls with this answer, passed or refused; a metric of episodes, not of steps",
+    ),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
     Metric("proposals/made", "proposals", "calls of `ctx.remember` since the policy's previous step"),
     Metric("proposals/repeated", "fraction", "share of proposals that the run already remembered"),

@@ -73,6 +73,9 @@ def test_names_are_unique_and_have_unit_and_meaning() -> None:
         "reward/solver": "reward/<seat>",
         "evaluation/reward/x": "evaluation/reward/<seat>",
         "drift/special": "drift/<cause>",
+        "gate/acceptance": "gate/acceptance",
+        "gate/passed": "gate/<answer>",
+        "rows/rewritten": "rows/<cause>",
         "my_metric": None,
     }
     for name, known in words.items():
