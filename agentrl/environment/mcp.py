@@ -519,9 +519,14 @@ def _text_of(result: Any) -> str:
     content = getattr(result, "content", ())
     parts = [_text_of_part(part) for part in content]
     structured = getattr(result, "structured_content", None)
-    # Servers should repeat structured content as text, but some only summarize it there.
-    if structured is not None and (not parts or not _words(structured) <= _words("\n".join(parts))):
-        parts.append(json.dumps(structured))
+    if structured is not None:
+        written = json.dumps(structured)
+        # Servers should repeat structured content as text, but some only summarize it there.
+        is_repeated = len(written) <= MAX_RESULT_CHARACTERS and _words(structured) <= _words(
+            "\n".join(parts)[:MAX_RESULT_CHARACTERS]
+        )
+        if not parts or not is_repeated:
+            parts.append(written)
     text = "\n".join(parts)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"

@@ -11,13 +11,13 @@ import dataclasses
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, get_args
 
 import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import opening_digest
-from agentrl.core.records import Completion, Message, SampledTurn, ToolSpec, Turn, VersionSpan
+from agentrl.core.records import Completion, Message, Role, SampledTurn, ToolSpec, Turn, VersionSpan
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
@@ -353,6 +353,9 @@ class AgentTokenRows:
         return np.frombuffer(self._row_tokens.tobytes(), dtype=np.int32)
 
 
+_ROLES = get_args(Role)
+
+
 def _valid(message: object) -> Message:
     """Return a message whose text any tokenizer and database can process.
 
@@ -363,6 +366,8 @@ def _valid(message: object) -> Message:
         raise EnvironmentDefinitionError(
             f"act() and restart() need messages, such as agentrl.user('…'), not {type(message).__name__}"
         )
+    if message.role not in _ROLES:  # chat templates leave out messages of roles that they do not know
+        raise EnvironmentDefinitionError(f"a message has role {message.role!r}; use one of {', '.join(_ROLES)}")
     if not isinstance(message.content, str):
         kind = type(message.content).__name__
         raise EnvironmentDefinitionError(f"the content of a {message.role} message is {kind}; it must be a string")

@@ -187,6 +187,16 @@ def test_case_an_effect_of_numpy_is_journaled_as_numbers() -> None:
     assert play(Measured, TASK, ["x"]).observations == (expected,)
 
 
+@pytest.mark.parametrize("role", ["critic", "developer", "", None])
+def test_case_a_message_of_an_unknown_role_is_refused(role: Any) -> None:
+    """Chat templates leave such messages out."""
+    prompt = [agentrl.Message(role=role, content="No."), agentrl.user("Go.")]
+    with pytest.raises(
+        CheckFailedError, match=f"a message has role {role!r}; use one of system, user, assistant, tool"
+    ):
+        play(environment(prompt=lambda self, task: prompt), TASK, ["x"])
+
+
 def test_case_a_prompt_without_messages_is_refused() -> None:
     with pytest.raises(CheckFailedError, match=r"Desk\.prompt returned \[\]"):
         play(environment(prompt=lambda self, task: []), TASK, ["x"])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -357,6 +358,14 @@ def test_the_policy_sees_the_text_of_resources_and_the_places_of_links(tmp_path:
         "[resource link file:///c.txt, c.txt: a third file]",
         "[image, left out]",
     ]
+
+
+def test_a_long_structured_result_is_compared_in_bounded_time() -> None:
+    result = types.SimpleNamespace(content=[], structured_content={"a": list(range(500_000))})
+    result.content.append(types.SimpleNamespace(type="text", text=json.dumps(result.structured_content)))
+    started = time.thread_time()
+    assert mcp_module._text_of(result).startswith('{"a": [0, 1, 2')
+    assert time.thread_time() - started < 1.5  # 0.1 s here, 2 s to 4 s if all is compared
 
 
 def test_the_checker_waits_longer_than_a_server_may_take_to_start() -> None:
