@@ -207,12 +207,24 @@ def observation_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
     try:
-        return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()[:MAX_OBSERVATION_CHARACTERS]
+        return to_json(_ordered(value), inf_nan_mode="constants", fallback=_plain).decode()[:MAX_OBSERVATION_CHARACTERS]
     except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(
             f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",
             reason="environment_error",
         ) from error
+
+
+def _ordered(value: Any) -> Any:
+    """Sort the sets in a result: their order differs between processes, and a resumed episode may run in another."""
+    match value:
+        case set() | frozenset():
+            return sorted(map(_ordered, value), key=repr)
+        case dict():
+            return {key: _ordered(item) for key, item in value.items()}
+        case list():
+            return [_ordered(item) for item in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -158,6 +158,16 @@ ROWS = [
         {"response_format": {"type": "json_object"}},
         response_format={"type": "json_object"},
     ),
+    row("null for text", [{"role": "user", "content": None}], refused="messages[0].content is null; it must be text"),
+    row("no system text", [{"role": "system"}, USER], refused="messages[0].content is null; it must be text"),
+    row("zero for text", [{"role": "user", "content": 0}], refused="messages[0].content must be a list of objects"),
+    row("an empty object", [{"role": "user", "content": {}}], refused="messages[0].content must be a list of objects"),
+    row("empty text", [{"role": "user", "content": ""}], [["user", ""]]),
+    row(
+        "empty answer",
+        [USER, called("{}"), answer(None)],
+        [["user", "Go."], ["assistant", "", ["look", {}]], ["tool", "", "answer of look"]],
+    ),
     row("a number for text", [{"role": "user", "content": 7}], refused="messages[0].content must be a list of objects"),
 ]
 

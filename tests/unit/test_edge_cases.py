@@ -103,6 +103,8 @@ class Grade(str, enum.Enum):  # noqa: UP042 (as people write it)
         (decimal.Decimal("1.10"), '"1.10"'),
         ({"content": b"caf\xc3\xa9"}, '{"content":"café"}'),
         ({(1, 2): None}, '{"1,2":null}'),
+        ([{"seen": {"pear", "fig", "kiwi", "plum"}}], '[{"seen":["fig","kiwi","pear","plum"]}]'),
+        (frozenset("edcba"), '["a","b","c","d","e"]'),
         ("a\udcff", "a?"),
     ],
 )
