@@ -28,6 +28,7 @@ from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import GameSeedTasks, split_tasks
 from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, message_data, tool_message
+from agentrl.gateway.bodies import parse_json
 from agentrl.gateway.calls import ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 
@@ -258,12 +259,18 @@ class OpenEnv(SessionEnvironment):
 
     def action(self, text: str) -> Mapping[str, Any]:
         """Return the action that a turn's text names: the fields of the server's action. Default: the text is a JSON
-        object."""
+        object.
+
+        Raises:
+            ValueError: it names none; the policy sees the error, and may try again.
+        """
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            found = parse_json(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the action is not JSON: {error}; write one JSON object and nothing else") from None
+        if not isinstance(found, dict):
+            raise ValueError("the action is JSON, but not an object; write one JSON object and nothing else")
+        return found
 
     def render(self, observation: Mapping[str, Any]) -> str:
         """Return the text of an observation. Default: its JSON."""
@@ -329,7 +336,10 @@ class _OpenEnvSession(_Connection):
         return {"messages": [self._message(result)], "tools": []}
 
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
-        action = dict(self._environment.action(text))
+        try:
+            action = dict(self._environment.action(text))
+        except ValueError as error:
+            return {"messages": [{"role": "user", "content": f"error: {error}"}], "reward": 0.0, "done": False}
         try:
             result = await self._ask("step", action)
         except _RefusedError as refusal:  # the policy may try again

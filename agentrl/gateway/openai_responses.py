@@ -142,7 +142,9 @@ def _input_message(item: Mapping[str, Any], location: str, names: Mapping[str, s
             role = _ROLES.get(str(item.get("role")))
             if role is None:
                 raise RequestRefusedError(f"{location}.role is {bounded_repr(item.get('role'))}", "invalid", location)
-            return Message(role=role, content=content_text(item.get("content"), location))
+            if item.get("content") is None:
+                raise RequestRefusedError(f"{location}.content is null; it must be text", "invalid", location)
+            return Message(role=role, content=content_text(item["content"], location))
         case "function_call_output" | "custom_tool_call_output":
             call_id = require_text(item.get("call_id"), f"{location}.call_id")
             content = content_text(item.get("output"), f"{location}.output")

@@ -283,6 +283,9 @@ ROWS = [
     refused(
         "reasoning", f"{P}input has an item of type 'reasoning'", input=[{"type": "reasoning", "summary": []}, USER]
     ),
+    refused(
+        "null for text", f"{P}input[0].content is null; it must be text", input=[{"role": "user", "content": None}]
+    ),
     refused("another role", f"{P}input[0].role is 'critic'", input=[{"role": "critic", "content": "no"}]),
     refused("no messages, as for an agent of its own", f"{P}input: the last item must be a message", input=[]),
     refused(

@@ -33,6 +33,8 @@ def said(*texts: str) -> dict[str, Any]:
 
 ROWS = [
     row("text", "Go.", [SEEN]),
+    row("null for text", [{"role": "user", "content": None}], refused="input[0].content is null; it must be text"),
+    row("empty output", [USER, CALL, output(None)], [SEEN, CALLED, ["tool", "", "answer of look"]]),
     row("instructions", "Go.", [["system", "Be brief."], SEEN], instructions="Be brief."),
     row("message", [{"type": "message", **USER}], [SEEN]),
     row("developer", [{"role": "developer", "content": "Be brief."}, USER], [["system", "Be brief."], SEEN]),

@@ -160,10 +160,26 @@ ROWS = [
     row("two turns", [NEXT, LAST], ['{"a": 1}', '{"a": 2}'], [START, MORE], [step({"a": 1}), step({"a": 2}), 1.5]),
     row("a null reward", [{**NEXT, "reward": None}, LAST], ["{}", "{}"], [START, MORE], [step({}), step({}), 1.0]),
     row("a whole number", [{**LAST, "reward": 2}], ["{}"], [START], [step({}), 2.0]),
+    *(
+        row(
+            f"no action, {name}",
+            [LAST],
+            [text, "{}"],
+            [START, ["user", f"error: the action is {problem}; write one JSON object and nothing else"]],
+            [step({}), 1.0],
+        )
+        for name, text, problem in (
+            ("text", "left", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+            ("nothing", "", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+            ("a list", "[1]", "JSON, but not an object"),
+            ("NaN", '{"a": NaN}', "not JSON: NaN is not a finite number"),
+        )
+    ),
+    row("a large number", [LAST], ['{"a": 100000000000000000000}'], [START], [step({"a": 10**20}), 1.0]),
     row(
-        "text that is no action",
+        "an action that the server refuses",
         [{"message": "no", "code": "VALIDATION_ERROR"}, LAST],
-        ["left", "{}"],
+        ["{}", "{}"],
         [START, ["user", "error: no"]],
         [step({}), step({}), 1.0],
     ),

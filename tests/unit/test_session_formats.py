@@ -272,7 +272,9 @@ def test_a_row_whose_tool_names_another_path_is_refused(name: str, tmp_path: Pat
 
 
 def test_an_action_that_is_nested_too_deeply_is_no_action() -> None:
-    assert OpenEnv().action("[" * 100_000) == {}
+    for text in ("[" * 100_000, "[1]", "move", '{"a": NaN}', '{"a": 1} or {"a": 2}', ""):
+        with pytest.raises(ValueError, match="write one JSON object"):
+            OpenEnv().action(text)
     assert OpenEnv().action('{"a": 1}') == {"a": 1}
 
 
