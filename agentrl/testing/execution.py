@@ -326,6 +326,8 @@ class PlayResult:
 def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed: int = 0) -> PlayResult:
     """Play one episode in which the policy gives `replies` in order, for all seats. None of them is cut.
 
+    Replies that are never asked for are a warning.
+
     Args:
         environment: class, registered name, `module:Class` or path.
         task: task to play.
@@ -333,7 +335,7 @@ def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed:
         seed: seed of `ctx.rng`.
 
     Raises:
-        CheckFailedError: the environment failed, lacks an `await`, needed more or fewer replies than there are, or took
+        CheckFailedError: the environment failed, lacks an `await`, needed more replies than there are, or took
             more than 30 s.
         InputError: the task or a reply has another form.
     """
@@ -371,15 +373,17 @@ def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed:
         problems.append(outcome)
     elif turn_count > len(texts):  # and the environment's code caught the error
         problems.append(_too_few(turn_count, len(texts)))
-    elif turn_count < len(texts):
-        problems.append(
-            f"the episode ended after {plural(turn_count, 'turn')}, and {len(texts) - turn_count} of "
-            f"{plural(len(texts), 'reply', 'replies')} were never asked for, the first of them {texts[turn_count]!r}"
-        )
     elif outcome.cuts:
         problems.append(f"the test cut {', '.join(outcome.cuts)}")
     if problems or isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {'; '.join(problems)}")
+    if turn_count < len(texts):
+        unused = f"{len(texts) - turn_count} of {plural(len(texts), 'reply', 'replies')}"
+        warnings.warn(
+            f"{spec.environment}: the episode ended after {plural(turn_count, 'turn')}, and {unused} were never asked "
+            f"for, the first of them {texts[turn_count]!r}",
+            stacklevel=3,
+        )
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
