@@ -47,7 +47,6 @@ from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError, RunDirectoryError
 from agentrl.core.files import temporary_directory
-from agentrl.core.masking import mask_secrets
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
@@ -307,7 +306,7 @@ async def _resolve(
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
         await store.describe(**msgspec.to_builtins(resolved))
-    observer.add_sinks(open_sinks(config.sinks, directory.path, mask_secrets(config.model_dump(mode="json"))))
+    observer.add_sinks(open_sinks(config.sinks, directory.path, config.model_dump(mode="json")))
     changes = [change for change in changes if change.path not in (("name",), ("directory",))]
     return _ResolvedRun(config, chat_format, changes)
 

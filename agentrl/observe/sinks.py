@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
+from agentrl.core.masking import mask_secrets
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_screen import terminal_safe_line
 
@@ -43,12 +44,13 @@ def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, 
     Args:
         names: names of the sinks.
         directory: directory of the run, for local files of a sink.
-        config: resolved configuration, logged with the run.
+        config: resolved configuration, logged with the run; its secrets are masked.
 
     Raises:
         ConfigError: a sink's package is not installed; the message contains the command that installs it.
     """
-    return [_MAKERS[name](directory, config) for name in names]
+    shown = mask_secrets(config)
+    return [_MAKERS[name](directory, shown) for name in names]
 
 
 def check_sinks_installed(names: Sequence[SinkName]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.masking import MASK, mask_secrets
 from agentrl.journal.run_log import SettingChange
 from agentrl.journal.store import SqliteJournal
+from agentrl.observe.sinks import open_sinks
 from tests.journal_cases import write_episode
 from tests.sim.small_run import config_for
 
@@ -100,6 +103,17 @@ def test_a_dry_run_prints_no_secret(
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     assert main(["train", "printed.toml", "--dry-run"]) == 2, "the mask is no key"
     assert "environment.options.api_key: <secret> stands for a secret" in capsys.readouterr().err
+
+
+def test_no_sink_gets_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("def init(**options):\n    sent.append(repr(options))\n\nsent = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    open_sinks(["wandb"], tmp_path, config().model_dump(mode="json"))
+    (sent,) = importlib.import_module("wandb").sent
+    monkeypatch.delitem(sys.modules, "wandb")
+    assert MASK in sent
+    assert SECRET not in sent
 
 
 def test_a_changed_secret_is_named_without_its_value() -> None:
