@@ -520,13 +520,13 @@ def _text_of(result: Any) -> str:
     parts = [_text_of_part(part) for part in content]
     structured = getattr(result, "structured_content", None)
     if structured is not None:
-        written = json.dumps(structured)
+        structured_text = json.dumps(structured)
         # Servers should repeat structured content as text, but some only summarize it there.
-        is_repeated = len(written) <= MAX_RESULT_CHARACTERS and _words(structured) <= _words(
+        is_repeated = len(structured_text) <= MAX_RESULT_CHARACTERS and _words(structured) <= _words(
             "\n".join(parts)[:MAX_RESULT_CHARACTERS]
         )
         if not parts or not is_repeated:
-            parts.append(written)
+            parts.append(structured_text)
     text = "\n".join(parts)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"

@@ -143,10 +143,10 @@ def parse_messages(value: Any) -> list[Message]:
         if call_id is None and item.get("role") == "function":
             call_id = next((call for call in reversed(names) if names[call] == item.get("name")), None)
         name = names.get(str(call_id)) or require_text(item.get("name") or "", f"{location}.name") or None
-        written = item["refusal"] if item.get("content") is None and item.get("refusal") else item.get("content")
-        if written is None and role in ("user", "system"):
+        raw_content = item["refusal"] if item.get("content") is None and item.get("refusal") else item.get("content")
+        if raw_content is None and role in ("user", "system"):
             raise RequestRefusedError(f"{location}.content is null; it must be text", "invalid", location)
-        content = content_text(written, f"{location}.content")
+        content = content_text(raw_content, f"{location}.content")
         if name is not None and role in ("user", "system") and name.lower() not in (role, str(item["role"])):
             content = f"{name}: {content}"
         messages.append(

@@ -28,17 +28,17 @@ def installed() -> Iterator[None]:
         yield
 
 
-def translate(given: dict[str, Any]) -> tuple[Any, Any]:
+def translate(input: dict[str, Any]) -> tuple[Any, Any]:
     """Play a task with one message of calls for each request; the grader's part is the reward."""
-    category = given.get("category", BASE)
+    category = input.get("category", BASE)
     with installed():
-        if "offered" in given:
-            tools = {tool["name"]: tool for tool in bfcl.Conversation(category, given["id"]).start()["tools"]}
-            return tools[given["offered"]], None
-        if "id" not in given:
+        if "offered" in input:
+            tools = {tool["name"]: tool for tool in bfcl.Conversation(category, input["id"]).start()["tools"]}
+            return tools[input["offered"]], None
+        if "id" not in input:
             return [task.id for task in Bfcl.tasks("train", category=category, held_out=0.0)], None  # type: ignore[attr-defined]
-        replies = [text for calls in given["requests"] for text in (said(calls), "done") if text]
-        played = play(Bfcl, Task(id=given["id"], data={"category": category}), replies)
+        replies = [text for calls in input["requests"] for text in (said(calls), "done") if text]
+        played = play(Bfcl, Task(id=input["id"], data={"category": category}), replies)
     return list(played.observations), played.reward
 
 
@@ -51,9 +51,9 @@ def said(calls: list[Any]) -> str:
 _names = (f"model{number}" for number in itertools.count())
 
 
-def original(given: dict[str, Any]) -> tuple[Any, Any]:
+def original(input: dict[str, Any]) -> tuple[Any, Any]:
     """Execute and check the calls by BFCL, which keeps the objects of each model by its name."""
-    category = given.get("category", BASE)
+    category = input.get("category", BASE)
     with installed():
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # type: ignore[import-not-found]
             multi_turn_checker,
@@ -62,14 +62,14 @@ def original(given: dict[str, Any]) -> tuple[Any, Any]:
             execute_multi_turn_func_call,
         )
 
-        entry, model = bfcl.entries(category)[given["id"]], next(_names)
-        decoded = [[f"{name}({written(arguments)})" for name, arguments in calls] for calls in given["requests"]]
+        entry, model = bfcl.entries(category)[input["id"]], next(_names)
+        decoded = [[f"{name}({written(arguments)})" for name, arguments in calls] for calls in input["requests"]]
         texts = []
         for question, calls in zip(entry["question"], decoded, strict=False):
             texts.append("\n".join(message["content"] for message in question))
             if calls:
                 results, _ = execute_multi_turn_func_call(
-                    calls, entry["initial_config"], entry["involved_classes"], model, given["id"], "long" in category
+                    calls, entry["initial_config"], entry["involved_classes"], model, input["id"], "long" in category
                 )
                 texts.append("\n".join(results))
         truth = entry["ground_truth"][: len(decoded)]
@@ -103,11 +103,11 @@ def tool(name: str, id: str, offered: str, description: str, parameters: Any) ->
 
 
 def task(name: str, id: str, *requests: Any, category: str = BASE) -> Row:
-    given = {"id": id, "requests": [*requests], "category": category}
+    input = {"id": id, "requests": [*requests], "category": category}
     if not PACKAGE.exists():
-        return Row(name=name, input=given, needs="bfcl")
-    sees, grader = original(given)
-    return Row(name=name, input=given, sees=sees, grader=grader, needs="bfcl", compared=True)
+        return Row(name=name, input=input, needs="bfcl")
+    sees, grader = original(input)
+    return Row(name=name, input=input, sees=sees, grader=grader, needs="bfcl", compared=True)
 
 
 SYSTEM = "multi_turn_base_28"

@@ -23,8 +23,8 @@ PACKAGE = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent")) / "gem"
 class Game:
     """An environment that gives recorded observations, and notes the actions and the seed."""
 
-    def __init__(self, given: dict[str, Any], noted: list[Any]) -> None:
-        self._steps, self._noted = iter(given["steps"]), noted
+    def __init__(self, input: dict[str, Any], noted: list[Any]) -> None:
+        self._steps, self._noted = iter(input["steps"]), noted
 
     def reset(self, seed: int) -> Any:
         self._noted.append(seed)
@@ -37,34 +37,34 @@ class Game:
         return observation, reward, terminated, truncated, info
 
 
-def translate(given: dict[str, Any]) -> tuple[Any, Any]:
+def translate(input: dict[str, Any]) -> tuple[Any, Any]:
     """Play the environment; the grader's part is what reached it, and the reward."""
     noted: list[Any] = []
     made: Any = mock.patch.object(sys, "path", [*sys.path, str(PACKAGE)])
-    if "steps" in given:
-        made = mock.patch.dict(sys.modules, gem=SimpleNamespace(make=lambda id, **arguments: Game(given, noted)))
+    if "steps" in input:
+        made = mock.patch.dict(sys.modules, gem=SimpleNamespace(make=lambda id, **arguments: Game(input, noted)))
     with made:
-        data = {"id": given.get("id", "game"), "seed": 7, "arguments": given.get("arguments", {})}
-        played = play(Gem, given["replies"], data=data, max_context=1 << 16)
+        data = {"id": input.get("id", "game"), "seed": 7, "arguments": input.get("arguments", {})}
+        played = play(Gem, input["replies"], data=data, max_context=1 << 16)
     return [content for _, content in seen(played)], [*noted, played.header.reward]
 
 
-def original(given: dict[str, Any]) -> tuple[Any, Any]:
+def original(input: dict[str, Any]) -> tuple[Any, Any]:
     """Play by gem, whose wrapper makes the text of an observation; the wrapper forgets what it showed before."""
     with mock.patch.object(sys, "path", [*sys.path, str(PACKAGE)]):
         import gem as package  # type: ignore[import-not-found]
         from gem.wrappers.observation_wrapper import ObservationWrapper  # type: ignore[import-not-found]
 
         state = random.getstate()
-        env = package.make(given["id"], **given.get("arguments", {}))
+        env = package.make(input["id"], **input.get("arguments", {}))
         wrapper = ObservationWrapper(env, include_action=False, include_chat_template=False)
         shown, info = wrapper.reset(seed=7)
         texts, total = [shown if "suffix" in info else wrapper.obs_queue[-1][0]], 0.0
-        for number, reply in enumerate(given["replies"], 1):
+        for number, reply in enumerate(input["replies"], 1):
             wrapper.obs_queue.clear()
             shown, reward, terminated, truncated, info = wrapper.step(reply)
             total += float(reward)
-            if terminated or truncated or number == len(given["replies"]):
+            if terminated or truncated or number == len(input["replies"]):
                 break
             texts.append(shown)
         random.setstate(state)
@@ -87,8 +87,8 @@ END = ["The end.", {}, 1.0, True, False]
 
 
 def row(name: str, sees: Any, grader: Any, *steps: Any, replies: Any = ("a", "b", "c")) -> Row:
-    given = {"steps": [*steps, END], "replies": [*replies][: len(steps)]}
-    return Row(name=name, input=given, sees=sees, grader=grader)
+    input = {"steps": [*steps, END], "replies": [*replies][: len(steps)]}
+    return Row(name=name, input=input, sees=sees, grader=grader)
 
 
 def refused(name: str, words: str, *steps: Any) -> Row:
@@ -96,11 +96,11 @@ def refused(name: str, words: str, *steps: Any) -> Row:
 
 
 def game(name: str, id: str, *replies: str, **arguments: Any) -> Row:
-    given = {"id": id, "replies": [*replies], "arguments": arguments}
+    input = {"id": id, "replies": [*replies], "arguments": arguments}
     if not PACKAGE.exists():
-        return Row(name=name, input=given, needs="gem")
-    sees, grader = original(given)
-    return Row(name=name, input=given, sees=sees, grader=grader, needs="gem", compared=True)
+        return Row(name=name, input=input, needs="gem")
+    sees, grader = original(input)
+    return Row(name=name, input=input, sees=sees, grader=grader, needs="gem", compared=True)
 
 
 ROWS = [
