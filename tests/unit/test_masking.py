@@ -33,6 +33,13 @@ OPTIONS = {
     "max_tokens": 512,
     "monkey": "banana",
 }
+WANDB = """
+from types import SimpleNamespace
+sent = []
+def init(**options):
+    sent.append(repr(options))
+    return SimpleNamespace(define_metric=lambda *arguments, **options: None)
+"""
 SHOWN = {"api_key_env": "MY_KEY", "max_tokens": 512, "monkey": "banana"}
 
 
@@ -106,12 +113,12 @@ def test_a_dry_run_prints_no_secret(
 
 
 def test_no_sink_gets_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text("def init(**options):\n    sent.append(repr(options))\n\nsent = []\n")
+    (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # put back at the end
+    del sys.modules["wandb"]
     open_sinks(["wandb"], tmp_path, config().model_dump(mode="json"))
     (sent,) = importlib.import_module("wandb").sent
-    monkeypatch.delitem(sys.modules, "wandb")
     assert MASK in sent
     assert SECRET not in sent
 
