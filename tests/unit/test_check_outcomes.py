@@ -419,6 +419,8 @@ SOUND: dict[str, Callable[[], Any]] = {
     "mcp-server-time": server("mcp_server_time"),
     "mcp-server-git": server("mcp_server_git"),
 }
+OVERLAPPING = ("agentrl tictactoe", "agentrl propose and solve")
+"""Environments whose splits do share tasks: few openings, and one task."""
 QUICK = (
     *("desk", "ids alone", "tool with a pattern", "issues", "counter"),
     *("gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps"),
@@ -432,4 +434,5 @@ QUICK = (
 def test_no_false_alarm(name: str) -> None:
     report = check_environment(SOUND[name]())
     assert report.passed, report.text
-    assert not [text for text in report.warnings if "was never reached" in text or "also held out" in text]
+    false = ["was never reached", *(["also held out"] if name not in OVERLAPPING else [])]
+    assert not [text for text in report.warnings if any(words in text for words in false)]
