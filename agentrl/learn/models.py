@@ -739,6 +739,24 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+class _AdaptedLinear(peft.tuners.lora.Linear):
+    """PEFT's linear layer with an adapter; its scale and its sum are part of the second product, so that they take no
+    passes of their own over the outputs."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the outputs, [..., outputs], of inputs, [..., inputs]."""
+        (adapter,) = self.active_adapters
+        down: Any = self.lora_A[adapter].weight
+        up: Any = self.lora_B[adapter].weight
+        if self.disable_adapters or down.dtype != x.dtype:
+            result: Tensor = super().forward(x, *args, **kwargs)
+            return result
+        base: Any = self.get_base_layer()
+        output: Tensor = base(x)
+        rows = torch.addmm(output.flatten(0, -2), x.flatten(0, -2) @ down.t(), up.t(), alpha=self.scaling[adapter])
+        return rows.view_as(output)
+
+
 def _add_adapter(
     base: PreTrainedModel,
     peft_model: peft.PeftModel | None,
@@ -757,6 +775,7 @@ def _add_adapter(
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(path),
     )
+    config._register_custom_module({nn.Linear: _AdaptedLinear})
     try:
         if peft_model is None:
             return peft.get_peft_model(base, config, adapter_name=adapter)
