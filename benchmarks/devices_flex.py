@@ -26,8 +26,10 @@ CARDS = {(8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448, (12
 """Bytes of shared memory per block that a card allows, by compute capability."""
 WIDTHS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float32)
-QUICK = (((8, 9), 128, torch.bfloat16),)
-HEADS, KEY_HEADS, TOKENS, BLOCK = 16, 8, 1000, 128
+QUICK = (((8, 9), 128, torch.bfloat16, 40),)
+HEADS, KEY_HEADS, BLOCK = 16, 8, 128
+TOKENS = (1000, 40)
+"""Queries of a call: those of a step, and fewer than 128, for which torch would choose its decoding kernel."""
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::DeviceGuardImplRegistrar absent(
@@ -38,16 +40,16 @@ static c10::impl::DeviceGuardImplRegistrar absent(
 
 def figures(quick: bool) -> dict[str, float | None]:
     """Compile, in a process of its own, because torch cannot be told that a card is gone again."""
-    cases = QUICK if quick else tuple(product(CARDS, WIDTHS, DTYPES))
+    cases = QUICK if quick else tuple(product(CARDS, WIDTHS, DTYPES, TOKENS))
     fitting = 0
     for capability in dict.fromkeys(case[0] for case in cases):
-        asked = json.dumps([(width, str(dtype)) for of, width, dtype in cases if of == capability])
+        asked = json.dumps([(width, str(dtype), tokens) for of, width, dtype, tokens in cases if of == capability])
         command = [sys.executable, "-m", "benchmarks.devices_flex", json.dumps(capability), asked]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        for width, dtype, used in json.loads(ran.stdout.splitlines()[-1]):
-            fits = used <= CARDS[capability]
-            fitting += fits
-            print(f"{capability}, heads of {width}, {dtype}: {used:,} bytes of {CARDS[capability]:,}", flush=True)
+        for width, dtype, tokens, used in json.loads(ran.stdout.splitlines()[-1]):
+            fitting += 0 < used <= CARDS[capability]
+            kernel = f"{capability}, heads of {width}, {dtype}, {tokens} queries"
+            print(f"{kernel}: {f'{used:,} bytes of {CARDS[capability]:,}' if used else 'no kernel'}", flush=True)
     return {"flex_fits": fitting / len(cases)}
 
 
@@ -110,10 +112,11 @@ def _pretend_card(capability: tuple[int, int], shared_memory: int) -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def _compile(width: int, dtype: torch.dtype, shared_memory: int) -> int:
-    """Return the bytes of shared memory that the kernel of the forward pass wants."""
+def _compile(width: int, dtype: torch.dtype, tokens: int, shared_memory: int) -> int:
+    """Return the bytes of shared memory that the kernel of the forward pass wants; 0: torch has no such kernel."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.exc import InductorError
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     wanted: list[int] = []
@@ -128,23 +131,25 @@ def _compile(width: int, dtype: torch.dtype, shared_memory: int) -> int:
     with FakeTensorMode():
         with torch.device("cuda"):
             query, key, value = (
-                torch.empty(1, TOKENS, heads, width, dtype=dtype).transpose(1, 2)
+                torch.empty(1, tokens, heads, width, dtype=dtype).transpose(1, 2)
                 for heads in (HEADS, KEY_HEADS, KEY_HEADS)
             )
-            until, position, before = (torch.empty(TOKENS, dtype=torch.int64) for _ in range(3))
-            blocks = -(-TOKENS // BLOCK)
+            until, position, before = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
+            blocks = -(-tokens // BLOCK)
             shapes = [(1, 1, blocks), (1, 1, blocks, blocks)] * 4
             lists = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
 
         def visible(row: Any, head: Any, query_at: Any, key_at: Any) -> Any:
             return (key_at <= query_at) & (query_at < until[key_at]) & (position[key_at] > before[query_at])
 
-        mask = BlockMask((TOKENS, TOKENS), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
+        mask = BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
         options: Any = flex_options(width, dtype, shared_memory)
         attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
         try:
             attend(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
-        except Exception:
+        except InductorError as error:
+            if "NoValidChoicesError" in str(error):
+                return 0
             if not wanted:
                 raise
     return wanted[0]
@@ -158,7 +163,9 @@ def main() -> None:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": caches}
         _pretend_card(tuple(capability), shared_memory)
         dtypes = {str(dtype): dtype for dtype in DTYPES}
-        found = [(width, name, _compile(width, dtypes[name], shared_memory)) for width, name in cases]
+        found = [
+            (*case, _compile(width, dtypes[name], n, shared_memory)) for case in cases for width, name, n in [case]
+        ]
     print(json.dumps(found))
 
 

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+# cuDNN's attention, which torch prefers on Hopper, makes a plan for each length of the keys, in 40 ms or more: each
+# sampled token has a new one.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 ONE_LOAD_AT_A_TIME = Lock()
 """Lock around loading, during which transformers changes global state. Engines and trainers of one process load in
 threads.

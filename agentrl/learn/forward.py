@@ -10,7 +10,7 @@ that see token j are those from j up to its `MicroBatch.visible_until`: two numb
 chunks of consecutive queries go through torch's flash kernel with the keys that any of them sees. A chunk's mask is
 made when the chunk is computed, forward and backward, and is bounded in size, so no stored tensor grows with the square
 of a row's length; a row without a shared prefix is computed whole, without a mask. On CUDA the same rule is a block
-mask of flex_attention, which has not been run on a GPU yet. Key and value heads shared by several query heads are not
+mask of flex_attention. Key and value heads shared by several query heads are not
 copied.
 
 Routing replay routes each token through the experts that the engine's pass used: engine and trainer compute in
@@ -439,6 +439,9 @@ _KEPT_MASKS = 1 << 22
 """Number of mask elements that are kept for all layers; above it, each layer makes its own masks."""
 _BLOCK = 128
 """Number of tokens in a block of flex_attention."""
+UNFUSED_TOKENS = 512
+"""Number of tokens up to which attention without gradients is not fused: the checks and canaries before a first token
+must not wait for a compiler."""
 
 
 @dataclass(slots=True)
@@ -658,7 +661,7 @@ def flex_tree_attention(
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
     attend: Any = flex_attention
     options: Any = None
-    if query.is_cuda:
+    if query.is_cuda and (torch.is_grad_enabled() or query.shape[2] > UNFUSED_TOKENS):
         card: Any = torch.cuda.get_device_properties(query.device)
         memory = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
         attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, memory)
@@ -674,24 +677,25 @@ def flex_tree_attention(
     return output
 
 
-def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
-    """Return options with which the kernels of flex_attention fit a card; None: torch's own.
+def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int | bool]:
+    """Return options with which the kernels of flex_attention compile and fit a card.
 
     torch chooses sizes for cards with large shared memory, also on cards with 99 KiB (compute capabilities 8.6, 8.9
-    and 12.0).
+    and 12.0). For fewer than 128 queries it would choose a kernel for decoding, which none of our blocks fits.
 
     Args:
         width: size of a head.
         dtype: of queries, keys and values.
         shared_memory: bytes per block that the card allows.
     """
+    kernel: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
     # On an A100, torch's kernel for float32 and heads of 256 wants 305,792 bytes of 166,912.
     # 160 KiB of shared memory per block fit torch's own kernel sizes for flex_attention: A100, H100, B200
     if shared_memory >= 160 << 10 and (dtype != torch.float32 or width <= 128):
-        return None
+        return kernel
     if dtype != torch.float32:
-        return {"num_stages": 2}
-    return {"fwd_num_stages": 2, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32 if width <= 128 else 16}
+        return kernel | {"num_stages": 2}
+    return kernel | {"fwd_num_stages": 2, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32 if width <= 128 else 16}
 
 
 @cache

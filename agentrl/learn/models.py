@@ -84,6 +84,9 @@ _ADAPTER_MATRIX = re.compile(r"\.lora_[AB]\.")
 
 SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
+_ROUNDED_TOLERANCE = 0.1
+"""Largest mean difference in log-probabilities between two kernels in 16 bits, in nats: rounding makes about .01, a
+token that sees another's context about 1."""
 
 # Not in the function's own module: `refuse_monkeypatches` executes that a second time, for a copy that is not used.
 AttentionInterface.register(ATTENTION, tree_attention)
@@ -112,6 +115,8 @@ class PolicyModel:
         """Dtype in which the model computes and is published."""
         self.unshared = unshared
         """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
+        self.compiled_attention_checked = model.device.type != "cuda"
+        """Whether `why_compiled_attention_fails` has been asked, or nothing is compiled."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -844,6 +849,25 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
         f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained"
         + (f"; set engine.max_context to at most {special[0]}, where it may match" if special else "")
     )
+
+
+def why_compiled_attention_fails(model: PolicyModel) -> str:
+    """Return why attention as a step on CUDA computes it, compiled and in the model's dtype, cannot replace the unfused
+    attention that `why_unshared` has checked; empty if it can. Compiling takes seconds."""
+    (batch,) = pack(_check_rows(model.model, [12, 13, 15, 140]), max_tokens=1 << 30, share=True)
+    try:
+        with torch.no_grad():
+            unfused = model.token_logprobs(batch).logprob
+        compiled = model.token_logprobs(batch).logprob
+        compiled.sum().backward()
+    except Exception as error:  # noqa: BLE001 - of the attention kernel's compiler
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
+    finally:
+        for parameter in model.parameters.values():
+            parameter.grad = None
+    difference = float((compiled.detach() - unfused).abs().mean())
+    allowed = SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE
+    return "" if difference <= allowed else f"log-probabilities of the compiled attention differ by {difference:.2g}"
 
 
 def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,13 @@ from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
 from agentrl.learn.memory_prediction import shard_count
-from agentrl.learn.models import PolicyModel, load_models, load_references
+from agentrl.learn.models import (
+    PolicyModel,
+    load_models,
+    load_references,
+    native_attention,
+    why_compiled_attention_fails,
+)
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.ranks import (
@@ -188,6 +195,7 @@ class PolicyTrainer:
         samples = self._read_share(units)
         if samples is None:
             return
+        _check_compiled_attention(learner.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:
@@ -766,6 +774,17 @@ class _StepOutputs:
         """Return the sums of `token_metric_sums` over all micro-batches."""
         sums: list[float] = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else [0.0] * len(SUMS)
         return sums
+
+
+def _check_compiled_attention(model: PolicyModel) -> None:
+    """Share no prefixes from now on if the compiled attention fails; checked once, while the engine samples."""
+    if model.compiled_attention_checked or not model.shared_prefixes:
+        return
+    model.compiled_attention_checked = True
+    if reason := why_compiled_attention_fails(model):
+        model.unshared = reason
+        model.model.set_attn_implementation(native_attention(model.model))
+        warnings.warn(_sharing_text(model), stacklevel=2)
 
 
 def _sharing_text(model: PolicyModel) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
@@ -427,16 +427,8 @@ def _host_result(function: Any) -> Any:
     return lambda *args, **kwargs: _on_host(function(*args, **kwargs))
 
 
-def _host_head(_: Any) -> Any:
-    class OnHost(nn.Module):
-        def __init__(self, model: Any, device: torch.device) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(model.model.config.hidden_size))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden.detach().float() @ self.weight
-
-    return OnHost
+def _host_head(head: Any) -> Any:
+    return lambda width, device, updates: head(width, torch.device("cpu"), updates)
 
 
 PLANTED: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {

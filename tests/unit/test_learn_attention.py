@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -242,6 +243,35 @@ def test_an_error_of_the_attention_kernel_is_reported(tmp_path: Path) -> None:
     assert trainer.optim_step("policy", 1).metrics["shares_prefixes"] == 0
 
 
+@pytest.mark.parametrize("fault", ["", "sees too little", "does not compile"])
+def test_attention_that_is_compiled_for_a_step_is_checked_before_it(fault: str, tmp_path: Path) -> None:
+    def compiled(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        output, none = tree_attention(*arguments, **options)
+        if torch.is_grad_enabled() and fault:
+            if fault == "does not compile":
+                raise RuntimeError("NoValidChoicesError")
+            output = torch.cat([output[:, :9], output[:, 9:] * 0], dim=1)
+        return output, none
+
+    episodes = Episodes(make_rows(0, 4))
+    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
+    trainer.start()
+    model = trainer._learners["policy"].model
+    model.compiled_attention_checked = False  # as on CUDA
+    AttentionInterface.register(ATTENTION, compiled)
+    try:
+        with pytest.warns(match="prefixes are not shared, because of") if fault else contextlib.nullcontext():
+            trainer.forward_backward(episodes.batch())
+    finally:
+        AttentionInterface.register(ATTENTION, tree_attention)
+    report = trainer.optim_step("policy", 1)
+    assert report.metrics["shares_prefixes"] == (not fault)
+    unchecked = PolicyTrainer(run_config(tmp_path / "model"), tmp_path / "other", read=episodes.read)
+    unchecked.start()
+    unchecked.forward_backward(episodes.batch())
+    assert report.grad_norm == pytest.approx(unchecked.optim_step("policy", 1).grad_norm, rel=1e-4)
+
+
 def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
     trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run")
     assert "computed once" in " ".join(trainer.start())
@@ -250,7 +280,7 @@ def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_kernels_are_made_smaller_for_cards_with_little_shared_memory(width: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        assert (flex_options(width, dtype, 166_912) is None) == (dtype != torch.float32 or width <= 128)
+        own_sizes = flex_options(width, dtype, 166_912).keys() == {"FORCE_USE_FLEX_ATTENTION"}
+        assert own_sizes == (dtype != torch.float32 or width <= 128)
         options = flex_options(width, dtype, 101_376)
-        assert options is not None
         assert all(forward._BLOCK % size == 0 for name, size in options.items() if "BLOCK" in name)
