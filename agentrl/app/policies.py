@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -430,11 +431,14 @@ def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     model = config.model
+    load = partial(
+        TemplateChatFormat.load,
+        history=model.history,
+        tools_in=model.tools_in,
+        template_variables=model.template_variables,
+    )
     return {
-        name: chat_format
-        for base in other_bases
-        for chat_format in [TemplateChatFormat.load(base.model.path, history=model.history, tools_in=model.tools_in)]
-        for name in base.policies
+        name: chat_format for base in other_bases for chat_format in [load(base.model.path)] for name in base.policies
     }
 
 

@@ -283,7 +283,11 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 
     model = config.model
     return TemplateChatFormat.load(
-        model.path, reply_format=model.reply_format, history=model.history, tools_in=model.tools_in
+        model.path,
+        reply_format=model.reply_format,
+        history=model.history,
+        tools_in=model.tools_in,
+        template_variables=model.template_variables,
     )
 
 

@@ -34,6 +34,7 @@ from agentrl.config.fields import (
     resolve_package_directory,
 )
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, Kind
+from agentrl.core.json_data import copy_json
 
 
 class RecordedTurnsConfig(Section):
@@ -107,7 +108,22 @@ class ModelConfig(Section):
     model continues to see what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
     tools_in: Fixed[Literal["template", "system"]] = "template"
     """Where the prompt lists tools. `template`: where the chat template puts them. `system`: in the system message,
-    with `hermes` calls and with results as user messages, for chat templates that ignore tools."""
+    with `hermes` calls and with results as user messages, for chat templates that ignore tools. A policy with full
+    weights is published with a template that does the same."""
+    template_variables: Fixed[dict[str, Any]] = {}
+    """Values of variables that the chat template reads, such as `{ enable_thinking = false }`: texts, numbers, truth
+    values, and lists and tables of them. They are published with full weights as the template's defaults."""
+
+    @field_validator("template_variables")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
+                raise ValueError(f"{name!r} is no variable of a chat template's own")
+        try:
+            return dict(copy_json(variables, "template_variables"))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
 
     @field_validator("path")
     @classmethod

@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from agentrl.config.sections import ModelConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.files import WEIGHT_FILES, rename_durably, staging_directory
 from agentrl.core.ids import stable_hash64
@@ -40,6 +41,8 @@ from agentrl.engines.weights.transfer import (
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit
 from agentrl.learn.storage import converting_write_errors, write_tensors
+from agentrl.rollout.chat.chat_template import TEMPLATE_FILE
+from agentrl.rollout.chat.published import published_template
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
@@ -57,9 +60,11 @@ _CONTEXTS = 1
 class Publisher:
     """Writes a run's versions."""
 
-    def __init__(self, run_directory: Path) -> None:
-        """Publish to `run_directory`/versions; configuration and tokenizer come from the base models."""
+    def __init__(self, run_directory: Path, settings: ModelConfig | None = None) -> None:
+        """Publish to `run_directory`/versions; configuration and tokenizer come from the base models, with a chat
+        template that shows a conversation as the settings do."""
         self._root = run_directory / "versions"
+        self._settings = settings or ModelConfig()
         self._outbox = WeightSenders(_sender)
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
@@ -148,6 +153,10 @@ class Publisher:
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
                 _state_dtype(copy / "config.json", dtype)
+                settings = self._settings
+                if settings.template_variables or settings.tools_in != "template":
+                    template = published_template(base, settings.template_variables, settings.tools_in)
+                    (copy / TEMPLATE_FILE).write_text(template, encoding="utf-8")
                 rename_durably(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)

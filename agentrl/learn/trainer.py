@@ -114,7 +114,7 @@ class PolicyTrainer:
         self._read = read if read is not None else make_unit_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
         self._gae = config.credit.advantage.gae
-        self._publisher = Publisher(run_directory)
+        self._publisher = Publisher(run_directory, config.model)
         self._publishes = publishes
         self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""

@@ -48,7 +48,7 @@ from agentrl.rollout.chat.template_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 DriftCause = Literal["undecodable", "retokenised"]
 ToolsIn = Literal["template", "system"]
@@ -171,6 +171,7 @@ class TemplateChatFormat:
         reply_format: str = AUTO,
         history: Literal["keep", "fork"] = "keep",
         tools_in: ToolsIn = "template",
+        template_variables: Mapping[str, Any] | None = None,
     ) -> TemplateChatFormat:
         """Load tokenizer and template of a local model directory.
 
@@ -181,6 +182,7 @@ class TemplateChatFormat:
                 `fork`: the conversation continues in a new row.
             tools_in: where the model reads its tools. `template`: where the chat template writes them; `system`: in the
                 system message, with the Hermes call format, regardless of the template's own tool support.
+            template_variables: values of variables that the template reads, such as `enable_thinking`.
 
         Raises:
             ModelError: a file is missing or unusable, the tokenizer belongs to another model, the template closes no
@@ -204,7 +206,7 @@ class TemplateChatFormat:
         _check_vocabulary(directory, tokenizer, _embedding_rows(directory))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        template = ChatTemplate(directory)
+        template = ChatTemplate(directory, template_variables)
         chat_format = cls(directory, tokenizer, template, reply_format, forks=history == "fork", tools_in=tools_in)
         chat_format._check_rows()
         return chat_format

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -84,21 +85,23 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class ChatTemplate:
-    """Renders conversations with the chat template in `directory`.
+    """Renders conversations with the chat template in `directory`, and the given values of its variables.
 
     Raises:
-        ModelError: there is no template, or it does not compile.
+        ModelError: there is no template, it does not compile, or it does not read a variable.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, variables: Mapping[str, Any] | None = None) -> None:
         self._directory = directory
+        self._variables = dict(variables or {})
         config = read_json(directory / "tokenizer_config.json")
-        self.source = _template_source(directory, config)
+        self.source = read_template(directory)
         values = {**read_json(directory / "special_tokens_map.json"), **config}
         self._tokens = {
             key: text for key, value in values.items() if key.endswith("_token") and (text := _literal(value))
         }
-        self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
+        made_with = [self.source, self._tokens, *([self._variables] if self._variables else [])]
+        self.fingerprint = json.dumps(made_with, sort_keys=True).encode()
         """Everything that determines a rendering, except the conversation."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
@@ -110,6 +113,13 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         except (TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError) as error:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
+        of_ours = {"messages", "tools", "documents", "add_generation_prompt", *environment.globals, *self._tokens}
+        read = find_undeclared_variables(environment.parse(self.source)) - of_ours
+        if unread := sorted(self._variables.keys() - read):
+            raise ModelError(
+                f"{directory}: model.template_variables.{unread[0]}: the chat template reads no such variable; it "
+                f"reads {', '.join(sorted(read)) or 'none'}"
+            )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         """Render a conversation, with `prompt` up to the start of the assistant's next turn.
@@ -120,8 +130,9 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
+            conversation = {"messages": messages, "tools": tools or None, "documents": None}
             for part in self._template.generate(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
+                **self._tokens, **self._variables, **conversation, add_generation_prompt=prompt
             ):
                 parts.append(part)
                 length += len(part)
@@ -273,14 +284,22 @@ def stop_token_ids(directory: Path) -> list[int]:
     return []
 
 
-def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
-    path = directory / "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def read_template(directory: Path) -> str:
+    """Return the source of a model directory's chat template.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    path = directory / TEMPLATE_FILE
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
-    template = config.get("chat_template")
+    template = read_json(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = templates.get("tool_use", templates.get("default"))

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import ToolCall, ToolSpec
 
-_INSTRUCTIONS = f"""\
+INSTRUCTIONS = f"""\
 You can call tools. Their signatures, as JSON schemas:
 <tools>
 {{tools}}
 </tools>
 To call a tool, reply with its name and arguments as a JSON object between tags, one pair of tags per call:
 {OPEN}
-{{{{"name": "NAME", "arguments": {{{{"ARGUMENT": VALUE}}}}}}}}
+{{"name": "NAME", "arguments": {{"ARGUMENT": VALUE}}}}
 {CLOSE}"""
+"""What a system message says about tools, whose lines replace `{tools}`."""
 
 
 def opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
@@ -42,7 +43,7 @@ def opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Mess
     if not tools:
         return plain
     tool_lines = "\n".join(_to_json(_tool_object(tool)) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=tool_lines)
+    text = INSTRUCTIONS.replace("{tools}", tool_lines)
     if plain and plain[0].role == "system":
         return [replace(plain[0], content=f"{plain[0].content}\n\n{text}"), *plain[1:]]
     return [Message(role="system", content=text), *plain]
