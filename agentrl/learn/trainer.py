@@ -42,6 +42,7 @@ from agentrl.engines.weights.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
+from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
@@ -69,6 +70,7 @@ from agentrl.learn.storage import converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from agentrl.config.sections import GaeConfig
 
@@ -122,6 +124,10 @@ class PolicyTrainer:
         self._learners: dict[str, Learner] = {}
         self._references: dict[str, PolicyModel] = {}
         """Frozen reference models, keyed by policy, if the loss reads them and the policy names one."""
+        self._kernels: Kernels | None = None
+        """Fused functions for layers of the trained models; None: layers are computed as they are."""
+        self._fused: set[int] = set()
+        """Ids of the models whose layers have been fused."""
 
     def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
@@ -165,6 +171,13 @@ class PolicyTrainer:
                 state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         sharing_lines = [f"{name}: {_sharing_text(model)}" for name, model in models.items()]
+        if device.type == "cuda" and mesh is None and not self._config.trainer.compile:
+            kernels = find_kernels()
+            if isinstance(kernels, str):
+                sharing_lines.append(f"norms, rotary embeddings and SwiGLU are not fused: {kernels}")
+            else:
+                self._kernels = kernels
+                sharing_lines.append("norms, rotary embeddings and SwiGLU are fused by liger-kernel")
         return (*(model.described for model in models.values() if model.described), *sharing_lines)
 
     def forward_backward(self, batch: TrainBatch) -> None:
@@ -196,6 +209,7 @@ class PolicyTrainer:
         if samples is None:
             return
         _check_compiled_attention(learner.model)
+        self._fuse_layers(learner.model.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:
@@ -205,6 +219,16 @@ class PolicyTrainer:
             if not complete:  # a partial gradient must never be applied
                 learner.discard()
         step.seconds += self._clock.monotonic() - start_s
+
+    def _fuse_layers(self, model: PreTrainedModel) -> None:
+        """Fuse layers of a model before its first step, because compiling them takes seconds; warn of those that
+        are not."""
+        if self._kernels is None or id(model) in self._fused:
+            return
+        self._fused.add(id(model))
+        layers = fuse_layers(model, self._kernels)
+        if layers.refused or not layers.fused:
+            warnings.warn(f"{type(model).__name__}: {describe_fused(layers)}", stacklevel=2)
 
     def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
         """Read the samples of this rank's share of some units; None if another rank could not read its share, and
