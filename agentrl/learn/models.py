@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
@@ -509,7 +509,9 @@ def _load_on_base(
                 descriptions[name] += f"; merged into {str(dtype).removeprefix('torch.')}, which loses small updates"
             # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
             adapters[name] = f"adapter{index}x"
-            with torch.random.fork_rng(devices=[]):
+            # PEFT puts an adapter where its layer's weights are, but not beside ones without data.
+            place = torch.device("meta") if base.device.type == "meta" else nullcontext()
+            with torch.random.fork_rng(devices=[]), place:
                 torch.manual_seed(stable_hash64(config.seed, name, "adapter") >> 1)
                 peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), path)
         base.requires_grad_(False)

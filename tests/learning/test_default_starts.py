@@ -83,6 +83,17 @@ def test_the_sizes_of_a_run_with_other_parts_are_predicted(
     assert not [warned for warned in recwarn if "predict" in str(warned.message)]
 
 
+def test_the_sizes_of_a_run_with_several_adapters_are_predicted(tmp_path: Path) -> None:
+    """PEFT puts a second adapter on the CPU where the base has no data."""
+    config = default_config(write_model("Qwen3", tmp_path / "model"), adapter=True, dtype="bfloat16")
+    policies = dict.fromkeys(("one", "two", "three"), config.policies["policy"])
+    several = config.model_copy(update={"policies": policies})
+    one, three = (predict_trainer_memory(each.with_token_limits(64, 128)) for each in (config, several))
+    assert three.trained == 3 * one.trained
+    assert three.weights == one.weights + 2 * (one.trained // 8), "rounded adapters of the others"
+    assert three.activations == one.activations
+
+
 def in_contexts_of(tokens: int, config: RunConfig) -> RunConfig:
     sizes = {"engine": {"max_context": tokens}, "trainer": {"micro_batch_tokens": 2 * tokens}}
     return config.model_copy(
