@@ -74,6 +74,7 @@ class Frontier:
 
 def main() -> None:
     """Evaluate the solver, train both policies, evaluate the solver again."""
+    print("loading the solver, and examining it …", flush=True)
     before = examined()
     print("step" + "".join(f"{name:>15}" for name in SHOWN))
     run = agentrl.train(CONFIG, observers=[Frontier()], quiet=True, resume="--resume" in sys.argv)

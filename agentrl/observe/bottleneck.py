@@ -225,7 +225,7 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
     engine, memory = means["engine"], means["memory"]
     counts = f"{_number(means[part])} of {_number(episodes)} episodes"
     if part in ("engine", "memory") and memory >= 0.25 * (engine + memory):
-        detail = f"the trainer waits: {_number(memory)} of {_number(episodes)} episodes wait for room in the KV cache"
+        detail = f"{_number(memory)} of {_number(episodes)} episodes wait for room in the KV cache; the trainer waits"
         return Bottleneck("memory", detail)
     is_full = places and engine >= FULL * places
     if not is_full and shares.most >= 4 and episodes <= FEW * shares.most and shares.of("held/staleness" + ANY) >= 0.5:
@@ -239,8 +239,8 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
     match part:
         case "engine" if is_held and places and not is_full:
             detail = (
-                f"the trainer waits: only {_number(episodes)} episodes run at once, and the engine samples "
-                f"{_number(engine)} turns at once of {places:,} possible"
+                f"only {_number(episodes)} episodes run at once, and the engine samples {_number(engine)} turns at "
+                f"once of {places:,} possible; the trainer waits"
             )
             return Bottleneck("max_in_flight", detail)
         case "engine":
@@ -251,14 +251,15 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
             else:
                 of = f" of {places:,} possible" if places else ""
                 detail = f"it samples {_number(engine)} turns at once{of}, {busy:.0%} of the time"
-            return Bottleneck(part, f"the trainer waits: {detail}")
+            return Bottleneck(part, f"{detail}; the trainer waits for it")
         case "environment":
             more = "; max_in_flight lets no more run" if is_held else ""
-            return Bottleneck(part, f"the trainer waits: {counts} are in them, and the engine is busy {busy:.0%}{more}")
+            detail = f"{counts} are in them, and the engine is busy {busy:.0%}{more}; the trainer waits"
+            return Bottleneck(part, detail)
         case "workers":
-            return Bottleneck(part, f"the trainer waits: {counts} wait for one to start or to have room")
+            return Bottleneck(part, f"{counts} wait for one to start or to have room; the trainer waits")
         case _:
-            return Bottleneck(part, f"the trainer waits: {counts} wait for {PARTS[part]}")
+            return Bottleneck(part, f"{counts} wait for {PARTS[part]}; the trainer waits")
 
 
 def _number(mean: float) -> str:

@@ -247,10 +247,10 @@ class Orchestrator:
             if self.board.step(policy) or policy in self.scheduler.phases.frozen() or not turns:
                 continue
             so_far = f"so far {ended:,.0f} of {plural(size, 'episode')}"
-            if policy in self._open_steps:
+            waiting = size - self.buffer.ready(policy)
+            if policy in self._open_steps or (ended >= size and waiting <= 0):
                 paces.append((elapsed_s, f"{plural(size, 'episode')} sampled; the trainer works on the step"))
             elif ended >= size:
-                waiting = size - self.buffer.ready(policy)
                 paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
             elif ended and turns_of_ended:  # so do turns of unfinished episodes; half of each current one is over
                 sampled = turns + self.buffer.ledger.in_flight / 2
