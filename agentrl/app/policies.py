@@ -468,6 +468,30 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
     )
 
 
+def check_quantized_models(config: RunConfig) -> None:
+    """Refuse to train all weights of a quantized checkpoint, or to merge an adapter into them.
+
+    Raises:
+        ConfigError: a policy would.
+        ModelError: a config.json cannot be read.
+    """
+    from agentrl.rollout.chat.chat_template import read_json
+
+    for name, policy in config.trained.items():
+        path = Path(config.base_of(name))
+        settings = read_json(path / "config.json")
+        text = settings.get("text_config")
+        quantization = settings.get("quantization_config") or (text or {}).get("quantization_config")
+        if not quantization or (policy.lora is not None and not policy.lora.merge):
+            continue
+        method = quantization.get("quant_method", "see config.json")
+        what = "all weights cannot be trained" if policy.lora is None else "no adapter can be merged into them"
+        raise ConfigError(
+            f"policies.{name}: {path} has quantized weights ({method}), so {what}; train an adapter "
+            f"(policies.{name}.lora.rank = 16, without merge), or give a 16-bit copy of the model"
+        )
+
+
 def check_tokenizers(config: RunConfig) -> None:
     """Refuse models that get a policy's token ids and have another tokenizer, before weights are loaded: references,
     weights of frozen policies, and draft models.

@@ -122,11 +122,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _read_config(path: str | Path) -> PretrainedConfig:
+    """Read the configuration of a checkpoint, without what its training asked of a forward pass, such as router logits
+    for an auxiliary loss."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        for output in ("output_router_logits", "output_attentions", "output_hidden_states"):
+            if getattr(part, output, False):
+                setattr(part, output, False)
+    return config
+
+
 def _checkpoint_dtype(path: Path) -> torch.dtype:
     """Return the dtype of a stored checkpoint; float32 if nothing states it."""
     _check_directory(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         dtype: Any = config.dtype or config.get_text_config().dtype
         if dtype is None:
             for file in sorted(path.glob("*.safetensors")):
@@ -169,7 +180,7 @@ def read_model(
     _check_directory(path)
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         if to_sample:
             _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
@@ -207,7 +218,7 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
     """
     _check_directory(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         names = [str(name) for name in config.architectures or ()]
         kind = next((name for name in names if name.endswith(tuple(_REWARD_MODELS))), None)
         if getattr(config, "auto_map", None):
@@ -291,7 +302,7 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
     _check_alone(Path(path))
     make: Any = AutoModelForCausalLM.from_config
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
             model: PreTrainedModel = make(config, trust_remote_code=False, **options)
@@ -430,7 +441,7 @@ def reward_model_kv_bytes(path: str | Path) -> int:
     """
     _check_directory(path)
     try:
-        return kv_bytes_per_token(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+        return kv_bytes_per_token(_read_config(path))
     except _LOAD_ERRORS as error:
         raise ModelError(f"{path}: config.json describes no reward model ({type(error).__name__}: {error})") from error
 
@@ -643,7 +654,7 @@ def longest_context(path: str | Path, *, embedded: bool) -> int | None:
     """
     _check_directory(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = _read_config(path)
         text = config.get_text_config()
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
