@@ -59,6 +59,8 @@ known.
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Accepted values of `attn_implementation` and the like. For others transformers may fetch code from a hub and run it,
 if the package `kernels` is installed."""
+_STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers, as transformers names them, that keep a state beside keys and values or instead of them."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _SELECTED_KEYS = ("index_topk", "indexer_budget")
 """Settings for the number of keys that an indexer selects for attention."""
@@ -182,6 +184,7 @@ def read_model(
     try:
         config = _read_config(path)
         if to_sample:
+            _check_layers(config, path)
             _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
         else:
@@ -600,6 +603,16 @@ def _rope_types(ropes: object) -> list[str]:
     if not isinstance(ropes, dict):
         return []
     return [str(rope.get("rope_type", "")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+
+
+def _check_layers(config: PretrainedConfig, path: str | Path) -> None:
+    """Refuse layers with a state other than keys and values, which the slots of the embedded engine do not hold."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if others := sorted(_STATE_LAYERS.intersection(kinds)):
+        raise ModelError(
+            f"{path}: its layers of kind {', '.join(others)} have a recurrent state, with which the embedded engine "
+            "cannot sample; set engine.kind = 'vllm'"
+        )
 
 
 def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path, *, stretched: bool) -> None:

@@ -136,12 +136,12 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     ) -> None:
         slots, context = settings.slots, capabilities.max_context
         self.capabilities = capabilities
-        self._vocabulary = int(model.config.vocab_size)
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
         self.tap = ExpertRoutingRecorder(model, slots=slots, capacity=context) if capabilities.expert_routing else None
         self._mask_recorder = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
-        cache = SlotKvCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
+        cache = SlotKvCache(slots=slots, capacity=context, layers=model.config.get_text_config().num_hidden_layers)
         self._batcher = Batcher(
             cache=cache,
             columns=self._columns,
@@ -668,7 +668,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
 
     def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
         if canary is not None:
-            check_canary_vocabulary(weights, canary, int(self.base.model.config.vocab_size))
+            check_canary_vocabulary(weights, canary, int(self.base.model.config.get_text_config().vocab_size))
         return canary
 
     async def _check_answer(self, weights: WeightsRef, new: EmbeddedVersion, *replaced: EmbeddedVersion) -> None:

@@ -409,7 +409,7 @@ def _largest_difference(
 ) -> float:
     """Return the largest difference of logits, relative to their spread."""
     longest = max(map(len, contexts))
-    cache = SlotKvCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
+    cache = SlotKvCache(slots=2, capacity=longest, layers=model.config.get_text_config().num_hidden_layers)
     columns = SlotColumns(slots=2, capacity=longest)
     for slot, context in enumerate(contexts):
         columns.tokens[slot, : len(context)] = context
@@ -452,9 +452,9 @@ def check_row_independence(model: PreTrainedModel, path: str, *, slots: int) -> 
         EngineCapabilityError: they do so on this machine with this many slots.
     """
     rng = np.random.default_rng(0)
-    context = rng.integers(0, int(model.config.vocab_size), _ROW_TOKENS)
+    context = rng.integers(0, int(model.config.get_text_config().vocab_size), _ROW_TOKENS)
     reference = _fixed_logits(model, np.tile(context, (slots, 1)))
-    company = rng.integers(0, int(model.config.vocab_size), (slots, _ROW_TOKENS))
+    company = rng.integers(0, int(model.config.get_text_config().vocab_size), (slots, _ROW_TOKENS))
     company[slots // 2] = context
     lone_logits = _fixed_logits(model, company)[slots // 2]
     if not (bool((reference == reference[0]).all()) and bool((lone_logits == reference[0]).all())):
@@ -467,7 +467,7 @@ def check_row_independence(model: PreTrainedModel, path: str, *, slots: int) -> 
 def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
     """Compute the logits after the last token of each context, one token at a time; `[slots, V]`."""
     slots, length = contexts.shape
-    cache = SlotKvCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
+    cache = SlotKvCache(slots=slots, capacity=length, layers=model.config.get_text_config().num_hidden_layers)
     columns = SlotColumns(slots=slots, capacity=length)
     columns.tokens[:, :length] = contexts
     columns.length[:] = length
