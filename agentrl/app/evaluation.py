@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.engines import check_endpoints, make_engine
+from agentrl.app.engines import check_endpoints, make_engine, with_chosen_engine
 from agentrl.app.hub import check_local_models, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import (
@@ -363,7 +363,8 @@ def prepare_evaluation(
     )
     check_local_models(config)
     check_endpoints(config)
-    config = with_chosen_token_limits(with_downloaded_models(config, {}), {})
+    config, _ = with_chosen_engine(with_downloaded_models(config, {}), {})
+    config = with_chosen_token_limits(config, {})
     check_tokenizers(config)
     return config, frozen_policy_weights(config)
 

@@ -6,7 +6,6 @@ configurations of other libraries for large ones. docs/settings.md explains the 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.engines import slots
 from agentrl.config.load import value_at
-from agentrl.core.errors import ModelError
-from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
-from agentrl.core.machine import gpus
+from agentrl.core.files import count_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,25 +57,6 @@ class Suggestion(NamedTuple):
 def recipe_for(parameters: int) -> Recipe:
     """Return the recipe for a model of that many parameters."""
     return next(recipe for recipe in RECIPES if parameters <= recipe.max_parameters)
-
-
-def count_parameters(directory: Path) -> int:
-    """Count the parameters stored in a model directory, from the headers of its safetensors files.
-
-    Raises:
-        ModelError: the directory has no such file, or one cannot be read.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} has no weights (no *.safetensors)")
-    total = 0
-    for file in files:
-        try:
-            header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total
 
 
 def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
@@ -128,8 +106,6 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
     if config.trained:
         largest = recipe_for(max(count_parameters(_base(config, name)) for name in config.trained))
         yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
-        engine = "vllm" if largest is not RECIPES[0] and gpus() else "embedded"
-        yield Suggestion("engine", config.engine.kind, engine, "docs/settings.md")
         unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
         yield Suggestion("engine.slots", str(slots(config)), str(slots(unset)), "docs/settings.md")
 

@@ -268,7 +268,7 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
 
         plan = device_plan(config)
         if plan.ranks and not config.engine_in_process:
-            limit_gpu_memory(plan.ranks[0], plan.share_of_rank(0))
+            limit_gpu_memory(config, plan.ranks[0], plan.share_of_rank(0))
         return InProcessTrainer(config, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.app.control import with_recorded_changes
-from agentrl.app.engines import check_endpoints, check_ray_installed, check_vllm_usable, device_plan, make_engine
+from agentrl.app.engines import (
+    check_endpoints,
+    check_ray_installed,
+    check_vllm_usable,
+    device_plan,
+    make_engine,
+    with_chosen_engine,
+)
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
 from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models, with_kept_models
@@ -294,6 +301,9 @@ async def _resolve(
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
+        config, line = await asyncio.to_thread(with_chosen_engine, config, before)
+        if line:
+            observer.say(line)
         config = await asyncio.to_thread(_with_chosen_settings, config, before)
     (chat_format, bases), models = await asyncio.gather(
         asyncio.to_thread(_read_formats, config, factories),

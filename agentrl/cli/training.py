@@ -40,15 +40,17 @@ def train(options: argparse.Namespace) -> int:
 
         check_local_models(config)  # before the slower imports
     if options.dry_run:
+        from agentrl.app.engines import with_chosen_engine
         from agentrl.app.recovery import load_user_functions
         from agentrl.app.scorers import expected_scores
 
         load_user_functions(config)
+        config, line = with_chosen_engine(config, {})
         if options.json:
             print_json(mask_secrets(config.model_dump(mode="json")))
         else:
             sys.stdout.write(dump_toml(config))
-            sys.stdout.writelines(f"# {line}\n" for line in expected_scores(config))
+            sys.stdout.writelines(f"# {line}\n" for line in filter(None, [line, *expected_scores(config)]))
         return 0
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack

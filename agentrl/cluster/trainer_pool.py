@@ -170,19 +170,20 @@ class TrainerRank:
         from agentrl.learn.ranks import DistributedRankGroup, SingleRankGroup, limit_gpu_memory, rank_device
         from agentrl.learn.trainer import PolicyTrainer
 
+        config = RunConfig.model_validate(self._config)
         if self._memory_share:
-            limit_gpu_memory(self._rank, self._memory_share)
+            limit_gpu_memory(config, self._rank, self._memory_share)
         ranks: SingleRankGroup | DistributedRankGroup = SingleRankGroup()
         if rendezvous is not None:
             ranks = DistributedRankGroup(
                 rendezvous,
                 rank=self._rank,
-                device=rank_device(self._rank),
+                device=rank_device(config, self._rank),
                 addresses=self._addresses,
                 store=self._store if self._rank == 0 else None,
             )
         self._trainer = PolicyTrainer(
-            RunConfig.model_validate(self._config),
+            config,
             self._directory,
             ranks=ranks,
             read=None if self._files is None else self._read,

@@ -1,4 +1,4 @@
-"""Assigns GPUs to trainer ranks and engines: a pure function of the configuration and the machine.
+"""Assigns GPUs to trainer ranks and engines, by the configuration, the sizes of its models and the machine.
 
 Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as the product of vLLM's
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
@@ -157,7 +157,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     Raises:
         ConfigError: there are too few, or a rank would have no memory left.
     """
-    if not gpus:
+    if not gpus or config.stays_on_cpu:
         return DevicePlan(gpus=(), reward_models=dict.fromkeys(config.reward_models))
     bases = config.bases if engines else []
     may_share = not any(gpu.node for gpu in gpus)

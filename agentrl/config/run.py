@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -55,7 +56,8 @@ from agentrl.config.sections import (
     SandboxConfig,
     TrainerConfig,
 )
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.files import count_parameters
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import REWARD
 
@@ -64,6 +66,10 @@ if TYPE_CHECKING:
 
 
 P = TypeVar("P", bound=Section)
+
+
+MIN_GPU_PARAMETERS = 20_000_000
+"""Parameters from which a model gets a GPU by itself: a smaller one spends its time on launching kernels."""
 
 
 class RunConfig(Section):
@@ -244,6 +250,33 @@ class RunConfig(Section):
         engine = self.engine.model_copy(update={"max_context": max_context})
         trainer = self.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
         return self.model_copy(update={"engine": engine, "trainer": trainer})
+
+    def with_vllm(self) -> RunConfig:
+        """Return the configuration with vLLM as its engine.
+
+        Raises:
+            ConfigError: vLLM cannot serve such a run; the message says why.
+        """
+        new_config = self.model_copy(update={"engine": self.engine.model_copy(update={"vllm": {}})})
+        try:
+            new_config.check()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return new_config
+
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether the run uses no GPU of this machine: each of its models has fewer than `MIN_GPU_PARAMETERS`
+        parameters, and the user asked for no GPU, by `CUDA_VISIBLE_DEVICES` or `[engine.vllm]`."""
+        if self.engine.kind == "vllm" or self.on_cluster or os.environ.get("CUDA_VISIBLE_DEVICES"):
+            return False
+        models = [base.model.path for base in self.bases] + [
+            model.reward_model for model in self.reward_models.values()
+        ]
+        try:
+            return all(count_parameters(Path(model)) < MIN_GPU_PARAMETERS for model in models)
+        except ModelError:  # not downloaded yet, or reported elsewhere
+            return False
 
     def check_turns_fit(self) -> None:
         """Refuse turns that are longer than the contexts. Recorded configurations are not checked, so that their runs
@@ -686,21 +719,21 @@ def _check_vllm(config: RunConfig) -> None:
     if config.deterministic:
         raise ValueError(
             "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
-            "remove that, or remove engine.vllm for the embedded engine"
+            "remove that, or set engine.vllm = false for the embedded engine"
         )
     filtered_policies, policies = config.filtered, [name for base in config.bases for name in base.policies]
     if filtered_policies and (unfiltered_policies := [name for name in policies if name not in filtered_policies]):
         raise ValueError(
             "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a filter "
             f"that is the whole vocabulary: set a filter for {', '.join(unfiltered_policies)} too, or for no policy, "
-            "or remove engine.vllm for the embedded engine"
+            "or set engine.vllm = false for the embedded engine"
         )
     for base in config.bases:
         if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
             raise ValueError(
                 f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
-                f"plays earlier ones: set {adapter_settings(config, full_policies)}, or remove engine.vllm for the "
-                "embedded engine"
+                f"plays earlier ones: set {adapter_settings(config, full_policies)}, or set engine.vllm = false for "
+                "the embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(

@@ -141,9 +141,10 @@ MAX_PARALLEL = 1024
 class EngineConfig(Section):
     """The inference engine."""
 
-    vllm: WaveFixed[Machine[dict[str, Any] | None]] = None
-    """A table, even an empty one, selects vLLM; null: the embedded engine. Keys are vLLM's engine arguments, such as
-    `tensor_parallel_size = 2` (docs/engines.md)."""
+    vllm: WaveFixed[Machine[dict[str, Any] | Literal[False] | None]] = None
+    """A table, even an empty one, selects vLLM; false: the embedded engine; null: vLLM on a GPU if it is installed and
+    serves the run, otherwise the embedded engine; a resumed run keeps its engine. Keys are vLLM's engine arguments,
+    such as `tensor_parallel_size = 2` (docs/engines.md)."""
     replicas: Free[Machine[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = 0
     """Number of engines, each in its own process. 0: one engine, in the run's process where possible. vLLM always has
     its own process, and so does any engine with several `workers` or with `cluster.address`."""
@@ -165,7 +166,7 @@ class EngineConfig(Section):
 
     @field_validator("vllm")
     @classmethod
-    def _check_parallel_sizes(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_parallel_sizes(cls, arguments: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
         """Check the parallel sizes, which decide how many GPUs an engine takes."""
         sizes = arguments or {}
         for name in PARALLEL_SIZES & sizes.keys():
@@ -176,7 +177,7 @@ class EngineConfig(Section):
     @property
     def kind(self) -> Literal["embedded", "vllm"]:
         """Kind of the engine."""
-        return "embedded" if self.vllm is None else "vllm"
+        return "vllm" if isinstance(self.vllm, dict) else "embedded"
 
     @property
     def count(self) -> int:

@@ -15,6 +15,8 @@ import contextlib
 import difflib
 import errno
 import hashlib
+import json
+import math
 import os
 import shutil
 import stat
@@ -82,6 +84,25 @@ def read_safetensors_header(path: Path) -> bytes:
         if size > _MAX_HEADER_BYTES or len(header := file.read(size)) < size:
             raise ValueError(f"a header of {size:,} bytes")
     return length + header
+
+
+def count_parameters(directory: Path) -> int:
+    """Count the parameters stored in a model directory, from the headers of its safetensors files.
+
+    Raises:
+        ModelError: the directory has no such file, or one cannot be read.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no weights (no *.safetensors)")
+    total = 0
+    for file in files:
+        try:
+            header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
 
 
 def open_regular(path: Path) -> BufferedReader:

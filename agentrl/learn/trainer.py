@@ -145,7 +145,7 @@ class PolicyTrainer:
             self._directory.mkdir(parents=True, exist_ok=True)
         shards = int(self._ranks.gather(str(shard_count(self._config, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
-        device = rank_device(self._ranks.rank)
+        device = rank_device(self._config, self._ranks.rank)
         models = load_models(self._config, device, mesh)
         if self._loss.needs_reference:
             self._references = load_references(self._config, models, device, mesh)

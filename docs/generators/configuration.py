@@ -148,7 +148,9 @@ def _name(annotation: Any) -> str:
     if annotation in names:
         return names[annotation]
     if origin is Literal:
-        return "/".join(f"`{argument}`" for argument in arguments)
+        return "/".join(
+            f"`{str(argument).lower() if argument in (False, True) else argument}`" for argument in arguments
+        )
     if origin is Annotated:
         return _name(arguments[0])
     if origin is tuple and arguments[-1] is not ...:

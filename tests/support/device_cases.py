@@ -161,7 +161,7 @@ def training(
     """Make a case of optimizer steps through `PolicyTrainer`."""
 
     def run(device: torch.device, place: Path) -> Numbers:
-        trainer.rank_device = lambda rank: device
+        trainer.rank_device = lambda config, rank: device
         base = _write_base(place / f"base-{kind}", kind)
         policy = PolicyConfig(learning_rate=1e-2, lora=LORA if lora else None)
         if reference == "model":
@@ -256,7 +256,7 @@ def sampling(
     filters = {name: settings.pop(name) for name in ("top_k", "top_p", "min_p", "temperature") if name in settings}
 
     def run(device: torch.device, place: Path) -> Numbers:
-        trainer.rank_device = lambda rank: device
+        trainer.rank_device = lambda config, rank: device
         base = _write_base(place / f"base-{kind}", kind)
         names = [f"policy{index}" for index in range(versions)] if versions > 1 else ["policy"]
         lora_config = LoraConfig(rank=4, alpha=8.0) if lora else None
@@ -478,7 +478,7 @@ def silent_fallbacks() -> int:
     silent = 0
     for kind in ("qwen3", "sliding", "moe"):
         with tempfile.TemporaryDirectory() as place, on_accelerator(dense=False) as device:
-            trainer.rank_device = lambda rank, device=device: device
+            trainer.rank_device = lambda config, rank, device=device: device
             learns = trainer.PolicyTrainer(run_config(_write_base(Path(place) / kind, kind)), Path(place) / "run")
             lines = " ".join(learns.start())
             silent += not ("computed once" in lines or "ValueError" in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -14,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.app.engines import check_vllm_usable, device_plan
+from agentrl.app.engines import check_vllm_usable, device_plan, engine_program, with_chosen_engine
+from agentrl.cli.doctor import placement_checks
+from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT, DevicePlan, plan_devices
-from agentrl.config.run import RunConfig
+from agentrl.config.load import load
+from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import Gpu, Memory, gpus, machine_memory
+from agentrl.core.machine import Gpu, Memory, gpus, install_command, machine_memory
 from agentrl.engines.weights.files import device_memory
 from agentrl.learn.memory_prediction import shard_count
+from agentrl.learn.ranks import rank_device
 
 CARD = Memory(24 << 30, 24 << 30)
 COMBINATIONS = [
@@ -311,6 +316,119 @@ def test_without_a_compiler_vllm_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match="compiler"):
         check_vllm_usable(configuration())
+
+
+ONE = "echo '0, GPU-aa, NVIDIA L4, 580.65.06, 23034, 22000'"
+
+
+def stored_model(path: Path, parameters: int) -> str:
+    """Write the header of a model's weights, which is all that tells its size."""
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [parameters], "data_offsets": [0, 4 * parameters]}})
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    return str(path)
+
+
+def open_engine(model: str, **sections: Any) -> RunConfig:
+    """A run whose engine is open."""
+    config = {"environment": {"id": "unused"}, "model": {"path": model}, "policies": {"policy": {"lora": {}}}}
+    return RunConfig.model_validate(config | sections)
+
+
+def install_vllm(path: Path, version: str = "0.32.0") -> None:
+    (path / "vllm.dist-info").mkdir(exist_ok=True)
+    (path / "vllm.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def test_a_run_on_a_gpu_takes_vllm_if_it_can_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS))
+    monkeypatch.setattr("agentrl.app.engines.installed_version", lambda name: None)
+    assert with_chosen_engine(config, {}) == (config, ""), "no GPU"
+    driver(monkeypatch, tmp_path, ONE)
+    unchanged, line = with_chosen_engine(config, {})
+    assert unchanged == config
+    assert f"vLLM is not installed: {install_command('vllm')}" in line
+    monkeypatch.undo()
+    driver(monkeypatch, tmp_path, ONE)
+    install_vllm(tmp_path)
+    chosen, line = with_chosen_engine(config, {})
+    assert (chosen.engine.kind, chosen.engine.vllm) == ("vllm", {})
+    assert line.startswith("engine: vLLM 0.32.0, ")
+    assert "engine.vllm = false" in line
+    assert with_chosen_engine(chosen, {}) == (chosen, ""), "the engine is set"
+    embedded = open_engine(config.model.path, engine={"vllm": False})
+    assert with_chosen_engine(embedded, {}) == (embedded, "")
+
+
+@pytest.mark.parametrize(
+    ("cards", "version", "sections", "reason"),
+    [
+        (ONE, "0.31.2", {}, "older than 0.32"),
+        (ONE, "0.32.0", {"deterministic": True}, "deterministic = true"),
+        (TWO, "0.32.0", {}, "0.1 are free"),
+        (ONE, "0.32.0", {"engine": {"replicas": 3}}, "do not fit on 1 GPU"),
+    ],
+)
+def test_where_vllm_cannot_serve_the_run_the_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cards: str, version: str, sections: Any, reason: str
+) -> None:
+    driver(monkeypatch, tmp_path, cards)
+    install_vllm(tmp_path, version)
+    config = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS), **sections)
+    unchanged, line = with_chosen_engine(config, {})
+    assert unchanged == config
+    assert line.startswith("engine: embedded. ")
+    assert reason in line
+
+
+def test_a_resumed_run_keeps_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver(monkeypatch, tmp_path, ONE)
+    install_vllm(tmp_path)
+    config = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS))
+    chosen, _ = with_chosen_engine(config, {})
+    assert with_chosen_engine(config, chosen.model_dump(mode="json"))[0] == chosen
+    kept, line = with_chosen_engine(config, config.model_dump(mode="json"))
+    assert kept == config
+    assert "as when the run began" in line
+
+
+def test_the_chosen_engine_is_shown_by_dry_run_and_doctor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver(monkeypatch, tmp_path, ONE)
+    install_vllm(tmp_path)
+    model = stored_model(tmp_path / "model", MIN_GPU_PARAMETERS)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert main(["train", "examples/01_tool_use.toml", f"--model.path={model}", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "\n[engine.vllm]\n" in printed
+    assert "\n# engine: vLLM 0.32.0, " in printed
+    config = load("examples/01_tool_use.toml", [f"model.path={model}"])
+    shown = [check.result for check in placement_checks(config) if check.name == "engine"]
+    assert shown[0].startswith("vllm, in a separate process")
+    assert shown[1].startswith("engine: vLLM 0.32.0, ")
+
+
+def test_small_models_stay_on_the_cpu_unless_a_gpu_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repository: Path
+) -> None:
+    driver(monkeypatch, tmp_path, ONE)
+    install_vllm(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    small = open_engine(str(repository / "environments/calculator/model"))
+    large = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS))
+    config, line = with_chosen_engine(small, {})
+    assert config == small
+    assert line.startswith("engine and trainer: on the CPU")
+    assert device_plan(small).lines() == []
+    assert device_plan(large).lines() == ["GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)"]
+    assert [rank_device(each, 0).type for each in (small, large)] == ["cpu", "cuda"]
+    assert [engine_program(each, each).arguments["device"] for each in (small, large)] == ["cpu", None]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert len(device_plan(small).gpus) == 1
+    assert rank_device(small, 0).type == "cuda"
+    assert with_chosen_engine(small, {})[0].engine.kind == "vllm"
 
 
 def of_two_full_policies(count: int, **section: Any) -> RunConfig:

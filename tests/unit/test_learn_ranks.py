@@ -23,10 +23,7 @@ def _restored_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_restored_interfaces")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tensors_of_the_host_and_empty_messages_pass_through(device: str) -> None:
     rendezvous, store = serve_rendezvous("127.0.0.1")
     group = DistributedRankGroup(rendezvous, rank=0, device=torch.device(device), addresses=["127.0.0.1"], store=store)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.recipes import RECIPES, count_parameters, recipe_for, suggestions, with_learning_rates
+from agentrl.app.recipes import RECIPES, recipe_for, suggestions, with_learning_rates
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
+from agentrl.core.files import count_parameters
 
 EXAMPLE = "examples/01_tool_use.toml"
 
@@ -83,16 +84,7 @@ def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
     rate = rows["policies.solver.learning_rate"]
     assert (rate.current, float(rate.suggested)) == ("1", RECIPES[0].adapter_learning_rate)
     assert rows["policies.solver.lora.rank"].suggested == "8"
-    assert rows["engine"].suggested == "embedded"
     assert (rows["engine.slots"].current, rows["engine.slots"].suggested) == ("64", "64")
-
-
-@pytest.mark.parametrize("num_gpus", [0, 1])
-def test_vllm_is_suggested_only_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
-    monkeypatch.setattr("agentrl.app.recipes.gpus", lambda: range(num_gpus))
-    monkeypatch.setattr("agentrl.app.recipes.count_parameters", lambda base: 10**9)
-    rows = {row.setting: row for row in suggestions(_config(tmp_path, "learning_rate = 1.0\nlora.rank = 64"))}
-    assert rows["engine"].suggested == ("vllm" if num_gpus else "embedded")
 
 
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,7 +342,7 @@ async def _make(load: protocol.LoadEngineRequest) -> Engine:
     except ImportError as error:
         raise EngineCapabilityError(
             f"this engine needs the package {error.name}, which cannot be imported here ({error}); install the extra "
-            "of agentrl that provides it, or remove engine.vllm"
+            "of agentrl that provides it, or set engine.vllm = false"
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)

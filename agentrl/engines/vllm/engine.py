@@ -176,7 +176,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         if adapters == 0 and len(versions) > 1:
             raise EngineCapabilityError(
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
-                "lora section, or remove engine.vllm"
+                "lora section, or set engine.vllm = false"
             )
         if adapters == 0 and (mode := refresh_mode_needing_adapters(settings.refresh)):
             raise EngineCapabilityError(

@@ -103,7 +103,7 @@ def _check_runner(arguments: Mapping[str, Any], capture_names: Sequence[str]) ->
         settings = " and ".join(_CAPTURES[name] for name in capture_names)
         raise EngineCapabilityError(
             f"{settings}: only vLLM's model runner V2 returns what the trainer needs, and vLLM chooses V1 here, as it "
-            "does on CPUs. Remove the setting, or remove engine.vllm for the embedded engine"
+            "does on CPUs. Remove the setting, or set engine.vllm = false for the embedded engine"
         )
 
 
