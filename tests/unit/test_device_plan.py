@@ -463,3 +463,7 @@ def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
     half_free = [gpu._replace(memory=Memory(8 << 30, 24 << 30)) for gpu in machine(1)]
     (told,) = plan_devices(config, half_free).memory_conflicts()
     assert re.search(r"GPU 0: engine 0 of .* and engine 1 of .* take 45% of its memory, 10\.8 GiB, and 8\.0 are", told)
+
+
+def test_ordinary_tests_and_what_they_start_see_no_gpu() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
