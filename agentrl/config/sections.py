@@ -166,7 +166,9 @@ class EngineConfig(Section):
 
     @field_validator("vllm")
     @classmethod
-    def _check_parallel_sizes(cls, arguments: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
+    def _check_parallel_sizes(
+        cls, arguments: dict[str, Any] | Literal[False] | None
+    ) -> dict[str, Any] | Literal[False] | None:
         """Check the parallel sizes, which decide how many GPUs an engine takes."""
         sizes = arguments or {}
         for name in PARALLEL_SIZES & sizes.keys():
