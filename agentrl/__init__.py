@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
     from agentrl.core.custom_functions import advantage, loss, scorer
     from agentrl.core.errors import AgentRLError, InfrastructureError, Unscorable
-    from agentrl.core.records import Message, Scored, Task, ToolCall, Turn
+    from agentrl.core.records import Message, Scored, Task, ToolCall, ToolSpec, Turn
     from agentrl.credit.group import Group
     from agentrl.environment.context import (
         Agent,
@@ -75,6 +75,7 @@ _HOME = {
     "ToolCall": "core.records",
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
+    "ToolSpec": "core.records",
     "Turn": "core.records",
     "Unscorable": "core.errors",
     "advantage": "core.custom_functions",
@@ -126,6 +127,7 @@ __all__ = [
     "ToolCall",
     "ToolEnvironment",
     "ToolEpisode",
+    "ToolSpec",
     "Turn",
     "Unscorable",
     "advantage",

@@ -32,7 +32,15 @@ from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
 from agentrl.environment.overrides import fits, override_problem
 from agentrl.environment.rewards import stated_reward
-from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, read_messages, run_tools
+from agentrl.environment.tools import (
+    BoundTool,
+    ToolEnvironment,
+    ToolEpisode,
+    bind_tools,
+    read_messages,
+    run_tools,
+    tools_without_seat,
+)
 from agentrl.sandbox.sandbox import Sandbox
 
 _FILE_MODULE = "agentrl_environment_"
@@ -172,6 +180,16 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
     return EnvironmentDefinitionError(f"no environment is called {name!r}; {hint}")
 
 
+def _no_such_file(path: Path) -> EnvironmentDefinitionError:
+    folder = path.absolute().parent
+    message = f"environment file {path} does not exist"
+    if not folder.is_dir():
+        return EnvironmentDefinitionError(f"{message}: there is no directory {folder}")
+    close = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.py")], n=1)
+    hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
+    return EnvironmentDefinitionError(f"{message} in {folder}{hint}")
+
+
 def load_function(reference: str, where: str) -> Callable[..., Any]:
     """Load the function that `module:function` or `path/to/file.py:function` names.
 
@@ -305,7 +323,7 @@ def _file_module_name(path: Path) -> str:
 def _load_file(path: Path) -> Any:
     source = _source_by_path.get(str(path))
     if source is None and not path.is_file():
-        raise EnvironmentDefinitionError(f"environment file {path} does not exist")
+        raise _no_such_file(path)
     name = _file_module_name(path)
     if name in sys.modules:
         return sys.modules[name]
@@ -398,6 +416,13 @@ def _definition_problem(candidate: type[Environment]) -> str:
             f".__init__ wants {', '.join(required_names)}, but is called without arguments for each episode; options "
             "go to `tasks`, and per-task values into the task's data"
         )
+    if unoffered := tools_without_seat(candidate):
+        remedy = (
+            "call super().run(ctx) in run" if issubclass(candidate, ToolEnvironment) else "subclass ToolEnvironment"
+        )
+        label = "tool" if len(unoffered) == 1 else "tools"
+        verb = "is" if len(unoffered) == 1 else "are"
+        return f": {label} {', '.join(unoffered)} {verb} offered to no seat: {remedy}, or pass tools= to ctx.agent"
     return ""
 
 

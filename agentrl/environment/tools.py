@@ -196,6 +196,41 @@ def _hides_mark(name: str, attribute: Any) -> bool:
     return False
 
 
+def tools_without_seat(environment: type[Environment]) -> list[str]:
+    """Return the names of `@tool` methods if no code that `run` reaches passes `tools=`, as `ToolEnvironment.run` does;
+    else none."""
+    names = [name for name in dir(environment) if _is_marked(inspect.getattr_static(environment, name))]
+    return names if names and not _passes_tools(environment) else []
+
+
+def _passes_tools(environment: type[Environment]) -> bool:
+    """Whether a function reachable from `run`, by the names in its code, has a keyword argument or a text `tools`."""
+    classes = environment.__mro__
+    pending: list[Any] = [base.__dict__["run"] for base in classes if "run" in base.__dict__][:1]
+    reached: set[int] = set()
+    while pending:
+        function = _layers(pending.pop())[-1]
+        if not inspect.isfunction(function) or id(function) in reached:
+            continue
+        reached.add(id(function))
+        codes = [function.__code__]
+        for code in codes:
+            codes += filter(inspect.iscode, code.co_consts)
+            if any(const == "tools" or (isinstance(const, tuple) and "tools" in const) for const in code.co_consts):
+                return True
+        names = {name for code in codes for name in code.co_names}
+        # Methods of any class in the hierarchy, since the code may call `super()`.
+        pending += [base.__dict__[name] for name in names for base in classes if name in base.__dict__]
+        named_globals = [function.__globals__[name] for name in names if name in function.__globals__]
+        modules = [value for value in named_globals if inspect.ismodule(value)]
+        helpers = named_globals + [vars(module)[name] for module in modules for name in names if name in vars(module)]
+        pending += [helper for helper in helpers if not str(getattr(helper, "__module__", "")).startswith("agentrl.")]
+        for cell in function.__closure__ or ():  # the function that a decorator wraps
+            with contextlib.suppress(ValueError):  # an empty cell
+                pending.append(cell.cell_contents)
+    return False
+
+
 def observation_of(value: Any, where: str) -> str:
     """Convert a tool's result to the policy's observation: strings unchanged, anything else as JSON.
 

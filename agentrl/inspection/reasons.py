@@ -33,7 +33,8 @@ class Reason(msgspec.Struct, frozen=True):
     """A sentence about one aspect."""
 
     about: str
-    """Aspect: `admitted`, `order`, `attempt`, `time`, `ended`, `reward`, `group`, `released`, `unit`, `problem`."""
+    """Aspect: `admitted`, `order`, `attempt`, `time`, `ended`, `reward`, `tool`, `group`, `released`, `unit` or
+    `problem`."""
     text: str
     advice: str = ""
 
@@ -216,7 +217,7 @@ def _reward(view: ConversationView) -> list[Reason]:
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = (f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
-    return reasons + [Reason("reward", text) for text in outcomes]
+    return reasons + [Reason("tool", text) for text in outcomes]
 
 
 def _group_scores(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:

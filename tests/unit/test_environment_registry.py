@@ -88,6 +88,14 @@ def test_what_cannot_be_found_is_explained(reference: str, words: str) -> None:
         resolve(reference)
 
 
+def test_a_missing_file_names_the_folder_and_the_nearest_file(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SOURCE)
+    with pytest.raises(EnvironmentDefinitionError, match=f"does not exist in {tmp_path}; did you mean .*/shop.py"):
+        resolve(f"{tmp_path / 'shopp.py'}:Echo")
+    with pytest.raises(EnvironmentDefinitionError, match=f"there is no directory {tmp_path / 'here'}"):
+        resolve(f"{tmp_path / 'here' / 'shop.py'}:Echo")
+
+
 def test_seats_must_be_distinct_names() -> None:
     class Twice(Mine):
         seats = ("a", "a")

@@ -27,7 +27,7 @@ from agentrl.inspection.comparisons import compare_episodes, compare_episodes_ac
 from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
 from agentrl.inspection.overview import run_overview
 from agentrl.inspection.reader import EpisodeLine, RunReader
-from agentrl.inspection.reasons import Reason, explain_episode
+from agentrl.inspection.reasons import Reason, explain_conversation, explain_episode
 from agentrl.inspection.render import (
     MAX_BLOCK,
     TerminalPage,
@@ -83,6 +83,19 @@ def first(reader: RunReader, where: str) -> EpisodeLine:
 
 def said(found: list[Reason], about: str) -> str:
     return "\n".join(reason.text for reason in found if reason.about == about)
+
+
+def test_a_failed_tool_call_is_a_reason_about_the_tool(reader: RunReader) -> None:
+    view = read_conversation(reader, first(reader, "status = trained and environment ~ Solve").episode)
+    acts = [
+        msgspec.structs.replace(act, outcome="error", observation="error: KeyError: 'hall'")
+        if isinstance(act, ToolAct)
+        else act
+        for act in view.acts
+    ]
+    reasons = explain_conversation(reader, msgspec.structs.replace(view, acts=acts))
+    assert "tool add ended as error" in said(reasons, "tool")
+    assert "tool add" not in said(reasons, "reward")
 
 
 # --- one episode ------------------------------------------------------------------------------------------------------

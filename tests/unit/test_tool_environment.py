@@ -13,6 +13,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError, describe_raise_location
 from agentrl.core.records import ToolSpec
+from agentrl.environment.registry import resolve
 from agentrl.environment.tools import bind_tools
 from agentrl.journal.entries import ToolEntry, TurnEntry
 from agentrl.observe.metrics import broken_turns
@@ -389,3 +390,82 @@ def test_a_call_where_no_tool_is_offered_breaks_the_format_once() -> None:
     assert "tool/not_offered" not in play(NoTools, ["A", 'a <tool> {"name": "add"}', "{}"]).metrics
     offering = type("Offering", (NoTools,), {"offered": (bind_tools(Desk)["calculate"].spec,)})
     assert "tool/not_offered" not in play(offering, calls).metrics
+
+
+class Marked(agentrl.Environment):
+    """A tool that nothing offers."""
+
+    @agentrl.tool
+    def calculate(self, a: int) -> int:
+        """Add nothing."""
+        return a
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = await self.converse(ctx)
+        agent.reward(0.0)
+
+    async def converse(self, ctx: agentrl.EpisodeContext) -> agentrl.Agent:
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("Add."))
+        return agent
+
+
+class MarkedWithOwnRun(Desk):
+    """A `run` of its own, without the tools."""
+
+    run = Marked.run
+    converse = Marked.converse
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (Marked, "tool calculate is offered to no seat: subclass ToolEnvironment, or pass tools= to ctx.agent"),
+        (MarkedWithOwnRun, r"tools calculate, .* are offered to no seat: call super\(\).run\(ctx\) in run, or pass"),
+    ],
+)
+def test_tools_that_no_seat_is_offered_are_refused(environment: type[agentrl.Environment], words: str) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=words):
+        resolve(environment)
+    assert words.partition(" ")[0] in agentrl.check_environment(environment).text
+
+
+def offer(ctx: agentrl.EpisodeContext, seat: str) -> agentrl.Agent:
+    return ctx.agent(seat, tools=[bind_tools(Marked)["calculate"].spec])
+
+
+class OffersByFunction(Marked):
+    """A function of the module offers the tools."""
+
+    async def converse(self, ctx: agentrl.EpisodeContext) -> agentrl.Agent:
+        return offer(ctx, "agent")
+
+
+class OffersByMapping(Marked):
+    """The tools are an argument by name."""
+
+    async def converse(self, ctx: agentrl.EpisodeContext) -> agentrl.Agent:
+        given = {"tools": [bind_tools(Marked)["calculate"].spec]}
+        return ctx.agent("agent", **given)
+
+
+class OffersByBase(OffersByFunction):
+    """The base class offers the tools."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+
+
+class AfterTools(Desk):
+    """Another seat acts after the conversation with tools."""
+
+    seats = ("agent", "judge")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        ctx.agent("judge").reward(0.0)
+
+
+@pytest.mark.parametrize("environment", [OffersByFunction, OffersByMapping, OffersByBase, AfterTools])
+def test_a_class_may_offer_its_tools_itself(environment: type[agentrl.Environment]) -> None:
+    assert resolve(environment) is environment
