@@ -13,6 +13,11 @@
   bfloat16 and in float32, means of three seeds; `lora_reward_lost`: their difference.
 * `flex`: `flex_fits`, the share of the attention kernels that fit the shared memory of their card, over 5 compute
   capabilities, 3 head sizes and 2 dtypes. They are compiled for the absent cards.
+* `kernels`: one layer of Qwen3-0.6B's shape with adapters of rank 16, forward and backward. `kernels_per_layer`,
+  `elementwise_bytes_per_token`: kernels, and bytes that all but matrix products and attention read and write, with
+  fused layers; the same `_unfused`, and `_plain`, of transformers and PEFT; `kernels_ratio`, `bytes_ratio`: fused over
+  plain. `fused_max_error`: largest relative difference of liger-kernel's functions from the layers they replace, in
+  float32 through Triton's interpreter, in log-probabilities and gradients of small models of eight families.
 * `experts`: `moe_starts`, the number of 32 starts of mixtures of experts with default sizes that take two steps.
 * `vllm`: conversations on a random Qwen3-MoE, sampled by vLLM's model runner V2 through Triton's interpreter.
   `routing_equal`: share of positions whose recorded experts are those of transformers' routers. `masks_equal`: share
@@ -36,6 +41,9 @@ FIGURES = (
     *("host_syncs_per_micro_batch", "host_copies_per_micro_batch", "float32_matmuls_share", "silent_fallbacks"),
     *("lora_reward_bf16", "lora_reward_f32", "lora_reward_lost"),
     *("flex_fits", "moe_starts"),
+    *("kernels_per_layer", "kernels_per_layer_unfused", "kernels_per_layer_plain", "kernels_ratio"),
+    *("elementwise_bytes_per_token", "elementwise_bytes_per_token_unfused", "elementwise_bytes_per_token_plain"),
+    *("bytes_ratio", "fused_max_error"),
     *("publish_blocked_s_per_gb", "publish_blocked_s_per_gb_before", "publish_blocked_ratio"),
     *("routing_equal", "masks_equal", "k3_vllm_moe", "k3_vllm_moe_without", "k3_vllm_top_p", "k3_vllm_top_p_without"),
     *("vllm_moe_gain", "vllm_top_p_gain", "v2_contract_passed", "v2_contract_failed"),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import peft
 import torch
+import torch.nn.functional as F
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -746,22 +747,52 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+class _AdaptedProduct(torch.autograd.Function):
+    """x W' + bias + s x A' B', with frozen W and bias. The scale s and the sums, also those of the gradients, are parts
+    of the matrix products, so that none takes a pass of its own over inputs or outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+    ) -> Tensor:
+        rows = inputs.flatten(0, -2)
+        inner = rows @ down.t()
+        ctx.save_for_backward(rows, weight, down, up, inner)
+        ctx.scaling = scaling
+        outputs = F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling)
+        return outputs.view(*inputs.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, down, up, inner = ctx.saved_tensors
+        outputs = gradient.flatten(0, -2)
+        by_inner = outputs @ up
+        of_inputs = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = (outputs @ weight).addmm_(by_inner, down, alpha=ctx.scaling)
+            of_inputs = of_inputs.view(*gradient.shape[:-1], -1)
+        # beta = 0: the first argument is not read.
+        of_down = torch.addmm(torch.empty_like(down), by_inner.t(), rows, beta=0, alpha=ctx.scaling)
+        of_up = torch.addmm(torch.empty_like(up), outputs.t(), inner, beta=0, alpha=ctx.scaling)
+        return of_inputs, None, None, of_down, of_up, None
+
+
 class _AdaptedLinear(peft.tuners.lora.Linear):
-    """PEFT's linear layer with an adapter; its scale and its sum are part of the second product, so that they take no
-    passes of their own over the outputs."""
+    """PEFT's linear layer with an adapter, computed by `_AdaptedProduct`."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the outputs, [..., outputs], of inputs, [..., inputs]."""
         (adapter,) = self.active_adapters
         down: Any = self.lora_A[adapter].weight
         up: Any = self.lora_B[adapter].weight
-        if self.disable_adapters or down.dtype != x.dtype:
+        base: Any = self.get_base_layer()
+        if self.disable_adapters or down.dtype != x.dtype or type(base) is not nn.Linear or base.weight.requires_grad:
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
-        base: Any = self.get_base_layer()
-        output: Tensor = base(x)
-        rows = torch.addmm(output.flatten(0, -2), x.flatten(0, -2) @ down.t(), up.t(), alpha=self.scaling[adapter])
-        return rows.view_as(output)
+        product: Any = _AdaptedProduct.apply
+        output: Tensor = product(x, base.weight, base.bias, down, up, self.scaling[adapter])
+        return output
 
 
 def _add_adapter(

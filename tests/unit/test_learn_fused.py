@@ -12,19 +12,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.learn import fused
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
+from agentrl.learn.models import _AdaptedLinear
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
 
 CALLS: list[str] = []
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not operation.is_view:
+            self.names.add(operation._schema.name.split("::")[1])
+        return operation(*args, **(kwargs or {}))
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, offset: float, kind: str) -> Tensor:
@@ -143,6 +159,28 @@ def test_unknown_classes_are_left_alone() -> None:
 def test_another_activation_is_not_taken_for_silu() -> None:
     layers = fuse_layers(small_model("Llama", hidden_act="relu"), KERNELS)
     assert layers.refused == {"LlamaMLP": "its variant has no fused form"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_adapted_layer_computes_what_peft_does_by_matrix_products_alone(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = _AdaptedLinear(torch.nn.Linear(12, 10, bias=bias), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
+    layer.base_layer.requires_grad_(False)
+    torch.nn.init.normal_(layer.lora_B["one"].weight)
+    inputs = torch.randn(2, 5, 12, requires_grad=True)
+    leaves = [inputs, layer.lora_A["one"].weight, layer.lora_B["one"].weight]
+    gradient = torch.randn(2, 5, 10)
+
+    operations = Operations()
+    with operations:
+        outputs = layer(inputs)
+        actual = [outputs, *torch.autograd.grad(outputs, leaves, gradient)]
+    plain = peft.tuners.lora.Linear.forward(layer, inputs)
+    expected = [plain, *torch.autograd.grad(plain, leaves, gradient)]
+    for one, two in zip(expected, actual, strict=True):
+        assert torch.allclose(one, two, atol=1e-5, rtol=1e-5)
+    assert operations.names <= {"mm", "addmm", "addmm_", "empty_like"}
+    assert torch.autograd.grad(layer(inputs.detach()).sum(), leaves[1:])  # of the first layer
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "full"])
