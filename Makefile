@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
 ADVISE_VLLM = $(BIN)/python -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' || \
-	echo "setup: this machine has a GPU; runs on it use vLLM once it is installed: $(BIN)/python -m pip install -e '.[$(RUN_EXTRAS),vllm,liger]'"
+	echo "setup: this machine has a GPU; runs on it use vLLM once it is installed: $(BIN)/python -m pip install -c constraints.txt -e '.[$(RUN_EXTRAS),vllm,liger]'"
 
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
