@@ -293,7 +293,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         with (
             _episode_tracking(record, directory.path, workers) as report_end,
             _interruptible(orchestrator, observer, directory.path, report_end),
-            watch_event_loop(observer.warn),
+            watch_event_loop(observer.warn, count=orchestrator.activity.count_blocked),
+            orchestrator.activity.during("loop", workers is None),
             stop_loop_in_forked_process(),
         ):
             await _drop_cut_evaluations(store)

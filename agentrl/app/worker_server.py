@@ -44,6 +44,7 @@ from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog
 from agentrl.observe.blocked_loop import watch_event_loop
+from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.sandbox.sandbox import choose_driver
@@ -314,9 +315,10 @@ async def _serve(connection: socket.socket) -> None:
         loop.call_soon_threadsafe(run.send, wire.LogLine(line=f"worker {work.number}: {line}"))
 
     server: WorkerServer | None = None
+    watched = ActivityClock(SystemClock())
 
     async def heartbeat() -> wire.WorkerHeartbeat:
-        return wire.WorkerHeartbeat(activity={} if server is None else server.activity())
+        return wire.WorkerHeartbeat(activity={} if server is None else {**watched.totals(), **server.activity()})
 
     alive = loop.create_task(run.send_heartbeats(1.0, heartbeat))
     try:
@@ -329,7 +331,11 @@ async def _serve(connection: socket.socket) -> None:
     run.send(wire.WorkerReady())
     progress_task = loop.create_task(_tell_advanced(server))
     loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
-    with watch_event_loop(tell), stop_loop_in_forked_process():
+    with (
+        watch_event_loop(tell, count=watched.count_blocked),
+        watched.during("loop"),
+        stop_loop_in_forked_process(),
+    ):
         listening = loop.create_task(run.run(server.handle), name="messages of the run")
         leave_task = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
         await asyncio.wait({listening, leave_task}, return_when=asyncio.FIRST_COMPLETED)

@@ -582,7 +582,7 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
     text = "check that an environment, or your own loss, advantage or scorer, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
-    parser.set_defaults(opening="loading the checks")
+    parser.set_defaults(takes_overrides=True, opening="loading the checks")
     parser.add_argument(
         "id",
         nargs="?",

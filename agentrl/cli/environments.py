@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from agentrl.core.text import escape_line, escape_text
 if TYPE_CHECKING:
     import argparse
 
+    from agentrl.config.run import RunConfig
     from agentrl.environment.registry import EnvironmentSpec
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -76,13 +77,19 @@ def env_check(options: argparse.Namespace) -> int:
         return max(codes)
     temporary_directory()  # many libraries need one
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
-    environment, arguments, sampling = _environment_of_run(options.id)
+    config = _config_of_run(options.id, options.overrides)
+    environment, settings = options.id, dict[str, Any]()
+    if config is not None:
+        sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
+        filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
+        environment, settings = config.environment.id, {"options": config.environment.options, "sampling": filters}
 
     def check() -> tuple[bool, str | None, str]:
         with contextlib.closing(progress):
-            report = check_environment(
-                environment, options=arguments, sampling=sampling, on_progress=progress.phase, hash_order=True
-            )
+            report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
+        if config is not None and report.rewarded:
+            unrewarded = {seat: task for seat, task in report.unrewarded.items() if seat not in report.rewarded}
+            report.findings += _unrewarded_learners(unrewarded, config, Path(options.id).name)
         return (
             report.passed,
             report.resume_class,
@@ -99,18 +106,28 @@ def env_check(options: argparse.Namespace) -> int:
     return max(0 if has_passed else CheckFailedError.exit_code, *codes, 0)
 
 
-def _environment_of_run(id: str) -> tuple[str, dict[str, Any], dict[str, float]]:
-    """Return the environment of a name or a TOML file, its options, and the run's sampling parameters."""
+def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
+    """Return the configuration in a TOML file; None if `id` names an environment."""
     if not id.endswith(".toml"):
-        return id, {}, {}
+        if overrides:
+            raise InputError(f"{overrides[0]}: only a run's FILE.toml has settings, and {id} is an environment")
+        return None
     from agentrl.config.load import load
 
-    config = load(id)
+    config = load(id, overrides)
     if not isinstance(config.environment.id, str):
         raise InputError(f"{id} trains a mixture; check its environments one by one")
-    sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
-    filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
-    return config.environment.id, config.environment.options, filters
+    return config
+
+
+def _unrewarded_learners(unrewarded: Mapping[str, str], config: RunConfig, source: str) -> list[str]:
+    """Return findings about seats without a reward (with a task of each) that a policy that learns holds."""
+    return [
+        f"Never rewarded: {seat}, which {source} trains (such as in task {task_id!r}): training would drop every "
+        "episode (no_reward). Call agent.reward(…) in run(), or let a policy that does not learn hold the seat"
+        for seat, task_id in unrewarded.items()
+        if any(config.policy_of(seat, group) in config.trained for group in range(config.line_ups))
+    ]
 
 
 def env_import(options: argparse.Namespace) -> int:

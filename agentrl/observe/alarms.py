@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.text import plural
+from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append
 
@@ -71,6 +72,8 @@ MISMATCH_TOKENS = 200
 """Minimum number of such tokens for a meaningful mean."""
 MISMATCH_STEPS = (3, 20)
 """Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
+BLOCKED_SHARE, BLOCKED_SECONDS = 0.1, 5.0
+"""Share of the time, and seconds, that one place in the user's code must block the event loop for an alarm."""
 DROPPED_SHARE = 0.15
 """Share of ended episodes dropped for one reason above which an alarm is raised."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
@@ -133,7 +136,9 @@ MEANINGS = {
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each kind)",
     "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
-    "falling; at once if all of them do",
+    f"falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do not count",
+    "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, at least "
+    f"{BLOCKED_SECONDS:g} s over the whole run",
     "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no other "
     "episode to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the entropy "
@@ -201,6 +206,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe and likeliest causes of others first."""
     alarms: list[Alarm] = []
     if state.status is not None:
+        alarms += _blocked_loop(state.status)
         alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
     for policy in state.policies.values():
         window = newest_step_metrics(policy)
@@ -208,9 +214,10 @@ def find_alarms(state: RunState) -> list[Alarm]:
         with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
         alarms += _context_full(policy, with_episodes[-WINDOW:])
         alarms += _empty_output(policy, with_episodes[-WINDOW:])
+        alarms += _tool_errors(policy, all_raise=True)
         about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
         alarms += about_format
-        alarms += _tool_errors(policy, with_episodes[-WINDOW:])
+        alarms += _tool_errors(policy, all_raise=False)
         alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
             alarms += _nothing_taught_yet(policy, window)
@@ -224,6 +231,19 @@ def find_alarms(state: RunState) -> list[Alarm]:
     if state.status is not None:
         alarms += _mirrors_behind(state.status)
     return alarms
+
+
+def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
+    """Name the place in the user's code that blocked the event loop longest, over the whole run."""
+    place = max(status.blocked, key=lambda name: status.blocked[name], default="")
+    share = status.blocked.get(place, 0.0)
+    if share >= BLOCKED_SHARE and share * status.seconds >= BLOCKED_SECONDS:
+        yield Alarm(
+            "blocked_loop",
+            "",
+            f"{place} blocked the event loop for {share:.0%} of the time, in which no episode makes progress",
+            REMEDY,
+        )
 
 
 def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -333,18 +353,26 @@ def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
         )
 
 
-def _tool_errors(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    calls = [sum(values.get(f"tool/{outcome}", 0.0) for outcome in ("ok", "error", "timeout")) for values in window]
-    shares = [values.get("tool/error", 0.0) / n for values, n in zip(window, calls, strict=True) if n]
-    is_broken = bool(shares) and min(shares) == 1.0 and min(calls) >= 1.0
+def _tool_errors(policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Alarm]:
+    """Raise `tool_errors` if all calls of the newest steps with calls raised, or else if a share of them did. Steps
+    without calls change nothing: a policy whose calls all fail soon makes none."""
+    window: list[tuple[float, float, float]] = []
+    for values in policy.steps.values():
+        calls = sum(values.get(f"tool/{outcome}", 0.0) for outcome in ("ok", "error", "timeout"))
+        if calls and "episodes/turns" in values:
+            window.append((values.get("tool/error", 0.0) / calls, calls, values.get("format/episodes", 1.0)))
+    window = window[-WINDOW:]
+    shares = [share for share, _, _ in window]
+    num_calls = sum(calls * episodes for _, calls, episodes in window)
+    is_broken = bool(shares) and min(shares) == 1.0 and num_calls >= MIN_EPISODES
     is_frequent = len(shares) == WINDOW and mean_of(shares) >= TOOL_ERROR_SHARE and shares[-1] >= 0.8 * shares[0]
-    if not (is_broken or is_frequent):
+    if is_broken != all_raise or not (is_broken or is_frequent):
         return
     yield Alarm(
         "tool_errors",
         policy.name,
-        f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} raised an exception "
-        "(tool/error)",
+        f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} with calls raised an "
+        "exception (tool/error)",
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import linecache
+import os
 import re
 import sys
 import sysconfig
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 BLOCKED_S = 1.0
+COUNTED_S = 0.5
+"""Seconds without an iteration from which on the time counts as blocked by the user's code."""
+REMEDY = (
+    "await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it "
+    "in a thread"
+)
 _EPISODE = re.compile(r"[a-z]\d+(~.*)?")
 _PACKAGE = __file__.rpartition("/observe/")[0]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
@@ -37,6 +44,7 @@ def watch_event_loop(
     longest_s: float = BLOCKED_S,
     repeated_s: float | None = None,
     users_only: bool = False,
+    count: Callable[[str, float], None] | None = None,
 ) -> Iterator[None]:
     """Watch the running loop. `tell` is called once for each place: in the watching thread for code that blocks, in the
     loop for an error of a task or callback that nothing awaits (also after the end of the watch).
@@ -46,9 +54,11 @@ def watch_event_loop(
         longest_s: seconds without an iteration after which the loop counts as blocked.
         repeated_s: shorter limit in seconds for a place that blocks twice. None: only `longest_s` counts.
         users_only: report a blocked loop only where the user's code is on the stack and does not import a library.
+        count: receives, in the watching thread, a place in the user's code (`file.py:8`) and for how many more seconds
+            it has blocked the loop.
     """
     watch = _Watch(
-        asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s, users_only
+        asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s, users_only, count
     )
     watch.start()
     try:
@@ -65,12 +75,16 @@ class _Watch:
         longest_s: float,
         repeated_s: float,
         users_only: bool,
+        count: Callable[[str, float], None] | None,
     ) -> None:
         self._loop = loop
         self._tell = tell
         self._longest_s = longest_s
         self._repeated_s = repeated_s
         self._users_only = users_only
+        self._count = count
+        self._counted_mark, self._counted_s = 0.0, 0.0
+        """The newest iteration after which time was counted, and the seconds that were."""
         self._blocked_at: dict[tuple[str, int], float] = {}
         """Timestamp at which each place first blocked."""
         self._clock = SystemClock()
@@ -122,14 +136,19 @@ class _Watch:
         while not self._stopped.wait(self._repeated_s / 4):
             mark = self._mark
             seconds = self._running_s() - mark
-            frame = sys._current_frames().get(self._owner) if seconds > self._repeated_s else None
+            is_looked_at = seconds > min(self._repeated_s, COUNTED_S)
+            frame = sys._current_frames().get(self._owner) if is_looked_at else None
             if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
                 continue
             if self._stopped.is_set():  # the frame is that of `stop`, below code that did not block
                 return
             stack, is_import = _user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
-            if self._users_only and (is_import or not is_user_code(place[0])):
+            if is_user_code(place[0]) and self._count is not None:
+                counted_s = self._counted_s if self._counted_mark == mark else 0.0
+                self._counted_mark, self._counted_s = mark, seconds
+                self._count(f"{os.path.basename(place[0])}:{place[1]}", seconds - counted_s)
+            if seconds <= self._repeated_s or (self._users_only and (is_import or not is_user_code(place[0]))):
                 continue
             if is_user_code(place[0]):
                 key = place
@@ -154,10 +173,7 @@ class _Watch:
             return f"{description}no code of yours is in it; agentrl or a library works, or the machine is busy"
         if is_import:
             return f"{description}it imports a library for the first time; import it at the top of your module"
-        return (
-            f"{description}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
-            "@tool(external=True), which runs it in a thread"
-        )
+        return f"{description}{REMEDY}"
 
 
 def _location(frame: FrameType) -> str:

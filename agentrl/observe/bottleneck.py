@@ -36,17 +36,22 @@ Activity = Literal[
     "checkpoint",
     "held/max_in_flight",
     "held/staleness",
+    "loop",
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop; `held/…` is what holds
-admission back."""
+admission back, `loop` the time in which an event loop that runs episodes was watched."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
 """Activities of an episode that can hold up a run."""
 
 ANY, MOST = "/any", "/most"
 """Suffixes of the seconds in which an activity was in progress at all, and of the largest number at once."""
+BLOCKED = "blocked/"
+"""Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 
+BLOCKED_SHARE = 0.5
+"""Share of the time that event loops must be blocked for the user's code to be the bottleneck."""
 WINDOW_S = 10.0
 """Minimum seconds that a bottleneck is computed from, once the run is that old."""
 FEW = 1 / 3
@@ -67,6 +72,7 @@ class ActivityClock:
         self._seconds: dict[str, float] = {}
         self._seconds_of_any: dict[str, float] = {}
         self._since: dict[str, float] = {}
+        self._blocked: dict[str, float] = {}
         self._num_turns = 0
 
     def change(self, activity: Activity, by: int) -> None:
@@ -86,6 +92,10 @@ class ActivityClock:
         finally:
             self.change(activity, -count)
 
+    def count_blocked(self, place: str, seconds: float) -> None:
+        """Add seconds in which a place in the user's code blocked the event loop; called in the watching thread."""
+        self._blocked[place] = self._blocked.get(place, 0.0) + seconds
+
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
         self._most = Counter(self._counts)
@@ -98,7 +108,7 @@ class ActivityClock:
             totals[activity] = self._seconds[activity]
             totals[activity + ANY] = self._seconds_of_any[activity]
             totals[activity + MOST] = float(self._most[activity])
-        return totals
+        return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
     def _advance(self, activity: str) -> None:
         now = self._clock.monotonic()
@@ -182,6 +192,11 @@ def find_bottleneck(
     """
     if _age(before, now) <= 0.0:
         return None
+    blocked = blocked_shares(before, now)
+    if sum(blocked.values()) >= BLOCKED_SHARE:
+        place = max(blocked, key=lambda name: blocked[name])
+        detail = f"the event loop is blocked by {place} {blocked[place]:.0%} of the time"
+        return Bottleneck("environment", detail + period)
     shares = _Shares.between(before if filled is None else filled, now)
     is_sampling, is_stepping = (min(shares.of(activity + ANY), 1.0) for activity in ("episodes", "step"))
     sampling_waits, trainer_waits = 1.0 - is_sampling, 1.0 - is_stepping
@@ -199,6 +214,16 @@ def find_bottleneck(
     else:
         found = _slow_sampling(_Shares.between(before, now), places=places)
     return found and found._replace(detail=found.detail + period)
+
+
+def blocked_shares(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of the time in which each place in the user's code blocked the event loops that run episodes."""
+    watched = now.get("loop", 0.0) - before.get("loop", 0.0)
+    return {
+        name.removeprefix(BLOCKED): min((seconds - before.get(name, 0.0)) / watched, 1.0)
+        for name, seconds in now.items()
+        if name.startswith(BLOCKED) and watched > 0.0
+    }
 
 
 def _slow_step(shares: _Shares, max_staleness: int) -> Bottleneck:
@@ -313,6 +338,10 @@ class BottleneckWatch:
     def whole(self) -> Bottleneck | None:
         """Return the bottleneck of the whole time."""
         return self._between(self._start, self._read(), " (whole run)")
+
+    def blocked(self) -> dict[str, float]:
+        """Return the share of the whole time in which each place in the user's code blocked an event loop."""
+        return blocked_shares(self._start, self._read())
 
     def _between(self, before: Mapping[str, float], now: Mapping[str, float], period: str) -> Bottleneck | None:
         is_filled = before is self._start and self._first_step is not None and _age(self._first_step, now) >= 1.0

@@ -86,6 +86,8 @@ class RunSnapshot:
     """Copies that `agentrl run mirror` keeps, keyed by place; set by the observer."""
     bottleneck: str = ""
     """The part of the run that the others wait for, and why, for people."""
+    blocked: Mapping[str, float] = field(default_factory=dict)
+    """Share of the time in which each place in the user's code, such as `env.py:8`, blocked the event loop."""
     pace: str = ""
     """Estimated time of the first step, and how far it is, for people; empty once a step is taken."""
     wall: Seconds = 0.0

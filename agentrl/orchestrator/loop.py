@@ -233,6 +233,7 @@ class Orchestrator:
             trained=ledger.trained,
             dropped=dict(ledger.dropped),
             bottleneck="" if bottleneck is None else bottleneck.line,
+            blocked=self._bottleneck.blocked(),
             pace=self._pace() if is_training else "",
         )
 

@@ -79,6 +79,8 @@ MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
+PLAYING_S = 20.0
+"""Seconds for playing and resuming episodes, beyond one episode and one resumption, because its tools may be slow."""
 MIN_REFUSED = 3
 """Number of refused calls of a tool, or illegal actions of a game, that show a fault if none was accepted."""
 COMPARED_S = 10.0
@@ -124,6 +126,10 @@ class EnvironmentReport:
     """Form of recovery: episodes are re-executed and compared, restored from snapshots of their resources, or
     neither.
     """
+    untried_kills: int = 0
+    """Number of entries after which an episode was not killed, because its resumptions are slow."""
+    unplayed: int = 0
+    """Number of tasks that were not played, because episodes are slow."""
     called: set[str] = field(default_factory=set)
     """Names of the tools that the random policy called."""
     uncalled: list[str] = field(default_factory=list)
@@ -255,6 +261,7 @@ class EnvironmentReport:
                 else ""
             )
             + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
+            + self._left_out_sentence
             + self._uncompared_sentence
             + random_note
         )
@@ -291,6 +298,18 @@ class EnvironmentReport:
                 f"{plural(len(repeated), 'task')} of {split}, such as {repeated[0]!r}, {verb} an earlier one."
             )
         return warnings
+
+    @property
+    def _left_out_sentence(self) -> str:
+        left_out = [plural(self.untried_kills, "kill")] * bool(self.untried_kills)
+        left_out += [plural(self.unplayed, "task")] * bool(self.unplayed)
+        if not left_out:
+            return ""
+        return (
+            f" Left out, because episodes are slow and the check plays for about {PLAYING_S:g} s: "
+            f"{' and '.join(left_out)}. Each resume repeats the episode's tool calls, also in training, except those "
+            "of @agentrl.tool(external=True)."
+        )
 
     @property
     def _uncompared_sentence(self) -> str:
@@ -347,17 +366,9 @@ def check_environment(
     chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
     if tasks is None and report.passed:
         _compare_splits(environment_class, count, report, options)
-    last: ExecutedEpisode | None = None
     with asyncio.Runner() as runner:
         run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
-        for number, task in _games(environment_class, chosen_tasks[:episodes], report):
-            loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
-            with missing_awaits(loop_problems):
-                last = run(interruptible(_check_episode(environment_class, task, number, seed, report, loop_problems)))
-                gc.collect()  # an error that was never retrieved is reported when its task is collected
-            report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
-            if not report.passed:
-                break
+        last = _check_episodes(run, environment_class, chosen_tasks[:episodes], seed, report)
         _check_rewards(report)
         _check_tools(environment_class, report)
         _check_refused_calls(environment_class, report)
@@ -762,6 +773,34 @@ def _compare_splits(
     report.shared_ids = sorted(shared.difference(report.also_held_out))
 
 
+def _check_episodes(
+    run: Callable[[Coroutine[Any, Any, ExecutedEpisode | None]], ExecutedEpisode | None],
+    environment: type[Environment],
+    tasks: Sequence[Task],
+    seed: int,
+    report: EnvironmentReport,
+) -> ExecutedEpisode | None:
+    """Check episodes until one has a fault or the time is over; returns how the last one was played."""
+    last: ExecutedEpisode | None = None
+    clock = SystemClock()
+    end = clock.monotonic() + PLAYING_S
+    for number, task in _games(environment, tasks, report):
+        if number and clock.monotonic() > end:
+            report.unplayed = max(len(tasks) - number, 0)
+            break
+        share_s = (end - clock.monotonic()) / max(len(tasks) - number, 1)  # shared by the tasks not yet played
+        loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
+        with missing_awaits(loop_problems):
+            last = run(
+                interruptible(_check_episode(environment, task, number, seed, report, loop_problems, share_s=share_s))
+            )
+            gc.collect()  # an error that was never retrieved is reported when its task is collected
+        report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
+        if not report.passed:
+            break
+    return last
+
+
 async def _check_episode(
     environment: type[Environment],
     task: Task,
@@ -769,8 +808,12 @@ async def _check_episode(
     seed: int,
     report: EnvironmentReport,
     loop_problems: list[str],
+    *,
+    share_s: float,
 ) -> ExecutedEpisode | None:
-    """Check an episode; returns how it was played, or None if that was a fault."""
+    """Check an episode, for about `share_s`; returns how it was played, or None if that was a fault."""
+    clock = SystemClock()
+    began = clock.monotonic()
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     part = f"episode {number + 1}, task {task.id!r}: "
@@ -808,7 +851,9 @@ async def _check_episode(
     if issubclass(environment, HarnessEnvironment):
         problem = await _recall_everything(environment, spec, script, first, report, part)
     else:
-        problem = await resume_at_every_entry(environment, spec, script, first, report, part)
+        episode_s = max(clock.monotonic() - began, 1e-3)
+        max_cuts = max(int(share_s / episode_s) - 1, 1 if number == 0 else 0)
+        problem = await resume_at_every_entry(environment, spec, script, first, report, part, max_cuts=max_cuts)
     if problem:
         report.findings.append(f"task {task.id!r}, {problem}")
     return first
@@ -821,11 +866,14 @@ async def resume_at_every_entry(
     first: ExecutedEpisode,
     report: EnvironmentReport,
     part: str = "",
+    *,
+    max_cuts: int = MAX_CUTS,
 ) -> str | None:
     """Kill an episode at every entry, resume it and compare; returns the differences as sentences that begin with
-    `part`."""
+    `part`. An episode with more than `max_cuts` entries is killed at evenly spaced ones."""
     entries = first.entries
-    cuts = _cuts(len(entries))
+    cuts = _cuts(len(entries), min(max_cuts, MAX_CUTS))
+    report.untried_kills += min(len(entries), MAX_CUTS) - len(cuts)
     for before, cut in enumerate(cuts):
         report.on_progress(
             _PLAYING, f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
@@ -968,10 +1016,10 @@ def _is_external(entry: JournalEntry) -> bool:
     return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 
-def _cuts(entries: int) -> list[int]:
-    if entries <= MAX_CUTS:
+def _cuts(entries: int, max_cuts: int) -> list[int]:
+    if entries <= max_cuts:
         return list(range(1, entries + 1))
-    return sorted({round(index * entries / MAX_CUTS) for index in range(1, MAX_CUTS + 1)})
+    return sorted({max(round(index * entries / max_cuts), 1) for index in range(1, max_cuts + 1)})
 
 
 if __name__ == "__main__":

@@ -64,19 +64,17 @@ def find_format_reward_faults(
     garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
     valid_rewards: list[float] = []
     for number, task in enumerate(tasks):
-        for text, rewards in garbage.items():
-            outcome = play(task, number, _always(text))
+        for repeat, text in enumerate((*GARBAGE, *[None] * REPEATS)):
+            if clock.monotonic() > end:
+                break
+            seed = number if text is not None else number * REPEATS + repeat - len(GARBAGE)
+            outcome = play(task, seed, policy if text is None else _always(text))
             if isinstance(outcome, str):
-                return [_failure(task, text, outcome)]
-            rewards.append(outcome.reward)
-        for repeat in range(REPEATS):
-            outcome = play(task, number * REPEATS + repeat, policy)
-            if isinstance(outcome, str):
-                return [f"task {task.id!r}, played at random: {outcome}"]
-            if not outcome.broken:
+                return [f"task {task.id!r}, {_reply_kind(text)}: {outcome}"]
+            if text is not None:
+                garbage[text].append(outcome.reward)
+            elif not outcome.broken:
                 valid_rewards.append(outcome.reward)
-        if clock.monotonic() > end:
-            break
     text, rewards = max(garbage.items(), key=lambda item: _mean(item[1]))
     if len(valid_rewards) < 4 or len(rewards) < 4:
         return []
@@ -98,14 +96,14 @@ def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
     for text in CANDIDATES:
         outcome = play(task, 0, _always(text))
         if isinstance(outcome, str):
-            return _failure(task, text, outcome)
+            return f"task {task.id!r}, {_reply_kind(text)}: {outcome}"
         if not outcome.broken:
             legal.append(text)
     return _one_of(legal) if legal else otherwise
 
 
-def _failure(task: Task, text: str, outcome: str) -> str:
-    return f"task {task.id!r}, when every turn says {text!r}: {outcome}"
+def _reply_kind(text: str | None) -> str:
+    return "played at random" if text is None else f"when every turn says {text!r}"
 
 
 def _always(text: str) -> Script:

@@ -18,7 +18,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
-from agentrl.testing import check, play
+from agentrl.testing import check, malformed_reply_check, play
 from agentrl.testing.check import check_environment
 
 HASHING = """
@@ -663,3 +663,42 @@ def test_an_episode_that_went_by_the_order_of_a_set_does_not_go_on_in_silence(tm
             )
         assert (finished.returncode == 1) == bool(told), finished.stderr
         assert told in finished.stderr
+
+
+class Slow(agentrl.ToolEnvironment):
+    """Each call takes longer than the time of the check allows for killing at every entry."""
+
+    calls = 0
+
+    @agentrl.tool
+    async def look(self, item: int) -> int:
+        """Look at an item."""
+        Slow.calls += 1
+        await asyncio.sleep(0.01)
+        return item
+
+    def prompt(self, task: agentrl.Task) -> str:
+        return "Look."
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{split}{n}", data={"n": f"{split}{n}"}) for n in range(20)]
+
+
+def test_slow_episodes_are_killed_at_fewer_entries_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = agentrl.check_environment(Slow)
+    assert quick.passed
+    assert (quick.untried_kills, quick.unplayed) == (0, 0)
+    calls, Slow.calls = Slow.calls, 0
+    monkeypatch.setattr(check, "PLAYING_S", 0.0)
+    monkeypatch.setattr(malformed_reply_check, "BUDGET_S", 0.0)
+    report = agentrl.check_environment(Slow)
+    assert report.passed, report.text
+    assert (report.resumptions, report.unplayed) == (1, 3)
+    assert report.untried_kills > 1
+    assert Slow.calls < calls / 4
+    assert f"{report.untried_kills} kills and 3 tasks" in report.text
+    assert "external=True" in report.text

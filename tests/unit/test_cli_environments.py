@@ -188,3 +188,55 @@ def test_a_check_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     assert timed_phases == ["importing", "listing", "playing", "playing", "playing"]
     assert json.loads(said)["passed"] is True
     assert checking.returncode == 0
+
+
+PAIR = """
+import agentrl
+
+
+class Pair(agentrl.Environment):
+    seats = ("solver", "checker")
+
+    async def run(self, ctx):
+        for seat in self.seats:
+            await ctx.agent(seat).act(agentrl.user("Guess."))
+        ctx.agent("solver").reward(1.0)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{split}{n}", data={"n": f"{split}{n}"}) for n in range(4)]
+
+
+class Both(Pair):
+    async def run(self, ctx):
+        await super().run(ctx)
+        ctx.agent("checker").reward(1.0)
+"""
+PAIR_TOML = """
+steps = 2
+
+[environment]
+id = "pair.py:Pair"
+
+[model]
+path = "agentrl.environments:calculator/model"
+
+[policies.solver]
+
+[policies.checker]
+"""
+
+
+def test_a_check_of_a_configuration_knows_which_seats_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pair.py").write_text(PAIR)
+    (tmp_path / "nr.toml").write_text(PAIR_TOML)
+    (tmp_path / "frozen.toml").write_text(f'{PAIR_TOML}kind = "frozen"\n')
+    assert main(["env", "check", "nr.toml"]) == 1
+    assert "Never rewarded: checker, which nr.toml trains" in capsys.readouterr().out
+    assert main(["env", "check", "frozen.toml"]) == 0
+    assert main(["env", "check", "nr.toml", "--environment.id=pair.py:Both"]) == 0
+    assert main(["env", "check", "pair.py:Both", "--steps=3"]) == InputError.exit_code
+    assert "only a run's FILE.toml has settings" in capsys.readouterr().err

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.clock import SystemClock
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
+from agentrl.observe.bottleneck import BLOCKED, ActivityClock, find_bottleneck
 
 
 def told_during(
@@ -207,3 +209,33 @@ def test_a_loop_that_waits_is_left_alone() -> None:
         await asyncio.to_thread(heard.wait, 0.3)  # six times as long as blocking would be borne
 
     assert told_during(wait) == []
+
+
+def test_the_time_in_which_the_users_code_blocks_the_loop_is_counted_by_place() -> None:
+    counted = ActivityClock(SystemClock())
+    heard = threading.Event()
+    calls: list[tuple[str, float]] = []
+
+    def count(place: str, seconds: float) -> None:
+        calls.append((place, seconds))
+        counted.count_blocked(place, seconds)
+        if len(calls) == 3:
+            heard.set()
+
+    async def main() -> None:
+        with watch_event_loop(lambda text: None, longest_s=0.05, count=count), counted.during("loop"):
+            heard.wait(30)  # blocks the loop
+
+    asyncio.run(main())
+    lines = Path(__file__).read_text().splitlines()
+    place = f"test_loop_watch.py:{lines.index('            heard.wait(30)  # blocks the loop') + 1}"
+    assert {name for name, _ in calls} == {place}
+    assert all(seconds > 0.0 for _, seconds in calls)
+    totals = counted.totals()
+    assert totals[f"{BLOCKED}{place}"] == pytest.approx(sum(seconds for _, seconds in calls))
+    assert totals[f"{BLOCKED}{place}"] <= totals["loop"] + 0.05, "no second is counted twice"
+    found = find_bottleneck({}, {**totals, "run": 60.0, "engine": 1800.0, "episodes": 1900.0}, max_staleness=1)
+    assert found is not None
+    assert found.line.startswith(f"tools and environments: the event loop is blocked by {place} ")
+    others = {**totals, "loop": 60.0, "run": 60.0, "engine": 1800.0, "episodes": 1900.0}
+    assert "blocked" not in str(find_bottleneck({}, others, max_staleness=1)), "a small share of the time"

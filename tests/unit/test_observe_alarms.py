@@ -344,3 +344,31 @@ def test_a_run_learns_of_its_mirrors_and_forgets_them(tmp_path: Path) -> None:
     assert "/one" in (directory.path / "alarms.jsonl").read_text()
     record_mirror(directory.path, "/one", None)
     assert not (directory.path / "mirrors.json").exists()
+
+
+def test_tools_that_never_worked_stay_the_first_alarm_until_a_call_succeeds() -> None:
+    """Later steps call no tool, or break the calls, and their rewards are all equal."""
+    nothing = {"advantage/zero_share": 1.0, "reward/mean": 0.0, "step/units": 64.0}
+    state = RunState(plan=PLAN)
+    state.record("solver", 1, {**HEALTHY, **nothing, "tool/error": 1.0})
+    assert names(state) == ["tool_errors", "no_signal"]
+    for step in range(2, 14):
+        state.record("solver", step, {**HEALTHY, **nothing})
+    assert names(state) == ["tool_errors", "no_signal"]
+    for step in range(14, 19):
+        state.record("solver", step, {**HEALTHY, **nothing, "tool/bad_arguments": 3.0, "format/broken_turns": 0.9})
+    assert names(state)[:2] == ["tool_errors", "illegal_output"]
+    state.record("solver", 19, {**HEALTHY, **nothing, "tool/ok": 1.0, "tool/error": 0.05})
+    assert "tool_errors" not in names(state)
+
+
+def test_code_that_blocks_the_loop_stays_an_alarm() -> None:
+    def status(share: float, seconds: float) -> RunSnapshot:
+        return RunSnapshot(phase="training", blocked={"slow.py:8": share, "env.py:3": 0.01}, seconds=seconds)
+
+    (alarm,) = find_alarms(a_run(5, status=status(0.92, 35.0)))
+    assert alarm.name == "blocked_loop"
+    assert "slow.py:8 blocked the event loop for 92% of the time" in alarm.text
+    assert "external=True" in alarm.advice
+    assert find_alarms(a_run(5, status=status(0.05, 3000.0))) == []
+    assert find_alarms(a_run(5, status=status(0.92, 2.0))) == []
