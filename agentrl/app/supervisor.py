@@ -305,7 +305,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 async def _start_trainer_and_engine(
     setup: RunSetup, config: RunConfig, point: StartPoint, trainer: Trainer, stack: contextlib.AsyncExitStack
 ) -> Engine:
-    """Start both side by side; `stack` closes the engine, also if the trainer does not start."""
+    """Start both, side by side if the engine has processes of its own; `stack` closes the engine."""
     observer, directory, clock = setup.observer, setup.directory, setup.factories.clock
     began = clock.monotonic()
 
@@ -321,12 +321,16 @@ async def _start_trainer_and_engine(
         return engine
 
     observer.phase("loading trainer and engine")
+    if config.engine_in_process:  # transformers loads with settings of the whole process
+        await start_trainer()
+        return await start_engine()
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(start_trainer())
             engine = group.create_task(start_engine())
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        error = errors.exceptions[0]
+        raise error from error.__cause__
     return engine.result()
 
 

@@ -305,16 +305,13 @@ async def _resolve(
         if line:
             observer.say(line)
         config = await asyncio.to_thread(_with_chosen_settings, config, before)
-    (chat_format, bases), models = await asyncio.gather(
-        asyncio.to_thread(_read_formats, config, factories),
-        # Takes as long as SHA-256 of the weights; a resume compares them below, and reads only what has changed.
-        asyncio.to_thread(record_models, config, ignored=["*"] if is_resolved else []),
-    )
+    chat_format, bases = await asyncio.to_thread(_read_formats, config, factories)
     changes: list[SettingDifference] = []
     if is_resolved:
         changes = check_settings_unchanged(store.config(), config)
         await asyncio.to_thread(check_models_unchanged, config, info.get("models"))
     else:
+        models = await asyncio.to_thread(record_models, config)
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
         await store.describe(**msgspec.to_builtins(resolved))

@@ -1,4 +1,7 @@
-"""Runs models on the meta device: their tensors have shapes and no data, so memory can be counted without weights."""
+"""Runs models on the meta device: their tensors have shapes and no data, so memory can be counted without weights.
+
+Importing it gives all attention over tensors of the meta device the shapes and memory that it has on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class _Shapes(TorchDispatchMode):
             first, second, *others = args  # without data torch multiplies groups in bfloat16 alone
             product: Tensor = func(first.bfloat16(), second.bfloat16(), *others, **keywords)
             return product.to(first.dtype)
-        key = (func, *_described(args), *_described(keywords.values()))
+        key = (func, *_described(args), *_described(keywords.items()))
         if key not in self._results:
             result = func(*args, **keywords)
             self._results[key] = _shape_if_new(result, [*args, *keywords.values()])

@@ -28,7 +28,7 @@ LIGER = (0, 8)
 """Oldest liger-kernel that is used: its norms compute no gradient of frozen weights."""
 
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Gemma", "Gemma2", "Gemma3")
-_FUSED_CLASS = re.compile(f"({'|'.join(_FAMILIES)})(RMSNorm|MLP|Attention)")
+_FUSED_CLASS = re.compile(f"(?!Gemma[23]?MLP)({'|'.join(_FAMILIES)})(RMSNorm|MLP|Attention)")  # Gemma's is GeGLU
 _ROTARY = "apply_rotary_pos_emb"
 """The function with which the attention of every such family rotates queries and keys."""
 
@@ -139,32 +139,31 @@ def _why_different(module: nn.Module, forward: Callable[..., Any], kernels: Kern
     plain: Callable[..., Any] = partial(type(module).forward, module)
     tensor = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
     fused = forward
-    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
-        torch.manual_seed(0)
+    random = torch.Generator().manual_seed(0)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape).to(tensor.device, tensor.dtype)
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(tensor.device, tensor.dtype)
 
-        if isinstance(forward, MethodType):
-            plain, fused = type(module).forward.__globals__[_ROTARY], kernels.rotate
-            width, config = part.head_dim, part.config
-            parameters: Any = getattr(config, "rope_parameters", None) or {}
-            rotated = int(width * parameters.get("partial_rotary_factor", 1.0))
-            angles = torch.rand(1, _TOKENS, rotated // 2).repeat(1, 1, 2) * 6.3
-            heads = (config.num_attention_heads, config.num_key_value_heads)
-            inputs = [draw(1, _TOKENS, count, width).transpose(1, 2) for count in heads]
-            inputs += [function(angles).to(tensor.device, tensor.dtype) for function in (torch.cos, torch.sin)]
-            differentiated = 2
-        else:
-            projection = getattr(part, "gate_proj", None) or getattr(part, "gate_up_proj", None)
-            inputs = [draw(1, _TOKENS, tensor.shape[0] if projection is None else projection.in_features)]
-            differentiated = 1
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        with torch.enable_grad():
-            try:
-                expected, actual = (_values(way, inputs, differentiated, trained, draw) for way in (plain, fused))
-            except Exception as error:  # noqa: BLE001 - of the kernels' compiler, or of another signature
-                return f"cannot be fused ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    if isinstance(forward, MethodType):
+        plain, fused = type(module).forward.__globals__[_ROTARY], kernels.rotate
+        width, config = part.head_dim, part.config
+        parameters: Any = getattr(config, "rope_parameters", None) or {}
+        rotated = int(width * parameters.get("partial_rotary_factor", 1.0))
+        angles = torch.rand(1, _TOKENS, rotated // 2, generator=random).repeat(1, 1, 2) * 6.3
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        inputs = [draw(1, _TOKENS, count, width).transpose(1, 2) for count in heads]
+        inputs += [function(angles).to(tensor.device, tensor.dtype) for function in (torch.cos, torch.sin)]
+        differentiated = 2
+    else:
+        projection = getattr(part, "gate_proj", None) or getattr(part, "gate_up_proj", None)
+        inputs = [draw(1, _TOKENS, tensor.shape[0] if projection is None else projection.in_features)]
+        differentiated = 1
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        try:
+            expected, actual = (_values(way, inputs, differentiated, trained) for way in (plain, fused))
+        except Exception as error:  # noqa: BLE001 - of the kernels' compiler, or of another signature
+            return f"cannot be fused ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     difference = _largest_difference(expected, actual)
     if difference <= _TOLERANCES.get(tensor.dtype, _ROUNDED_TOLERANCE):  # not so for NaN
         return ""
@@ -176,17 +175,16 @@ def _values(
     inputs: Sequence[Tensor],
     differentiated: int,
     trained: Sequence[Tensor],
-    draw: Callable[..., Tensor],
 ) -> list[Tensor]:
     """Return a function's outputs, and the gradients of inputs and parameters for the same random gradients of the
     outputs."""
-    torch.manual_seed(1)
+    random = torch.Generator().manual_seed(1)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs[:differentiated]]
     # Copies, because a kernel may overwrite its inputs.
     output = function(*[leaf.clone() for leaf in leaves], *inputs[differentiated:])
     outputs = [output] if isinstance(output, Tensor) else list(output)
     values = [each.detach().clone() for each in outputs]
-    gradients = [draw(*each.shape) for each in outputs]
+    gradients = [torch.randn(each.shape, generator=random).to(each.device, each.dtype) for each in outputs]
     by = torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
     return values + [tensor for tensor in by if tensor is not None]
 

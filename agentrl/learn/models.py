@@ -116,8 +116,6 @@ class PolicyModel:
         """Dtype in which the model computes and is published."""
         self.unshared = unshared
         """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
-        self.compiled_attention_checked = model.device.type != "cuda"
-        """Whether `why_compiled_attention_fails` has been asked, or nothing is compiled."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -784,10 +782,13 @@ class _AdaptedLinear(peft.tuners.lora.Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the outputs, [..., outputs], of inputs, [..., inputs]."""
         (adapter,) = self.active_adapters
+        base: Any = self.get_base_layer()
+        if self.disable_adapters or adapter not in self.lora_A:  # it may be on other layers alone
+            bare: Tensor = base(x, *args, **kwargs)
+            return bare
         down: Any = self.lora_A[adapter].weight
         up: Any = self.lora_B[adapter].weight
-        base: Any = self.get_base_layer()
-        if self.disable_adapters or down.dtype != x.dtype or type(base) is not nn.Linear or base.weight.requires_grad:
+        if down.dtype != x.dtype or type(base) is not nn.Linear or base.weight.requires_grad:
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
         product: Any = _AdaptedProduct.apply
@@ -893,6 +894,8 @@ def why_compiled_attention_fails(model: PolicyModel) -> str:
             unfused = model.token_logprobs(batch).logprob
         compiled = model.token_logprobs(batch).logprob
         compiled.sum().backward()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - of the attention kernel's compiler
         return f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
     finally:

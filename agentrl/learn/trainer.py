@@ -126,8 +126,8 @@ class PolicyTrainer:
         """Frozen reference models, keyed by policy, if the loss reads them and the policy names one."""
         self._kernels: Kernels | None = None
         """Fused functions for layers of the trained models; None: layers are computed as they are."""
-        self._fused: set[int] = set()
-        """Ids of the models whose layers have been fused."""
+        self._prepared: set[int] = set()
+        """Ids of the models that `_prepare` has prepared."""
 
     def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
@@ -177,7 +177,9 @@ class PolicyTrainer:
                 sharing_lines.append(f"norms, rotary embeddings and SwiGLU are not fused: {kernels}")
             else:
                 self._kernels = kernels
-                sharing_lines.append("norms, rotary embeddings and SwiGLU are fused by liger-kernel")
+                sharing_lines.append(
+                    "norms, rotary embeddings and SwiGLU: fused by liger-kernel, once the first step has checked them"
+                )
         return (*(model.described for model in models.values() if model.described), *sharing_lines)
 
     def forward_backward(self, batch: TrainBatch) -> None:
@@ -208,8 +210,7 @@ class PolicyTrainer:
         samples = self._read_share(units)
         if samples is None:
             return
-        _check_compiled_attention(learner.model)
-        self._fuse_layers(learner.model.model)
+        self._prepare(learner.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:
@@ -220,15 +221,30 @@ class PolicyTrainer:
                 learner.discard()
         step.seconds += self._clock.monotonic() - start_s
 
-    def _fuse_layers(self, model: PreTrainedModel) -> None:
-        """Fuse layers of a model before its first step, because compiling them takes seconds; warn of those that
-        are not."""
-        if self._kernels is None or id(model) in self._fused:
+    def _prepare(self, policy_model: PolicyModel) -> None:
+        """Check what a step compiles, and fuse layers, before the first step of a model: both take seconds, in which
+        the engine samples. All ranks decide the same."""
+        model = policy_model.model
+        if id(model) in self._prepared:
             return
-        self._fused.add(id(model))
-        layers = fuse_layers(model, self._kernels)
-        if layers.refused or not layers.fused:
-            warnings.warn(f"{type(model).__name__}: {describe_fused(layers)}", stacklevel=2)
+        self._prepared.add(id(model))
+        if _compiles_attention(model) and policy_model.shared_prefixes:
+            reasons = self._ranks.gather(why_compiled_attention_fails(policy_model).encode())
+            if reason := next(filter(None, reasons), b"").decode():
+                self._stop_sharing(model, reason)
+                warnings.warn(_sharing_text(policy_model), stacklevel=3)
+        if self._kernels is not None:
+            layers = fuse_layers(model, self._kernels)
+            if layers.refused or not layers.fused:
+                warnings.warn(f"{type(model).__name__}: {describe_fused(layers)}", stacklevel=3)
+
+    def _stop_sharing(self, model: PreTrainedModel, reason: str) -> None:
+        """Compute rows whole from now on, for all policies on a model and for their references."""
+        policies = [name for name, learner in self._learners.items() if learner.model.model is model]
+        references = [self._references[name] for name in policies if name in self._references]
+        for each in (*(self._learners[name].model for name in policies), *references):
+            each.unshared = reason
+            each.model.set_attn_implementation(native_attention(each.model))
 
     def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
         """Read the samples of this rank's share of some units; None if another rank could not read its share, and
@@ -800,15 +816,8 @@ class _StepOutputs:
         return sums
 
 
-def _check_compiled_attention(model: PolicyModel) -> None:
-    """Share no prefixes from now on if the compiled attention fails; checked once, while the engine samples."""
-    if model.compiled_attention_checked or not model.shared_prefixes:
-        return
-    model.compiled_attention_checked = True
-    if reason := why_compiled_attention_fails(model):
-        model.unshared = reason
-        model.model.set_attn_implementation(native_attention(model.model))
-        warnings.warn(_sharing_text(model), stacklevel=2)
+def _compiles_attention(model: PreTrainedModel) -> bool:
+    return bool(model.device.type == "cuda")
 
 
 def _sharing_text(model: PolicyModel) -> str:

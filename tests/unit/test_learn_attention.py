@@ -17,9 +17,11 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
+from agentrl.config.policies import LoraConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.learn import forward
+from agentrl.learn import trainer as trainer_module
 from agentrl.learn.forward import ATTENTION, TreeAttentionMask, flex_options, flex_tree_attention, tree_attention
 from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
 from agentrl.learn.trainer import PolicyTrainer
@@ -244,7 +246,9 @@ def test_an_error_of_the_attention_kernel_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["", "sees too little", "does not compile"])
-def test_attention_that_is_compiled_for_a_step_is_checked_before_it(fault: str, tmp_path: Path) -> None:
+def test_attention_that_is_compiled_for_a_step_is_checked_before_it(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compiled(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
         output, none = tree_attention(*arguments, **options)
         if torch.is_grad_enabled() and fault:
@@ -256,8 +260,7 @@ def test_attention_that_is_compiled_for_a_step_is_checked_before_it(fault: str, 
     episodes = Episodes(make_rows(0, 4))
     trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
     trainer.start()
-    model = trainer._learners["policy"].model
-    model.compiled_attention_checked = False  # as on CUDA
+    monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)  # as on CUDA
     AttentionInterface.register(ATTENTION, compiled)
     try:
         with pytest.warns(match="prefixes are not shared, because of") if fault else contextlib.nullcontext():
@@ -270,6 +273,26 @@ def test_attention_that_is_compiled_for_a_step_is_checked_before_it(fault: str, 
     unchecked.start()
     unchecked.forward_backward(episodes.batch())
     assert report.grad_norm == pytest.approx(unchecked.optim_step("policy", 1).grad_norm, rel=1e-4)
+
+
+def test_adapters_on_one_base_share_prefixes_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be on different layers, and attention is the base's."""
+    config = run_config(write_model(tmp_path / "model"))
+    policies = {
+        name: config.policies["policy"].model_copy(update={"lora": LoraConfig(rank=2, target_modules=[target])})
+        for name, target in (("one", "q_proj"), ("two", "up_proj"))
+    }
+    trainer = PolicyTrainer(config.model_copy(update={"policies": policies}), tmp_path / "run")
+    trainer.start()
+    models = {name: learner.model for name, learner in trainer._learners.items()}
+    assert {model.shared_prefixes for model in models.values()} == {True}
+    assert len({id(model.model) for model in models.values()}) == 1
+    monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)
+    monkeypatch.setattr(trainer_module, "why_compiled_attention_fails", lambda model: "NoValidChoicesError")
+    with pytest.warns(match="prefixes are not shared, because of NoValidChoicesError"):
+        trainer._prepare(models["one"])
+    assert {model.unshared for model in models.values()} == {"NoValidChoicesError"}
+    assert models["two"].model.config._attn_implementation == "sdpa"
 
 
 def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
