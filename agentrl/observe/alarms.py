@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -176,6 +177,10 @@ MEANINGS = {
     f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer",
 }
 """Condition that raises each alarm, for docs/metrics.md; over the newest `WINDOW` steps unless it names others."""
+_REASON = re.compile(r"--where '(?:metric\.(?P<metric>\S+) > 0|\w+_reason = (?P<reason>\w+))'")
+_OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens|timeline)(?=`)")
+_OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
+"""Commands in the advice without their arguments."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
@@ -214,10 +219,10 @@ def find_alarms(state: RunState) -> list[Alarm]:
         with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
         alarms += _context_full(policy, with_episodes[-WINDOW:])
         alarms += _empty_output(policy, with_episodes[-WINDOW:])
-        alarms += _tool_errors(policy, all_raise=True)
+        alarms += _tool_errors(policy, state.status, all_raise=True)
         about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
         alarms += about_format
-        alarms += _tool_errors(policy, all_raise=False)
+        alarms += _tool_errors(policy, state.status, all_raise=False)
         alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
             alarms += _nothing_taught_yet(policy, window)
@@ -230,7 +235,27 @@ def find_alarms(state: RunState) -> list[Alarm]:
     alarms += _coevolution_alarms(state)
     if state.status is not None:
         alarms += _mirrors_behind(state.status)
-    return alarms
+    return _with_commands(alarms, state)
+
+
+def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
+    """Name the run and an example episode in the commands of the advice, and give equal advice once."""
+    examples = {} if state.status is None else state.status.examples
+    advised: dict[tuple[str, str], str] = {}
+    filled: list[Alarm] = []
+    for alarm in alarms:
+        first = advised.setdefault((alarm.name, alarm.advice), alarm.policy)
+        if first != alarm.policy:
+            filled.append(alarm._replace(advice=f"the same as for {first}"))
+            continue
+        # The reason in the command that lists episodes, else the alarm's own.
+        match = _REASON.search(alarm.advice)
+        reason = "" if match is None else match["metric"] or match["reason"]
+        episode = examples.get(reason) or (examples.get("completed") if not reason else "") or "EPISODE"
+        advice = alarm.advice.replace("`agentrl episode list RUN", f"`agentrl episode list {state.plan.name}")
+        advice = _OF_EPISODE.sub(rf"\g<0> {state.plan.name} {episode}", advice)
+        filled.append(alarm._replace(advice=_OF_RUN.sub(rf"\g<0> {state.plan.name}", advice)))
+    return filled
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
@@ -353,7 +378,7 @@ def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
         )
 
 
-def _tool_errors(policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Alarm]:
+def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all_raise: bool) -> Iterator[Alarm]:
     """Raise `tool_errors` if all calls of the newest steps with calls raised, or else if a share of them did. Steps
     without calls change nothing: a policy whose calls all fail soon makes none."""
     window: list[tuple[float, float, float]] = []
@@ -372,7 +397,7 @@ def _tool_errors(policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Al
         "tool_errors",
         policy.name,
         f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} with calls raised an "
-        "exception (tool/error)",
+        "exception (tool/error)" + (f", most often {status.raised}" if status is not None and status.raised else ""),
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
     )

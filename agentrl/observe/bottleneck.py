@@ -47,6 +47,8 @@ ANY, MOST = "/any", "/most"
 """Suffixes of the seconds in which an activity was in progress at all, and of the largest number at once."""
 BLOCKED = "blocked/"
 """Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
+RAISED, MAX_RAISED = "raised/", 100
+"""Prefix of the number of exceptions of tools, followed by the error and its place; maximum number of such texts."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 
@@ -73,6 +75,7 @@ class ActivityClock:
         self._seconds_of_any: dict[str, float] = {}
         self._since: dict[str, float] = {}
         self._blocked: dict[str, float] = {}
+        self._raised = Counter[str]()
         self._num_turns = 0
 
     def change(self, activity: Activity, by: int) -> None:
@@ -96,6 +99,11 @@ class ActivityClock:
         """Add seconds in which a place in the user's code blocked the event loop; called in the watching thread."""
         self._blocked[place] = self._blocked.get(place, 0.0) + seconds
 
+    def count_raised(self, error: str) -> None:
+        """Count an exception of a tool."""
+        if error in self._raised or len(self._raised) < MAX_RAISED:
+            self._raised[error] += 1
+
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
         self._most = Counter(self._counts)
@@ -108,6 +116,7 @@ class ActivityClock:
             totals[activity] = self._seconds[activity]
             totals[activity + ANY] = self._seconds_of_any[activity]
             totals[activity + MOST] = float(self._most[activity])
+        totals |= {f"{RAISED}{error}": float(count) for error, count in self._raised.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
     def _advance(self, activity: str) -> None:
@@ -224,6 +233,12 @@ def blocked_shares(before: Mapping[str, float], now: Mapping[str, float]) -> dic
         for name, seconds in now.items()
         if name.startswith(BLOCKED) and watched > 0.0
     }
+
+
+def commonest_error(totals: Mapping[str, float]) -> str:
+    """Return the exception that tools raised most often, with its place; "" if there was none."""
+    counts = {name.removeprefix(RAISED): count for name, count in totals.items() if name.startswith(RAISED)}
+    return max(counts, key=lambda name: counts[name], default="")
 
 
 def _slow_step(shares: _Shares, max_staleness: int) -> Bottleneck:

@@ -88,6 +88,10 @@ class RunSnapshot:
     """The part of the run that the others wait for, and why, for people."""
     blocked: Mapping[str, float] = field(default_factory=dict)
     """Share of the time in which each place in the user's code, such as `env.py:8`, blocked the event loop."""
+    raised: str = ""
+    """The commonest exception of a tool, with its place, since the run's process started; empty if none was raised."""
+    examples: Mapping[str, str] = field(default_factory=dict)
+    """Newest training episode with a nonzero metric, a stop reason or a drop reason, keyed by its name."""
     pace: str = ""
     """Estimated time of the first step, and how far it is, for people; empty once a step is taken."""
     wall: Seconds = 0.0

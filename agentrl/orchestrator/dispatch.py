@@ -40,7 +40,7 @@ from agentrl.environment.mixture import root_environment_of_task, root_environme
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.observe.metrics import metrics_owner
+from agentrl.observe.metrics import find_registered_metric, metrics_owner
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
@@ -183,6 +183,8 @@ class Dispatcher:
     """Whether all episodes are parked, including new ones."""
     activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
     """Counts the episodes in flight."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """Newest training episode with a nonzero built-in metric, a stop reason or a drop reason, keyed by its name."""
     _environment_errors: int = 0
     """Number of episodes dropped as `environment_error`, held-out ones and children included."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
@@ -485,6 +487,9 @@ class Dispatcher:
             self._check_score_limits(self.score_limits)
         if spec.purpose == "train":
             self.buffer.counts.count_committed(header, counted, self.admission.learning())
+            metrics = {name for counts in counted.values() for name, value in counts.metrics.items() if value}
+            built_in = filter(find_registered_metric, metrics)
+            self.examples |= dict.fromkeys([*built_in, header.stop_reason or ""], header.episode_id)
         elif spec.purpose == "evaluate":
             self._evaluation_counts[header.episode_id] = counted
 
@@ -621,6 +626,8 @@ class Dispatcher:
         if header.drop_reason == "environment_error":
             self._report_environment_error()
         if spec.purpose == "train":
+            if header.drop_reason is not None:
+                self.examples[header.drop_reason] = header.episode_id
             if not header.committed:
                 self.memory.forget(spec.episode_id)
             self._hold(spec, header, self._record_end)

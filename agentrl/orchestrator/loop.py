@@ -37,7 +37,7 @@ from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
-from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch
+from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch, commonest_error
 from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
@@ -234,6 +234,8 @@ class Orchestrator:
             dropped=dict(ledger.dropped),
             bottleneck="" if bottleneck is None else bottleneck.line,
             blocked=self._bottleneck.blocked(),
+            raised=commonest_error(self.activity_totals()),
+            examples=dict(self.dispatcher.examples),
             pace=self._pace() if is_training else "",
         )
 

@@ -23,7 +23,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import child_depth, seeded_uuid4
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
-from agentrl.core.text import plural
+from agentrl.core.text import escape_line, plural, shorten_lines
 from agentrl.environment.context import (
     Agent,
     Aliases,
@@ -422,6 +422,10 @@ class LiveEpisodeContext(EpisodeContext):
 
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
         self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.branch))
+        if entry.outcome == "error":
+            error = shorten_lines(entry.observation.removeprefix("error: "), 200)
+            place = f" at {entry.location}" if entry.location else ""
+            self.episode.services.activity.count_raised(escape_line(f"{entry.name}: {error}{place}"))
         return entry.observation
 
     def counted(self) -> Mapping[str, PolicyCounts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -316,6 +317,13 @@ def found(planted: Planted) -> str:
         return "no alarm"
     is_right = first.name == planted.alarm and planted.words in first.line and planted.command in first.advice
     return "" if is_right and first.name in MEANINGS else first.line
+
+
+def test_a_broken_tool_is_named_with_what_it_raised_and_an_example() -> None:
+    broken = FAILURES["a tool always raises"]
+    first = alarms_after(broken.script, broken.environment)[0]
+    assert re.search(r"most often price: KeyError: 1 at \S+test_early_alarms.py:\d+ in price", first.text), first.text
+    assert re.search(r"`agentrl episode why run e\d+`", first.advice), first.advice
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -372,3 +372,18 @@ def test_code_that_blocks_the_loop_stays_an_alarm() -> None:
     assert "external=True" in alarm.advice
     assert find_alarms(a_run(5, status=status(0.05, 3000.0))) == []
     assert find_alarms(a_run(5, status=status(0.92, 2.0))) == []
+
+
+def test_advice_names_the_run_and_an_example_and_is_given_once() -> None:
+    plan = RunDisplaySettings(name="ra", steps=40, max_staleness={"solver": 1, "checker": 1})
+    status = RunSnapshot(phase="training", examples={"tool/error": "e3", "completed": "e9"})
+    state = RunState(plan=plan, status=status)
+    for policy in ("solver", "checker"):
+        nothing = {"advantage/zero_share": 1.0, "reward/mean": 0.0, "step/units": 64.0}
+        state.record(policy, 1, {**HEALTHY, **nothing, "tool/error": 1.0})
+    advice = {(alarm.name, alarm.policy): alarm.advice for alarm in find_alarms(state)}
+    assert "`agentrl episode list ra --where 'metric.tool/error > 0'`" in advice["tool_errors", "solver"]
+    assert "`agentrl episode why ra e3`" in advice["tool_errors", "solver"]
+    assert "`agentrl episode show ra e9`" in advice["no_signal", "solver"]
+    assert advice["tool_errors", "checker"] == "the same as for solver"
+    assert "`agentrl episode tokens ra e9`" in advice["no_signal", "solver"]
