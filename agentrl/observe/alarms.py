@@ -217,9 +217,9 @@ def find_alarms(state: RunState) -> list[Alarm]:
         window = newest_step_metrics(policy)
         # Metrics of episodes are missing at a step before which none ended, as in asynchronous training.
         with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
+        alarms += _tool_errors(policy, state.status, all_raise=True)
         alarms += _context_full(policy, with_episodes[-WINDOW:])
         alarms += _empty_output(policy, with_episodes[-WINDOW:])
-        alarms += _tool_errors(policy, state.status, all_raise=True)
         about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
         alarms += about_format
         alarms += _tool_errors(policy, state.status, all_raise=False)

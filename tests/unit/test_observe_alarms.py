@@ -358,6 +358,8 @@ def test_tools_that_never_worked_stay_the_first_alarm_until_a_call_succeeds() ->
     for step in range(14, 19):
         state.record("solver", step, {**HEALTHY, **nothing, "tool/bad_arguments": 3.0, "format/broken_turns": 0.9})
     assert names(state)[:2] == ["tool_errors", "illegal_output"]
+    state.record("solver", 18, {**HEALTHY, **nothing, "tool/error": 4.0, "episodes/context_full": 0.9})
+    assert names(state)[0] == "tool_errors", "repeated calls fill the context"
     state.record("solver", 19, {**HEALTHY, **nothing, "tool/ok": 1.0, "tool/error": 0.05})
     assert "tool_errors" not in names(state)
 
