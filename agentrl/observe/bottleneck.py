@@ -56,6 +56,8 @@ BLOCKED_SHARE = 0.5
 """Share of the time that event loops must be blocked for the user's code to be the bottleneck."""
 WINDOW_S = 10.0
 """Minimum seconds that a bottleneck is computed from, once the run is that old."""
+MIN_S = 1.0
+"""Minimum seconds that anything is concluded from."""
 FEW = 1 / 3
 """Share of the most episodes at once below which the episodes in flight are the last ones that a step waits for."""
 FULL = 0.8
@@ -326,6 +328,8 @@ class BottleneckWatch:
         """Reading at the begin of the first step, if sampling for it only fills the pipeline."""
         self._marks: deque[Mapping[str, float]] = deque()
         """Readings at the ends of steps, the oldest first."""
+        self._end: Mapping[str, float] | None = None
+        """Reading at the end of training. The last checkpoint and evaluation come later, and are no part of it."""
 
     def start(self) -> None:
         """Note that training begins or continues now."""
@@ -343,6 +347,10 @@ class BottleneckWatch:
         while len(self._marks) > self._num_steps and _age(self._marks[1], now) >= WINDOW_S:
             self._marks.popleft()
 
+    def stop(self) -> None:
+        """Note that training has ended."""
+        self._end = self._read()
+
     def recent(self) -> Bottleneck | None:
         """Return the bottleneck of the last steps; before these, of the time until now."""
         now = self._read()
@@ -351,16 +359,18 @@ class BottleneckWatch:
         return self._between(self._start, now, f" (last {max(_age(self._start, now), 1.0):,.0f} s)")
 
     def whole(self) -> Bottleneck | None:
-        """Return the bottleneck of the whole time."""
-        return self._between(self._start, self._read(), " (whole run)")
+        """Return the bottleneck of the whole time of training."""
+        return self._between(self._start, self._end or self._read(), " (whole run)")
 
     def blocked(self) -> dict[str, float]:
         """Return the share of the whole time in which each place in the user's code blocked an event loop."""
         return blocked_shares(self._start, self._read())
 
     def _between(self, before: Mapping[str, float], now: Mapping[str, float], period: str) -> Bottleneck | None:
-        is_filled = before is self._start and self._first_step is not None and _age(self._first_step, now) >= 1.0
-        return find_bottleneck(
+        if _age(before, now) < MIN_S:
+            return None
+        is_filled = before is self._start and self._first_step is not None and _age(self._first_step, now) >= MIN_S
+        found = find_bottleneck(
             before,
             now,
             max_staleness=self._max_staleness,
@@ -368,6 +378,8 @@ class BottleneckWatch:
             period=period,
             filled=self._first_step if is_filled else None,
         )
+        # Whether sampling waits for the trainer shows only after a whole step.
+        return None if found is not None and found.part == "none" and not self._marks else found
 
 
 def _age(mark: Mapping[str, float], now: Mapping[str, float]) -> float:

@@ -317,6 +317,7 @@ class Orchestrator:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
         except BaseExceptionGroup as group:
             raise _first(group) from None
+        self._bottleneck.stop()
         self._phase = "ending: episodes in flight"
         if self._stopping:
             await self._drain()

@@ -17,7 +17,7 @@ import agentrl
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
 from agentrl.core.records import Completion, PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.observe.bottleneck import PARTS, TURNS
+from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch
 from agentrl.observe.progress import LineDisplay
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
@@ -296,3 +296,21 @@ def test_the_bottleneck_is_right_at_every_refresh(name: str, tmp_path: Path) -> 
     screen = io.StringIO()
     Console(file=screen, width=100).print(render_run_screen(observer.state))
     assert f"bottleneck  {PARTS[planted.part]}: " in screen.getvalue()
+
+
+def test_nothing_is_concluded_before_a_step_or_from_what_follows_training() -> None:
+    reading: dict[str, float] = {}
+    watch = BottleneckWatch(lambda: dict(reading), {"guesser": 1}, places=8)
+    watch.start()
+    watch.step_begins()
+    reading.update({"run": 3.0, "episodes/any": 3.0, "step/any": 3.0})
+    assert watch.recent() is None, "the first step is in progress, so sampling has not had to wait for it"
+    watch.step_ended()
+    assert (found := watch.recent()) is not None
+    assert found.part == "none"
+
+    watch.start()
+    reading["run"] += 1e-4
+    watch.stop()
+    reading.update({"episodes/any": 9.0, "step/any": 9.0})  # the last checkpoint and evaluation
+    assert watch.whole() is None
