@@ -206,9 +206,9 @@ READING = (
             ),
             Command(
                 "set",
-                "change a setting of a running run",
+                "change settings of a running run",
                 "control:run_set",
-                (_RUN, _argument("setting", metavar="KEY=VALUE", help="such as max_in_flight=64")),
+                (_RUN, _argument("settings", nargs="+", metavar="KEY=VALUE", help="such as max_in_flight=64")),
                 epilog=f"settings that may change while the run runs: {LIVE_SETTINGS}",
             ),
             Command(

@@ -24,6 +24,7 @@ from agentrl.core.control_messages import (
 )
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line
+from agentrl.observe.run_directory import describe_missing_run
 
 if TYPE_CHECKING:
     import argparse
@@ -48,19 +49,30 @@ def run_drain(options: argparse.Namespace) -> int:
 
 
 def run_set(options: argparse.Namespace) -> int:
-    """Change a setting of a running run."""
-    return _request(options, "set", options.setting)
+    """Change settings of a running run, in their order."""
+    run, settings = options.run, list(options.settings)
+    if run is not None and "=" in run and not find_run(run).exists():  # the first of several settings, without a run
+        run, settings = None, [run, *settings]
+    replies = [_ask(find_run(run), ControlRequest("set", setting), options) for setting in settings]
+    if options.json:
+        print_json(replies if len(replies) > 1 else replies[0])
+    return 0
 
 
-def _request(options: argparse.Namespace, act: Act, setting: str = "") -> int:
-    reply = ask_run(find_run(options.run), ControlRequest(act, setting))
-    if not reply.done:
-        raise InputError(reply.text)
+def _request(options: argparse.Namespace, act: Act) -> int:
+    reply = _ask(find_run(options.run), ControlRequest(act), options)
     if options.json:
         print_json(reply)
-    else:
-        sys.stdout.write(f"{escape_line(reply.text)}\n")
     return 0
+
+
+def _ask(run: Path, request: ControlRequest, options: argparse.Namespace) -> ControlReply:
+    reply = ask_run(run, request)
+    if not reply.done:
+        raise InputError(reply.text)
+    if not options.json:
+        sys.stdout.write(f"{escape_line(reply.text)}\n")
+    return reply
 
 
 def ask_run(run: Path, request: ControlRequest) -> ControlReply:
@@ -75,7 +87,7 @@ def ask_run(run: Path, request: ControlRequest) -> ControlReply:
     from agentrl.journal.run_process import RunProcessRecord, find_writing_process, is_writer_dead, read_process_state
 
     if not (run / "journal").is_dir():
-        raise InputError(f"{run}: there is no run here (no journal); `agentrl run list` shows runs")
+        raise InputError(describe_missing_run(run))
     if os.stat(run).st_uid != os.geteuid():
         raise InputError(f"{run} belongs to another user, who alone may control it")
     process = find_writing_process(run / "journal")

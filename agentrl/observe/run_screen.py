@@ -76,7 +76,10 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         parts.append(_status(state.status))
     if not alarms:
         steps = max((len(policy.steps) for policy in state.policies.values()), default=0)
-        early = f": too early to tell after {plural(steps, 'step')}" if steps < WINDOW and state.plan.steps else ""
+        early = ""
+        if steps < WINDOW and state.plan.steps:
+            reason = "too early to tell" if state.standing == "running" else "too few steps to tell, as the run ended"
+            early = f": {reason} after {plural(steps, 'step')}"
         parts.append(Text(f"no alarms{early}", "dim"))
     if state.problem:
         parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))
