@@ -1,8 +1,8 @@
 """Live control of a run: answers `agentrl run pause | resume | drain | set` on a Unix socket in the run's directory.
 
 Only the user of the run may connect: the socket has mode 0600, and the kernel names the caller. Each action is in the
-journal before it takes effect, with who asked for it. A changed setting holds after a resume too, unless the caller
-names it then.
+journal before it takes effect, with who asked for it. A resume keeps a changed setting, unless its command line names
+the setting.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ import platform
 import pwd
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.app.policies import units_per_root_group
-from agentrl.config.load import changed_config, live_settings, parse_value, split_override
+from agentrl.config.load import (
+    changed_config,
+    live_settings,
+    parse_value,
+    split_override,
+    value_at,
+)
 from agentrl.core.control_messages import (
     CONTROLS,
     MAX_ACTIONS,
@@ -45,40 +51,12 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.loop import Orchestrator
 
 
-def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], named: Collection[tuple[str, ...]]) -> RunConfig:
-    """Return a configuration with the settings that were changed while the run ran.
-
-    Args:
-        config: configuration of the resume.
-        info: info of the run.
-        named: settings that the caller names for this start. Those are the caller's, as are those whose value differs
-            from the one before the change.
-    """
-    changes: dict[tuple[str, ...], tuple[Any, Any]] = {}
-    for action in read_actions(info):
-        if action.act == "set" and not any(_overlaps(action.path, key) for key in named):
-            before, now = changes.get(action.path, (None, None))
-            # The caller may have changed the setting between two changes: only those since then count.
-            follows = action.path in changes and now == action.before
-            changes[action.path] = before if follows else action.before, action.now
-    for path, (before, now) in changes.items():
-        with contextlib.suppress(InputError):  # recorded by another version, or by someone else
-            new, differences = changed_config(config, path, now)
-            if [(change.before, change.rule.is_live) for change in differences] == [(before, True)]:
-                config = new
-    return config
-
-
-def _overlaps(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether one of two settings is the other, or an entry of its table."""
-    return all(key == other_key for key, other_key in zip(path, other, strict=False))
-
-
 class RunControl:
     """Executes the actions of one start of a run.
 
     Args:
         config: configuration of the run.
+        configured: data of the configuration that the run was started with, without its command line.
         environment: environment of the run.
         orchestrator: loop of the run.
         store: records the actions.
@@ -90,6 +68,7 @@ class RunControl:
     def __init__(
         self,
         config: RunConfig,
+        configured: Mapping[str, Any],
         environment: type[Environment],
         orchestrator: Orchestrator,
         store: SqliteJournal,
@@ -99,6 +78,7 @@ class RunControl:
         tell: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._configured = configured
         self._environment = environment
         self._orchestrator = orchestrator
         self._store = store
@@ -154,11 +134,12 @@ class RunControl:
         units_per_root_group(new, self._environment)
         (change,) = differences
         action = ControlAction(self._clock.wall(), who, "set", change.path, change.before, change.now)
+        action = msgspec.structs.replace(action, configured=value_at(self._configured, *change.path))
         await self._record(action)
         self._config = new
         self._apply(new)
         schedule = "; the learning rate keeps its schedule until a resume" if path[0] == "steps" else ""
-        return f"{change}; it holds after a resume too{schedule}"
+        return f"{change}; a resume keeps it, unless it names --{key} or the value in the file has changed{schedule}"
 
     async def _record(self, action: ControlAction) -> None:
         actions = [*read_actions(self._store.info()), action]

@@ -105,6 +105,8 @@ class RunSetup:
     """Advantage estimator; see `UserFunctions`."""
     changed: Sequence[SettingDifference]
     """Settings changed since the previous process."""
+    configured: Mapping[str, Any]
+    """Data of the configuration, without the settings of the command line and of `agentrl run set`."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
     paused_by: str = ""
@@ -343,7 +345,7 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
         setup.observer.state.plan = display_settings_from_config(config.model_dump(mode="json"))
 
     control = RunControl(
-        *(setup.config, setup.environment, orchestrator, setup.store),
+        *(setup.config, setup.configured, setup.environment, orchestrator, setup.store),
         clock=setup.factories.clock,
         apply=apply,
         tell=setup.observer.say,

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import difflib
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from agentrl.app.control import with_recorded_changes
 from agentrl.app.engines import (
     check_endpoints,
     check_ray_installed,
@@ -24,7 +24,7 @@ from agentrl.app.engines import (
 )
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
-from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models, with_kept_models
+from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models
 from agentrl.app.policies import (
     BaseModelRecord,
     base_model_chat_formats,
@@ -39,6 +39,7 @@ from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
+from agentrl.app.resume import reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
     environment_of,
@@ -50,7 +51,12 @@ from agentrl.app.run_parts import (
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
-from agentrl.config.load import SettingDifference, check_settings_unchanged
+from agentrl.config.load import (
+    WITHOUT_COMMAND_LINE,
+    SettingDifference,
+    SettingSources,
+    check_settings_unchanged,
+)
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError, RunDirectoryError
@@ -101,7 +107,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     advantage: Callable[..., Any] | None = None,
     scorers: Sequence[Callable[..., Any]] = (),
     resume: bool = False,
-    named: Collection[tuple[str, ...]] = (),
+    sources: SettingSources | None = None,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Run:
@@ -117,7 +123,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         scorers: functions marked with `agentrl.scorer`; each adds `[scorers.NAME]` under its own name, or replaces the
             function there.
         resume: continue from the newest checkpoint of the run directory.
-        named: keys of the settings that are named for this start, which replace what `agentrl run set` changed.
+        sources: where the settings come from; None: all from `config`.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
 
@@ -125,6 +131,8 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         InputError: the configuration, model, environment or run directory is invalid.
         AgentRLError: the run failed; its newest checkpoint stays valid.
     """
+    if sources is None:
+        sources = SettingSources(str(config)) if isinstance(config, str | Path) else WITHOUT_COMMAND_LINE
     config = load_config(config).with_functions(
         loss=None if loss is None else capture_function_code(loss, "loss", key="loss").reference,
         advantage=None
@@ -145,7 +153,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         held_out=held_out,
         observers=observers,
         resume=resume,
-        named=named,
+        sources=sources,
         quiet=quiet,
     )
     return run_guarding_event_loop(run, Path(config.directory) / config.name)
@@ -159,7 +167,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
     held_out: Sequence[Task] | None = None,
     observers: Sequence[Observer] = (),
     resume: bool = False,
-    named: Collection[tuple[str, ...]] = (),
+    sources: SettingSources = WITHOUT_COMMAND_LINE,
     quiet: bool = False,
     factories: RunFactories | None = None,
 ) -> Run:
@@ -174,9 +182,11 @@ async def run_training(  # noqa: PLR0913 - as `train`
     check_sinks_installed(config.sinks)
     temporary_directory()  # many libraries need one
     path = Path(config.directory) / config.name
+    configured = sources.configured(config)
     if resume:
-        RunDirectory.reopen(path)
-        config = with_kept_models(config, path, RunDirectory.config(path))
+        config, conclusion = await asyncio.to_thread(reopen_run, config, path, sources)
+        if conclusion:
+            return _ended_run(path, "" if quiet else conclusion)
     else:
         _check_free(path)
     functions = load_user_functions(config)  # imports torch only to check the options of a built-in loss
@@ -196,7 +206,6 @@ async def run_training(  # noqa: PLR0913 - as `train`
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
-        config = with_recorded_changes(config, store.info(), named)
         _warn(observer, warnings, [] if resume else _environment_warnings(config, environment))
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         # A resume first refuses settings that may not change, and names the old value.
@@ -228,6 +237,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
             code=UserCodeDigests.of(config, environment, functions),
             estimator=functions.estimator,
             changed=changes,
+            configured=configured,
         )
         orchestrator = await supervise(setup)
         seconds = clock.monotonic() - start_s
@@ -259,6 +269,21 @@ def _check_free(path: Path) -> None:
             "stops it; choose another --name for a new run"
         )
     RunDirectory.check_free(path)
+
+
+def _ended_run(path: Path, conclusion: str) -> Run:
+    """Return a run that has taken all its steps, from its directory, and print a line."""
+    if conclusion:
+        sys.stderr.write(f"{conclusion}\n")
+    directory = RunDirectory(path)
+    return Run(
+        path=path,
+        metrics=[],
+        policies=directory.linked("policies"),
+        best=directory.linked("best"),
+        summary=directory.read_summary(),
+        interrupted=False,
+    )
 
 
 def _check_policies(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
-from agentrl.config.load import dump_toml, load, split_override
+from agentrl.config.load import dump_toml, load, setting_sources
 from agentrl.core.errors import InputError
 from agentrl.core.masking import mask_secrets
 from agentrl.core.text import escape_line, plural
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agentrl.app.training import Run
+    from agentrl.config.load import SettingSources
     from agentrl.config.run import RunConfig
 
 
@@ -35,10 +36,16 @@ def train(options: argparse.Namespace) -> int:
             "directory of a model"
         )
     config = _config(options)
-    if not options.resume:  # a run keeps models that it began with
+    sources = setting_sources(options.file, options.overrides)
+    # What can be refused is refused before the slower imports.
+    if options.resume:
+        from agentrl.app.resume import reopen_run
+
+        reopen_run(config, Path(config.directory) / config.name, sources)
+    else:  # a run keeps models that it began with
         from agentrl.app.hub import check_local_models
 
-        check_local_models(config)  # before the slower imports
+        check_local_models(config)
     if options.dry_run:
         from agentrl.app.engines import with_chosen_engine
         from agentrl.app.recovery import load_user_functions
@@ -54,7 +61,7 @@ def train(options: argparse.Namespace) -> int:
         return 0
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
-    run = _run_training(config, options)
+    run = _run_training(config, sources, options)
     policies = {policy: str(path) for policy, path in run.policies.items()}
     if options.json:
         print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
@@ -67,15 +74,14 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
+def _run_training(config: RunConfig, sources: SettingSources, options: argparse.Namespace) -> Run:
     """Train. After an interruption, further signals change nothing."""
     from agentrl.app.training import train as run_training
 
     before = signal.getsignal(signal.SIGTERM)
     end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
     try:
-        named = [split_override(override)[0] for override in options.overrides]
-        run = run_training(config, resume=options.resume, named=named)
+        run = run_training(config, resume=options.resume, sources=sources)
     except KeyboardInterrupt:
         ignore_stop_signals()
         if (Path(config.directory) / config.name).is_dir():

@@ -801,6 +801,46 @@ def resume_rule_of(field: FieldInfo) -> ResumeRule:
     return next((mark for mark in field.metadata if isinstance(mark, ResumeRule)), ResumeRule("refused"))
 
 
+class SettingSources(NamedTuple):
+    """Where the settings of a start come from."""
+
+    file: str = "the configuration"
+    """The configuration's file, for messages."""
+    named: Mapping[tuple[str, ...], Any] = types.MappingProxyType({})
+    """Settings that the command line names, each with its value in the file."""
+
+    def configured(self, config: BaseModel) -> dict[str, Any]:
+        """Return a configuration's data as if its command line named no setting."""
+        data = config.model_dump(mode="json")
+        for path, value in self.named.items():
+            set_value(data, path, value)
+        return data
+
+
+WITHOUT_COMMAND_LINE = SettingSources()
+
+
+def setting_sources(file: str | Path, overrides: Sequence[str]) -> SettingSources:
+    """Return the sources of the settings that `load` reads from a file and from overrides.
+
+    Only a live setting has its value in the file, since no other one is compared after a resume.
+    """
+    live = [tuple(key.split(".")) for key in live_settings()]
+    paths = {override: split_override(override)[0] for override in overrides}
+    paths = {override: path for override, path in paths.items() if any(overlap(path, key) for key in live)}
+    in_file: Mapping[str, Any] = {}
+    if paths:
+        with suppress(ConfigError):  # the file cannot be read without the override, so a resume needs it too
+            others = [override for override in overrides if override not in paths]
+            in_file = load(file, others).model_dump(mode="json")
+    return SettingSources(str(file), {path: value_at(in_file, *path) for path in paths.values()})
+
+
+def overlap(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether one of two settings is the other, or an entry of its table."""
+    return all(key == other_key for key, other_key in zip(path, other, strict=False))
+
+
 # --- what may change while a run runs ---------------------------------------------------------------------------------
 
 

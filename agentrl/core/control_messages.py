@@ -62,6 +62,8 @@ class ControlAction(msgspec.Struct, frozen=True):
     """Keys of the setting, for `set`."""
     before: Any = None
     now: Any = None
+    configured: Any = None
+    """Value of the setting in the configuration of the run's start, without its command line."""
 
     @property
     def text(self) -> str:

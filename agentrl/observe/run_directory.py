@@ -40,6 +40,7 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_SUMMARY_BYTES = 64 << 20
 _BEFORE_CONFIG = (".config.json", "models")
 """What a process writes before `config.json`, the first with `replace_file`. If it was killed, another may start."""
 
@@ -161,12 +162,11 @@ class RunDirectory:
     @staticmethod
     def config(path: Path) -> Mapping[str, Any]:
         """Return the configuration with which a run was started, as data; empty if it cannot be read."""
-        try:
-            with open_regular(path / "config.json") as file:
-                data = json.loads(read_at_most(file, _MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return data if isinstance(data, dict) else {}
+        return _read_object(path / "config.json", _MAX_CONFIG_BYTES)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary of a finished run; empty if it cannot be read."""
+        return _read_object(self.path / "summary.json", _MAX_SUMMARY_BYTES)
 
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -202,6 +202,10 @@ class RunDirectory:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
         return links
 
+    def linked(self, folder: str) -> dict[str, Path]:
+        """Return the links that `link` made."""
+        return {path.name: self.user_path / folder / path.name for path in sorted((self.path / folder).glob("*"))}
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json` atomically.
 
@@ -213,6 +217,16 @@ class RunDirectory:
             replace_file(path, (json.dumps(summary, indent=1) + "\n").encode())
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror}); {_FINISH}") from error
+
+
+def _read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read an object of JSON; empty if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            data = json.loads(read_at_most(file, max_bytes))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 @contextlib.contextmanager

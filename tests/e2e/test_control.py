@@ -32,6 +32,7 @@ from pathlib import Path
 import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.config.load import SettingSources
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.engines.scripted import ScriptedEngine
@@ -63,8 +64,8 @@ def trainer(config, directory):
     return RecordingTrainer(["solver"], clock=SystemClock(), step_seconds=0.1, versions=directory / "versions")
 
 factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
-named = [tuple(key.split(".")) for key in sys.argv[3:]]
-asyncio.run(run_training(config, Slow, factories=factories, resume=sys.argv[2] == "resume", named=named))
+sources = SettingSources(named={tuple(key.split(".")): 8 for key in sys.argv[3:]})
+asyncio.run(run_training(config, Slow, factories=factories, resume=sys.argv[2] == "resume", sources=sources))
 """
 
 
@@ -205,7 +206,7 @@ def test_a_run_with_a_long_path_is_reached(tmp_path: Path) -> None:
 def test_no_request_is_sent_to_a_run_that_is_not_led_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A received directory may contain a socket, or a link to one, of any process."""
     run = tmp_path / "run"
-    with pytest.raises(InputError, match="there is no run here"):
+    with pytest.raises(InputError, match="no run run in"):
         ask_run(run, ControlRequest("pause"))
     (run / "journal").mkdir(parents=True)
     heard = tmp_path / "heard"

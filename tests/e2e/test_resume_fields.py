@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import shlex
@@ -17,14 +18,16 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError, StorageError
+from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
 from benchmarks.resume_fields import (
+    GROUP,
     NOT_RUN,
     TRAINED,
+    Guess,
     Setting,
     base,
     judge,
@@ -38,6 +41,7 @@ from benchmarks.resume_fields import (
 )
 from tests.architecture.test_configuration import leaves
 from tests.support.warm import call
+from tests.unit.test_control import changed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -124,6 +128,51 @@ def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
     assert "temperature" in said
     again = play(RunConfig(**base(path) | {"steps": TRAINED + 2}), resume=True)
     assert len(again.metrics) >= 2, "nor is it in the way of the next life"
+
+
+def _content(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file of a run; opening a database to read touches those of its shared memory."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.suffix not in (".db-shm", ".db-wal")]
+    return {str(file.relative_to(path)): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
+def test_a_resume_loses_no_step_and_a_finished_run_stays_as_it_is(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
+    before = _content(path)
+    message = "the run has taken 3 steps of guesser; steps is 2 in the configuration: add --steps=5 \\(what it ran with"
+    with pytest.raises(InputError, match=message):
+        play(RunConfig(**base(path) | {"steps": 2}), resume=True)
+    assert _content(path) == before
+
+    first = play(RunConfig(**base(path)), resume=True)
+    assert first.metrics
+    before = _content(path)
+    capsys.readouterr()
+    other = base(path)
+    other["policies"]["guesser"]["step_size"] = 2 * GROUP
+    again = play(RunConfig(**other), resume=True, quiet=False)
+    said = capsys.readouterr().err
+    assert said == f"the run has taken all {TRAINED} steps: nothing is left to do (--steps=M for more)\n"
+    assert (again.policies, again.best, again.summary) == (first.policies, first.best, first.summary)
+    assert not again.metrics
+    assert _content(path) == before
+
+
+def test_a_resume_shows_the_steps_that_were_set_while_the_run_ran(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
+    config = RunConfig(**base(path))
+    asyncio.run(changed(path / "journal", config, f"steps={TRAINED - 1}", environment=Guess))
+    play(config, resume=True, quiet=False)
+    said = capsys.readouterr().err
+    assert f"Setting steps was {TRAINED} and is {TRAINED - 1}" in said
+    assert f"step {TRAINED - 1}/{TRAINED - 1}" in said
+    assert f"/{TRAINED} " not in said
 
 
 def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

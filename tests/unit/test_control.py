@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.control import RunControl, serve_control, with_recorded_changes
+from agentrl.app.control import RunControl, serve_control
+from agentrl.app.resume import with_recorded_changes
+from agentrl.config.load import SettingSources, load, setting_sources
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.control_messages import (
@@ -27,11 +29,13 @@ from agentrl.journal.store import SqliteJournal
 from tests.sim.small_run import Guess, config_for
 
 
-async def changed(path: Path, config: RunConfig, *settings: str) -> dict[str, Any]:
+async def changed(
+    path: Path, config: RunConfig, *settings: str, configured: dict[str, Any] | None = None, environment: Any = Guess
+) -> dict[str, Any]:
     """Change settings of a run with a configuration; returns the run's info afterwards."""
     store = SqliteJournal(path)
     control = RunControl(
-        *(config, Guess, None, store),  # type: ignore[arg-type]  # no request here reaches the loop
+        *(config, configured or config.model_dump(mode="json"), environment, None, store),  # type: ignore[arg-type]  # no request here reaches the loop
         clock=SystemClock(),
         apply=lambda config: None,
         tell=lambda line: None,
@@ -47,16 +51,37 @@ async def changed(path: Path, config: RunConfig, *settings: str) -> dict[str, An
 def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
     config = config_for(steps={"guesser": 4})
     info = asyncio.run(changed(tmp_path, config, "steps.guesser=9"))
-    assert with_recorded_changes(config, info, []).steps == {"guesser": 9}
-    assert with_recorded_changes(config, info, [("steps", "guesser")]).steps == {"guesser": 4}, "the caller named it"
-    assert with_recorded_changes(config, info, [("name",)]).steps == {"guesser": 9}
+    assert with_recorded_changes(config, info, SettingSources()).steps == {"guesser": 9}
+    assert with_recorded_changes(config, info, SettingSources(named={("steps", "guesser"): 4})).steps == {
+        "guesser": 4
+    }, "the caller named it"
+    assert with_recorded_changes(config, info, SettingSources(named={("name",): "demo"})).steps == {"guesser": 9}
 
 
 def test_a_change_holds_after_the_file_changed_in_between(tmp_path: Path) -> None:
     asyncio.run(changed(tmp_path, config_for(steps=40), "steps=60"))
     info = asyncio.run(changed(tmp_path, config_for(steps=50), "steps=70", "steps=80"))
-    assert with_recorded_changes(config_for(steps=50), info, []).steps == 80
-    assert with_recorded_changes(config_for(steps=90), info, []).steps == 90, "the file changed again"
+    assert with_recorded_changes(config_for(steps=50), info, SettingSources()).steps == 80
+    assert with_recorded_changes(config_for(steps=90), info, SettingSources()).steps == 90, "the file changed again"
+
+
+def test_a_change_holds_where_the_first_start_named_the_setting(tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    text = "steps = 3\n[environment]\nid = 'unused'\n[model]\npath = 'unused'\n[policies.guesser]\n"
+    file.write_text(text)
+    first = setting_sources(file, ["--steps=40", "--name=k9"])
+    assert dict(first.named) == {("steps",): 3}
+    config = load(file, ["steps=40", "name=k9"])
+    info = asyncio.run(changed(tmp_path / "journal", config, "steps=30", configured=first.configured(config)))
+
+    def resumed(*overrides: str) -> Any:
+        return with_recorded_changes(load(file, overrides), info, setting_sources(file, overrides)).steps
+
+    assert resumed() == 30
+    assert resumed("--seed=1") == 30
+    assert resumed("--steps=50") == 50
+    file.write_text(text.replace("3", "4"))
+    assert resumed() == 4, "the file has changed since"
 
 
 def test_the_screen_and_the_settings_show_a_change(tmp_path: Path) -> None:
@@ -100,13 +125,13 @@ def test_changes_stay_recorded_however_often_the_run_pauses(tmp_path: Path) -> N
     info = asyncio.run(full())
     assert [action.act for action in read_actions(info)].count("set") == 2
     assert len(read_actions(info)) == MAX_ACTIONS
-    assert with_recorded_changes(config, info, []).steps == 60
+    assert with_recorded_changes(config, info, SettingSources()).steps == 60
 
 
 def test_another_user_is_refused_even_if_that_is_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer() -> bytes:
         control = RunControl(
-            *(config_for(), Guess, None, None),  # type: ignore[arg-type]  # the request is refused before
+            *(config_for(), {}, Guess, None, None),  # type: ignore[arg-type]  # the request is refused before
             clock=SystemClock(),
             apply=lambda config: None,
             tell=lambda line: None,

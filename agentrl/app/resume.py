@@ -1,0 +1,85 @@
+"""The first look at a run that is to be resumed: with which settings, and whether it has steps left. Imports little, so
+that what cannot be resumed is refused at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.app.model_files import with_kept_models
+from agentrl.config.load import SettingSources, changed_config, overlap, value_at
+from agentrl.core.control_messages import read_actions
+from agentrl.core.errors import InputError
+from agentrl.core.text import plural
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.run_process import read_process_state
+from agentrl.journal.schema import CONTROL_FILE
+from agentrl.observe.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
+
+
+def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> tuple[RunConfig, str]:
+    """Return the configuration of a resume, with the models that the run has kept and what `agentrl run set` changed;
+    and if the run has ended and has no step left, a sentence about that.
+
+    Raises:
+        RunDirectoryError: the directory contains no run.
+        JournalError: the journal is damaged, or something in the directory is a link, a pipe or a device.
+        InputError: the configuration has fewer steps than the run has taken, so the rest would be lost.
+    """
+    directory = RunDirectory.reopen(path)
+    config = with_kept_models(config, path, RunDirectory.config(path))
+    if not (directory.journal / CONTROL_FILE).is_file():  # the run ended before it had a journal
+        return config, ""
+    with contextlib.closing(RunReader(path)) as reader:
+        info, recorded, newest = reader.info(), reader.config(), reader.log.newest_steps()
+    live = with_recorded_changes(config, info, sources)
+    for name in live.trained:
+        key = ("steps",) if isinstance(live.steps, int) else ("steps", name)
+        steps, before, taken = live.steps_of(name), value_at(recorded, *key), newest.get(name, 0)
+        if isinstance(before, int) and steps < min(before, taken):
+            option, of_policy = ".".join(key), f" of {name}" if len(live.trained) > 1 else ""
+            place = f"{option} is {steps} in {sources.file}"
+            if any(overlap(key, path) for path in sources.named):
+                place = f"--{option}={steps} is less"
+            elif live.steps_of(name) != config.steps_of(name):
+                place = f"{option} was set to {steps} by `agentrl run set`"
+            raise InputError(
+                f"the run has taken {plural(taken, 'step')}{of_policy}; {place}: add --{option}={before} (what it ran "
+                f"with), or {'a larger number' if before <= taken else f'another number of at least {taken}'}"
+            )
+    counts = {name: newest.get(name, 0) for name in live.trained}
+    is_over = counts and all(count >= live.steps_of(name) for name, count in counts.items())
+    if not is_over or read_process_state(path) != "finished":
+        return live, ""
+    steps_taken = f"{min(counts.values())} steps"
+    if len(set(counts.values())) > 1:
+        steps_taken = f"steps ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
+    return live, f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
+
+
+def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], sources: SettingSources) -> RunConfig:
+    """Return the configuration of a resume with the settings that `agentrl run set` changed.
+
+    The newest change of a setting holds unless the command line names the setting, or its value in the configuration
+    has changed since.
+
+    Args:
+        config: configuration of the resume.
+        info: info of the run.
+        sources: where its settings come from.
+    """
+    configured = sources.configured(config)
+    changes = {action.path: action for action in read_actions(info) if action.act == "set"}
+    for path, action in changes.items():
+        if value_at(configured, *path) != action.configured or any(overlap(path, key) for key in sources.named):
+            continue
+        with contextlib.suppress(InputError):  # recorded by another version, or by someone else
+            new, differences = changed_config(config, path, action.now)
+            if all(change.path == path and change.rule.is_live for change in differences):
+                config = new
+    return config
