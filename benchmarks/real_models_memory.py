@@ -31,7 +31,7 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import PolicyVersion, TrainingSample
-from agentrl.engines.models import runnable_on_meta
+from agentrl.engines.meta import runnable_on_meta
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter
 from agentrl.learn.models import PolicyModel, load_models

@@ -27,7 +27,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 OF_TESTS: set[Path] = set()
 """`tmp_path` of each test so far, whose runs are judged at its end."""
 
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)  # another load is no failure
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "default" draws anew
 
 

@@ -110,7 +110,7 @@ class ModelConfig(Section):
     """Where the prompt lists tools. `template`: where the chat template puts them. `system`: in the system message,
     with `hermes` calls and with results as user messages, for chat templates that ignore tools. A policy with full
     weights is published with a template that does the same."""
-    template_variables: Fixed[dict[str, Any]] = {}
+    template_variables: Fixed[Label[dict[str, Any]]] = {}
     """Values of variables that the chat template reads, such as `{ enable_thinking = false }`: texts, numbers, truth
     values, and lists and tables of them. They are published with full weights as the template's defaults."""
 

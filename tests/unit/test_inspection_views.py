@@ -330,6 +330,7 @@ def test_held_out_episodes_are_not_counted_as_in_flight(tmp_path: Path) -> None:
     assert {name for name in flights if name.endswith(", evaluate")} == {"calculator, evaluate"}
 
 
+@pytest.mark.damages_journal
 def test_the_figures_of_a_run_name_roulette(damaged: Path) -> None:
     trained = "SELECT episode FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL ORDER BY episode"
     for metric, value, place in (("stopped", 1.0, 0), ("weight", 4.0, 1), ("weight", 2.0, 2)):
