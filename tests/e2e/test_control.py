@@ -173,6 +173,10 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
     run = runs(8, "resume", "max_in_flight")
     run.taken(3)
     assert "max_in_flight was 4 and is 8" in run.told(), "the caller named it"
+    assert main(["run", "set", str(run.path), "max_in_flight=6", "checkpoint.every=4"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(";")[0] for line in told] == ["max_in_flight was 8 and is 6", "checkpoint.every was 5 and is 4"]
+    assert "a resume keeps it, unless it names --max_in_flight" in told[0]
     assert main(["run", "drain", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["done"] is True
     assert run.process.wait(timeout=150) == 0, run.told()
@@ -183,11 +187,24 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
     assert reader.standing() == "finished"
     assert reader.count("status = in_flight") == 0
     acts = [line.split(": ", 1)[1].split()[0] for line in run_overview(reader).controls]
-    assert acts == ["pause", "resume", "set", "drain"]
+    assert acts == ["pause", "resume", "set", "set", "set", "drain"]
     reader.close()
     assert main(["run", "stats", str(run.path)]) == 0
     assert "set max_in_flight = 4 (was 8) by " in " ".join(capsys.readouterr().out.split())
     assert main(["run", "ledger", str(run.path)]) == 0
+
+
+def test_a_request_to_a_missing_run_names_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/first/journal").mkdir(parents=True)
+    for arguments in (["drain", "firts"], ["set", "firts", "steps=1", "max_in_flight=8"]):
+        assert main(["run", *arguments]) == InputError.exit_code
+        assert f"no run firts in {tmp_path}/runs" in (said := capsys.readouterr().err)
+        assert "did you mean first?" in said
+    assert main(["run", "set", "steps=1", "max_in_flight=8"]) == InputError.exit_code
+    assert "first is not running" in capsys.readouterr().err, "the newest run is meant"
 
 
 def _turns(run: Path) -> int:

@@ -411,6 +411,20 @@ def test_a_slow_rate_is_not_shown_as_none() -> None:
     assert re.search(r"tokens/s +0\.034 ", stream.getvalue())
 
 
+@pytest.mark.parametrize(
+    ("standing", "words"),
+    [
+        ("running", "too early to tell after 0 steps"),
+        ("stopped", "too few steps to tell, as the run ended after 0 steps"),
+    ],
+)
+def test_without_alarms_the_screen_says_whether_they_may_still_come(standing: str, words: str) -> None:
+    state = RunState(plan=RunDisplaySettings(steps=9), standing=standing)
+    screen = io.StringIO()
+    Console(file=screen, width=100).print(render_run_screen(state))
+    assert f"no alarms: {words}" in screen.getvalue()
+
+
 def test_the_reward_of_the_first_step_is_shown_before_there_is_a_curve() -> None:
     state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"policy": 1}))
     state.record("policy", 1, STEP)
