@@ -58,7 +58,13 @@ from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.run_process import NAMED, RunProcessRecord, format_episode_list, record_process_state
+from agentrl.journal.run_process import (
+    NAMED,
+    RunProcessRecord,
+    format_episode_list,
+    record_process_state,
+    write_error,
+)
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
 from agentrl.observe.run_state import RunSnapshot, display_settings_from_config
 from agentrl.orchestrator.checkpoints import CheckpointWriter
@@ -200,10 +206,12 @@ def _fault(loop_error: BaseException, record: RunProcessRecord, directory: Path,
     fault = f"an environment {fault}"
     with contextlib.suppress(StorageError):
         msgspec.structs.replace(record, state="failed", fault=fault, has_killer=True).write(directory)
-    return EnvironmentFaultError(
+    error = EnvironmentFaultError(
         f"{fault} while these episodes ran: {running}. Start again with --resume: episodes are then run in worker "
         "processes, and one that does it again is dropped and named"
     )
+    write_error(directory, error)
+    return error
 
 
 async def supervise(setup: RunSetup) -> Orchestrator:

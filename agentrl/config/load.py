@@ -320,7 +320,7 @@ def _check_plain(data: Mapping[str, Any]) -> None:
                 problem = f"{value} is not a finite number"
             elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
                 problem = "text with a character that is not allowed in files or paths"
-            elif value == MASK:
+            elif isinstance(value, str) and MASK in value:
                 problem = f"{MASK} stands for a secret where a configuration is printed; write the value in its place"
             elif isinstance(value, datetime.date | datetime.time):
                 problem = f"{value} is a date or a time, which a resumed run would receive as text: put it in quotes"
@@ -745,13 +745,16 @@ def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
     if violations:
-        values = {difference.key: mask_secrets(difference.before, difference.key) for difference in violations}
-        restore_options = " ".join(f"--{key}={json.dumps(value)}" for key, value in values.items())
+        values = {difference.key: difference.before for difference in violations}
+        shown = {key: value for key, value in values.items() if mask_secrets(value, key) == value}
+        options = " ".join(f"--{key}={json.dumps(value)}" for key, value in shown.items())
+        masked = [f"{key}: its value in config.json" for key in values if key not in shown]
+        restore = "; ".join(filter(None, [options, *masked]))
         also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
             f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "
             f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
-            f"Restore the original ({restore_options}), or start a new run with --name"
+            f"Restore the original ({restore}), or start a new run with --name"
         )
     return differences
 

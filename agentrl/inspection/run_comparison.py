@@ -280,10 +280,20 @@ def _has_effect(run: _Run, setting: str) -> bool:
 def _setting_differences(runs: Sequence[_Run]) -> list[SettingComparison]:
     return [
         SettingComparison(
-            name, [mask_secrets(run.settings.get(name), name) if _has_effect(run, name) else None for run in runs]
+            name, _shown_values(name, [run.settings.get(name) if _has_effect(run, name) else None for run in runs])
         )
         for name in _differing_settings(runs)
     ]
+
+
+def _shown_values(name: str, values: Sequence[Any]) -> list[Any]:
+    """Return a setting's values with secrets masked; different values that look alike then are numbered."""
+    distinct = [value for at, value in enumerate(values) if value not in values[:at]]
+    shown = [mask_secrets(value, name) for value in distinct]
+    numbered = [
+        text if shown.count(text) == 1 else f"{text} ({shown[: at + 1].count(text)})" for at, text in enumerate(shown)
+    ]
+    return [numbered[distinct.index(value)] for value in values]
 
 
 # --- metrics and curves -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import msgspec
 
 from agentrl.core.errors import AgentRLError, RunDirectoryError, StorageError, format_foreign_error
 from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
+from agentrl.core.masking import mask_text
 from agentrl.core.text import escape_line
 
 if TYPE_CHECKING:
@@ -248,14 +249,14 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
             return RunProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:
-        """Write the record atomically.
+        """Write the record atomically, with the secrets of `fault` masked.
 
         Raises:
             StorageError: writing failed.
         """
         path = run / PROCESS_FILE
         try:
-            replace_file(path, msgspec.json.encode(self))
+            replace_file(path, msgspec.json.encode(msgspec.structs.replace(self, fault=mask_text(self.fault))))
         except OSError as error:
             raise StorageError(
                 f"{path}: cannot be written ({error.strerror}); check the free space and the permissions there"
@@ -330,21 +331,26 @@ def recording_process_state(run: Path) -> Iterator[None]:
         StorageError: writing failed at the beginning. A failure at the end is ignored: the run then counts as killed.
     """
     msgspec.structs.replace(RunProcessRecord.read(run), state="running", machine=_machine()).write(run)
+    with contextlib.suppress(OSError):
+        (run / ERROR_FILE).unlink(missing_ok=True)  # the error of an earlier process
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(StorageError, OSError):
-            if isinstance(error, Exception):
-                replace_file(run / ERROR_FILE, _error_text(error).encode("utf-8", "backslashreplace"))
+        with contextlib.suppress(StorageError):
             record_process_state(run, "failed" if isinstance(error, Exception) else "stopped")
+        if isinstance(error, Exception):
+            write_error(run, error)
         raise
 
 
-def _error_text(error: Exception) -> str:
-    """Return an error as the command line tells it, and the traceback of one that is not agentrl's own."""
-    if isinstance(error, AgentRLError):
-        return f"{error}\n"
-    return f"{format_foreign_error(error)}\n\n{''.join(traceback.format_exception(error))}"
+def write_error(run: Path, error: Exception) -> None:
+    """Write the error that ended this process, as the command line tells it, with the traceback of one that is not
+    agentrl's own. A failure is ignored."""
+    text = f"{error}\n"
+    if not isinstance(error, AgentRLError):
+        text = f"{format_foreign_error(error)}\n\n{''.join(traceback.format_exception(error))}"
+    with contextlib.suppress(OSError):
+        replace_file(run / ERROR_FILE, mask_text(text).encode("utf-8", "backslashreplace"))
 
 
 def read_failure(run: Path) -> str:

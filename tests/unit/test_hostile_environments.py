@@ -26,7 +26,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultErro
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.run_process import RunProcessRecord
+from agentrl.journal.run_process import RunProcessRecord, read_failure
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -228,6 +228,8 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
         play(tmp_path, break_it, together=run_guarding_event_loop)
     assert "(task 'digit-5')" in str(caught.value)
     assert caught.value.exit_code == 1
+    (record,) = tmp_path.rglob("process.json")
+    assert re.match(f"an environment .*{told}", read_failure(record.parent)), "the error that ended the run"
     assert play(tmp_path, break_it, resume=True, quiet=False).metrics[-1]["step"] == 6
     assert re.search(rf"WARNING .*{told}", capsys.readouterr().err)
 

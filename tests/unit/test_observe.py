@@ -29,6 +29,8 @@ from agentrl.journal.run_process import (
     RunProcessRecord,
     State,
     find_writing_process,
+    read_failure,
+    read_process_state,
     record_process_state,
     recording_process_state,
 )
@@ -365,6 +367,22 @@ def test_the_screen_of_a_failed_run_has_the_reason_and_the_place_of_the_rest(tmp
     with contextlib.suppress(KeyboardInterrupt), recording_process_state(tmp_path):
         raise KeyboardInterrupt
     assert "all of it" not in shown(), "a run that was stopped did not fail"
+
+
+def test_a_failure_is_recorded_though_its_text_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "error.txt").mkdir()
+    with pytest.raises(StorageError), recording_process_state(tmp_path):
+        raise StorageError("disk full")
+    assert read_process_state(tmp_path) == "failed"
+    assert not read_failure(tmp_path)
+
+
+def test_the_error_of_an_earlier_process_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(StorageError), recording_process_state(tmp_path):
+        raise StorageError("of the first process")
+    with recording_process_state(tmp_path):
+        record_process_state(tmp_path, "failed")
+    assert not read_failure(tmp_path)
 
 
 def test_rewards_of_seats_and_own_metrics_are_shown_before_other_figures() -> None:
