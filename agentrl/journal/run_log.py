@@ -6,6 +6,7 @@ count. Units of any other step are ready again.
 
 from __future__ import annotations
 
+import bisect
 import json
 import sqlite3
 from abc import abstractmethod
@@ -563,22 +564,29 @@ class RunLog:
     def stops(self) -> list[tuple[float, float]]:
         """Return the wall-clock times in which the run was stopped: from the last admission, end of an episode or step
         before a resume until the resume."""
-        last = "SELECT max({0}) FROM {1} WHERE {0} < ?"
-        tables = (("admitted_at", "admissions"), ("committed_at", "episodes"), ("stepped_at", "steps"))
+        resumes = self.starts()[1:]
+        if not resumes:
+            return []
+        rows = self.rows(
+            "SELECT admitted_at FROM admissions UNION SELECT committed_at FROM episodes"
+            " UNION SELECT stepped_at FROM steps"
+        )
+        times = sorted(float(time) for (time,) in rows if time is not None)
         stops: dict[float, float] = {}  # a resume without an event until the next one belongs to the same stop
-        span = self.span()
-        for resumed_at in (start.began_at for start in self.starts()[1:]):
-            times = [self.rows(last.format(*table), resumed_at)[0][0] for table in tables]
-            before = max((time for time in times if time is not None), default=None)
-            if before is not None and span is not None and resumed_at < span[1]:
-                stops[float(before)] = resumed_at
+        for start in resumes:
+            events_before = bisect.bisect_left(times, start.began_at)
+            if events_before and start.began_at < times[-1]:
+                stops[times[events_before - 1]] = start.began_at
         return list(stops.items())
 
     def seconds(self) -> float | None:
         """Return the duration of the run: from its first admission to its last write, without the times in which it was
         stopped; None before its first admission."""
         span = self.span()
-        return None if span is None else span[1] - span[0] - sum(until - since for since, until in self.stops())
+        if span is None:
+            return None
+        stopped = sum(until - since for since, until in self.stops())
+        return max(span[1] - span[0] - stopped, 0.0)  # a machine's clock may have been set back
 
     def config(self, lineage: int | None = None) -> dict[str, Any]:
         """Return the configuration of the start that began a lineage, as data: that of the first start, with the

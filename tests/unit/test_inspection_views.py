@@ -403,6 +403,29 @@ def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_p
     assert "stopped after 10 s, resumed after 60 s" in shown(run_timeline_page(line))
 
 
+def test_the_stops_of_a_run_are_found_in_one_pass_and_leave_no_negative_duration(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path / "run"))
+    database = sqlite3.connect(tmp_path / "run" / "journal" / "control.db")
+    with database:
+        database.execute("UPDATE admissions SET admitted_at = 100.0")
+        database.execute("UPDATE episodes SET committed_at = 105.0")
+        database.execute("UPDATE steps SET stepped_at = 106.0")
+        database.execute("UPDATE episodes SET committed_at = 5.0 WHERE episode = (SELECT min(episode) FROM episodes)")
+        database.execute("DELETE FROM meta WHERE key GLOB 'life.*'")
+        for lineage in range(20):
+            start = RunStart(lineage=lineage, began_at=80.0 + lineage)
+            database.execute("INSERT INTO meta VALUES (?, ?)", (f"life.{lineage}", msgspec.json.encode(start).decode()))
+    database.close()
+    reader = RunReader(tmp_path / "run")
+    statements: list[str] = []
+    reader.log.connection.set_trace_callback(statements.append)
+    assert reader.log.stops() == [(5.0, 99.0)], "the clock was set back when one episode ended"
+    reader.log.connection.set_trace_callback(None)
+    assert sum("admissions" in statement for statement in statements) == 1
+    assert reader.log.seconds() == 0.0
+    reader.close()
+
+
 def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reader: RunReader, tmp_path: Path) -> None:
     found = run_timeline(reader, parts=40)
     ((first, last),) = reader.log.rows(
