@@ -186,7 +186,9 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     temporary_directory()  # many libraries need one
-    config, weights = prepare_evaluation(load_config(config), policy)
+    config = load_config(config)
+    trained = config.trained
+    config, weights = prepare_evaluation(config, policy)
     environment_class = environment_of(config, environment)
     own_loop.run(unproved_sandbox_promises(config, environment_class))
     splits = (
@@ -228,8 +230,9 @@ def evaluate(
         )
     if journal is not None:
         owners = {
-            header.episode_id: metrics_owner(config.policies, {trajectory.policy for trajectory in header.trajectories})
+            header.episode_id: metrics_owner(trained, acted) or metrics_owner(config.policies, acted)
             for header in headers
+            if (acted := {trajectory.policy for trajectory in header.trajectories})
         }
         metrics_by_policy = {
             name: evaluation_metrics(

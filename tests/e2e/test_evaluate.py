@@ -30,6 +30,7 @@ class Pair(agentrl.Environment):
     seats = ("first", "second")
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        ctx.metric("pairs", 1)
         for seat in self.seats:
             await ctx.agent(seat).act(agentrl.user("1 + 2 ="))
             ctx.agent(seat).reward(0.5)
@@ -97,6 +98,15 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
         assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {(version.lineage, version.step)}
     assert drawn["second"] == pytest.approx(np.full(len(drawn["second"]), -math.log(vocabulary)), abs=1e-4)
     assert drawn["first"].max() > -1.0, "the adapter's base knows what it says"
+
+
+def test_metrics_of_an_episode_belong_to_the_first_trained_policy(base: Path, tmp_path: Path) -> None:
+    """By name, a frozen policy comes first."""
+    config = config_of(base, policies={"first": {"kind": "frozen"}, "second": {}})
+    agentrl.evaluate(config, environment=Pair, journal=tmp_path / "kept")
+    reader = RunReader(tmp_path / "kept")
+    assert set(reader.metrics()["evaluation/metric/pairs"]) == {"second"}
+    reader.close()
 
 
 def test_weights_are_refused_before_anything_is_sampled(base: Path, indifferent: Path, tmp_path: Path) -> None:
