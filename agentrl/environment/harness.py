@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,10 +197,17 @@ class HarnessEnvironment(Environment):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
                 raise _failure(f"the program {how} before it got a reply", error, refusal, "", output)
-            is_mistake = refusal is not None and refusal.kind == "setting"
-            if limit is None and error is not None and (self.failed_reward is None or is_mistake):
+            is_setting = refusal is not None and refusal.kind == "setting"
+            if limit is None and error is not None and self.failed_reward is None:
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
-                raise _failure("the program failed", error, refusal, "" if is_mistake else cure, output)
+                raise _failure("the program failed", error, refusal, "" if is_setting else cure, output)
+            if limit is None and error is not None and is_setting:
+                # Most likely the program's mistake, but a policy with a shell can send such a request too.
+                warnings.warn(
+                    f"{type(self).__name__}: an episode got failed_reward after the gateway refused a request: "
+                    f"{refusal}",
+                    stacklevel=1,
+                )
             value: Any = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(

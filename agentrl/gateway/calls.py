@@ -24,7 +24,7 @@ MOST_ITEMS = 8192
 """Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
     "invalid": 400,
-    "setting": 400,  # a sampling parameter that is not the run's: no text of a policy causes it
+    "setting": 400,  # a sampling parameter that is not the run's
     "key": 401,
     "forbidden": 403,
     "model": 404,

@@ -145,9 +145,11 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
 
 @pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("failed_reward", [None, 0.0])
-def test_a_request_for_other_sampling_is_told_first_even_after_a_reply_and_whatever_failures_are_worth(
+def test_a_request_for_other_sampling_after_a_reply_is_told_first_but_is_a_failure_like_others(
     failed_reward: float | None, in_process: bool
 ) -> None:
+    """A policy with a shell can send such a request: it must not choose to be dropped instead of rewarded."""
+
     async def in_loop(self: Program, task: agentrl.Task, endpoint: agentrl.Endpoint) -> None:
         env = {**os.environ, **endpoint.variables()}
         command = [sys.executable, "-c", ASK, "{}", '{"temperature": 0.3}']
@@ -161,14 +163,20 @@ def test_a_request_for_other_sampling_is_told_first_even_after_a_reply_and_whate
     )
     changes: dict[str, Any] = {"failed_reward": failed_reward, "__module__": __name__}
     changes |= {"command": (sys.executable, "-c", ASK, "{}", '{"temperature": 0.3}')}
-    found = play(type("Refused", (Program,), {**changes, **({"play": in_loop} if in_process else {})}), ["a"])
+    refused = type("Refused", (Program,), {**changes, **({"play": in_loop} if in_process else {})})
+    ignored = type("Ignored", (Program,), {**changes, "ignored_fields": ("temperature",)})
+    assert play(ignored, ["a", "b"]).header.drop_reason is None
+    if failed_reward is not None:
+        with pytest.warns(UserWarning, match="Refused: an episode got failed_reward after .*: temperature is 0.3"):
+            found = play(refused, ["a"])
+        assert (found.header.drop_reason, found.header.reward) == (None, failed_reward)
+        return
+    found = play(refused, ["a"])
     assert found.header.drop_reason == "environment_error"
     first = found.said.partition("\n")[0]
     end = "RuntimeError: Error code: 400 - …." if in_process else "exit status 1."
     assert first.startswith(refusal + end)
     assert "failed_reward" not in first
-    ignored = type("Ignored", (Program,), {**changes, "ignored_fields": ("temperature",)})
-    assert play(ignored, ["a", "b"]).header.drop_reason is None
 
 
 def test_env_check_compares_requests_with_the_sampling_of_the_run(tmp_path: Path) -> None:
