@@ -520,24 +520,37 @@ def _text_of(result: Any) -> str:
     parts = [_text_of_part(part) for part in content]
     structured = getattr(result, "structured_content", None)
     if structured is not None:
-        structured_text = json.dumps(structured)
         # Servers should repeat structured content as text, but some only summarize it there.
-        is_repeated = len(structured_text) <= MAX_RESULT_CHARACTERS and _words(structured) <= _words(
-            "\n".join(parts)[:MAX_RESULT_CHARACTERS]
-        )
-        if not parts or not is_repeated:
-            parts.append(structured_text)
+        is_cut = sum(map(len, parts)) > MAX_RESULT_CHARACTERS
+        if not is_cut and not _is_repeated(structured, parts):
+            parts.append(json.dumps(structured))
     text = "\n".join(parts)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"
 
 
-def _words(value: Any) -> set[str]:
-    """Return the words and numbers in the values of JSON data."""
-    if isinstance(value, dict | list):
-        members = value.values() if isinstance(value, dict) else value
-        return set().union(*map(_words, members))
-    return set() if value is None else set(re.findall(r"\w+", str(value).lower()))
+def _is_repeated(structured: Any, texts: Sequence[str]) -> bool:
+    """Whether a text is the structured content, or the texts are the value or the list that the SDK wraps as `result`.
+
+    The SDK writes a text for each member of a list, and texts without quotes.
+    """
+    if any(_is_text_of(structured, text) for text in texts):
+        return True
+    if not isinstance(structured, dict) or structured.keys() != {"result"}:
+        return False
+    value = structured["result"]
+    lists = ([value], value) if isinstance(value, list) and value else ([value],)
+    return any(len(values) == len(texts) and all(map(_is_text_of, values, texts)) for values in lists)
+
+
+def _is_text_of(value: Any, text: str) -> bool:
+    """Whether a text is the JSON of a value, or its text in Python."""
+    if text == str(value):
+        return True
+    try:
+        return json.dumps(json.loads(text), sort_keys=True) == json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text_of_part(part: Any) -> str:

@@ -162,10 +162,32 @@ ROWS = [
     result("structured truth, as Python writes it", "True", "True", structuredContent={"result": True}),
     result(
         "structured, and summarized as text",
-        '2 files\n{"files": ["a.txt", "b.txt"]}',
-        "2 files",
-        structuredContent={"files": ["a.txt", "b.txt"]},
+        'found 2 rows in 1 s\n{"rows": [{"a": 1, "b": 2}, {"a": 2, "b": 1}]}',
+        "found 2 rows in 1 s",
+        structuredContent={"rows": [{"a": 1, "b": 2}, {"a": 2, "b": 1}]},
     ),
+    result(
+        "a structured number, and its digits in a text",
+        'changed by 5\n{"delta": -5}',
+        "changed by 5",
+        structuredContent={"delta": -5},
+    ),
+    result(
+        "a structured list, and its members in one text",
+        'a b\n{"result": ["a", "b"]}',
+        "a b",
+        structuredContent={"result": ["a", "b"]},
+    ),
+    result(
+        "structured truth, and a number as text", '{"n": 1}\n{"n": true}', '{"n": 1}', structuredContent={"n": True}
+    ),
+    result(
+        "structured, and as indented text in another order",
+        '{\n  "b": 2,\n  "a": [1.5]\n}',
+        '{\n  "b": 2,\n  "a": [1.5]\n}',
+        structuredContent={"a": [1.5], "b": 2},
+    ),
+    result("a structured list of one, a text each", "a", "a", structuredContent={"result": ["a"]}),
     result(
         "structured beside an image",
         '[image, left out]\n{"width": 640}',

@@ -357,6 +357,7 @@ def test_the_policy_sees_the_text_of_resources_and_the_places_of_links(tmp_path:
         "[resource file:///b.bin, image/png, left out]",
         "[resource link file:///c.txt, c.txt: a third file]",
         "[image, left out]",
+        '{"path": "a.txt"}',
     ]
 
 
