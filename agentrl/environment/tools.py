@@ -8,16 +8,21 @@ or a timeout become an observation the policy can learn from. Sync tools run in 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import reprlib
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar, TypeVar, overload
 
+from pydantic import BaseModel
 from pydantic_core import to_json
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
@@ -242,7 +247,7 @@ def observation_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
     try:
-        return to_json(_ordered(value), inf_nan_mode="constants", fallback=_plain).decode()[:MAX_OBSERVATION_CHARACTERS]
+        return _json(_ordered(value)).decode()[:MAX_OBSERVATION_CHARACTERS]
     except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(
             f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",
@@ -250,16 +255,53 @@ def observation_of(value: Any, where: str) -> str:
         ) from error
 
 
+class _SortedIteration:
+    """Makes a set iterate in the order of its members' JSON."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=_json))  # type: ignore[misc]
+
+
+class _SortedSet(_SortedIteration, set[Any]):
+    pass
+
+
+class _SortedFrozenSet(_SortedIteration, frozenset[Any]):
+    pass
+
+
 def _ordered(value: Any) -> Any:
-    """Sort the sets in a result: their order differs between processes, and a resumed episode may run in another."""
+    """Sort the sets in a result: their order differs between processes, and a resumed episode may run in another.
+
+    They stay sets, since a model's field would warn of a list.
+    """
     match value:
-        case set() | frozenset():
-            return sorted(map(_ordered, value), key=repr)
+        case set():
+            return _SortedSet(map(_ordered, value))
+        case frozenset():
+            return _SortedFrozenSet(map(_ordered, value))
         case dict():
             return {key: _ordered(item) for key, item in value.items()}
         case list():
             return [_ordered(item) for item in value]
+        case tuple():
+            return tuple(_ordered(item) for item in value)
+        case deque():
+            return deque(_ordered(item) for item in value)
+        case BaseModel():
+            fields = {name: item for name, item in vars(value).items() if name in type(value).model_fields}
+            items = fields | (value.__pydantic_extra__ or {})
+            return value.model_copy(update={name: _ordered(item) for name, item in items.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Enum):  # JSON has the value of an enum
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _ordered(getattr(value, field.name)))
+        return copied
     return value
+
+
+def _json(value: Any) -> bytes:
+    return to_json(value, inf_nan_mode="constants", fallback=_plain)
 
 
 def _plain(value: Any) -> Any:

@@ -570,13 +570,67 @@ def test_the_random_policy_draws_values_that_the_schema_allows(kind: str) -> Non
         validator.validate({"x": random_value(schema["properties"]["x"], random.Random(seed), schema)})
 
 
-RESULTS: Mapping[str, tuple[Any, str]] = {
+RESULTS: dict[str, tuple[Any, str]] = {
     "model": (Model(name="a"), '{"name":"a","span":null}'),
     "dataclass": (Span(1), '{"low":1,"high":9}'),
     "path": (pathlib.Path("a/b"), '"a/b"'),
     "nested": ([{"at": pathlib.Path("a")}, Level.HIGH, datetime.date(2026, 1, 2)], '[{"at":"a"},2,"2026-01-02"]'),
     "tuple": ((1, "a"), '[1,"a"]'),
     "url": (pydantic.AnyUrl("https://example.com/"), '"https://example.com/"'),
+}
+
+
+LETTERS = frozenset("gfbeacdh")
+SORTED = json.dumps(sorted(LETTERS), separators=(",", ":"))
+
+
+class Place(enum.Enum):
+    """An enum whose members are data classes."""
+
+    HERE = Span(1)
+
+
+class Bag(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    content: set[str] = Field(serialization_alias="holds")
+    kinds: dict[str, tuple[frozenset[str], int]] = {}
+
+    @functools.cached_property
+    def size(self) -> int:
+        return len(self.content)
+
+
+BAG = Bag(content=set(LETTERS), kinds={"a": (LETTERS, 1)}, other=LETTERS)
+assert BAG.size == 8  # its cache lies beside the fields, and is not shown
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    content: Any
+    count: int = dataclasses.field(default=8, init=False)
+
+
+@pydantic.dataclasses.dataclass
+class Crate:
+    content: set[str] = Field(serialization_alias="holds")
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+RESULTS |= {
+    "set": (set(LETTERS), SORTED),
+    "set_in_tuple": ((1, set(LETTERS)), f"[1,{SORTED}]"),
+    "set_in_named_tuple": ({"a": Pair(LETTERS, None)}, f'{{"a":[{SORTED},null]}}'),
+    "set_in_deque": (collections.deque([LETTERS]), f"[{SORTED}]"),
+    "set_in_dataclass": ([Box(LETTERS)], f'[{{"content":{SORTED},"count":8}}]'),
+    "set_of_dataclasses": ({Box((LETTERS,))}, f'[{{"content":[{SORTED}],"count":8}}]'),
+    "set_of_tuples": ({(letter, 1) for letter in LETTERS}, json.dumps([[x, 1] for x in "abcdefgh"]).replace(" ", "")),
+    "set_in_pydantic_dataclass": (Crate(set(LETTERS)), f'{{"holds":{SORTED}}}'),
+    "set_in_model": (BAG, f'{{"holds":{SORTED},"kinds":{{"a":[{SORTED},1]}},"other":{SORTED}}}'),
+    "enum_of_dataclasses": (Place.HERE, '{"low":1,"high":9}'),
 }
 
 
