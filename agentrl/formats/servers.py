@@ -259,17 +259,13 @@ class OpenEnv(SessionEnvironment):
 
     def action(self, text: str) -> Mapping[str, Any]:
         """Return the action that a turn's text names: the fields of the server's action. Default: the text is a JSON
-        object.
-
-        Raises:
-            ValueError: it names none; the policy sees the error, and may try again.
-        """
+        object; if it is not, the policy sees an error and may try again. Any other error ends the episode."""
         try:
             found = parse_json(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the action is not JSON: {error}; write one JSON object and nothing else") from None
+            raise _NoActionError(f"the action is not JSON: {error}; write one JSON object and nothing else") from None
         if not isinstance(found, dict):
-            raise ValueError("the action is JSON, but not an object; write one JSON object and nothing else")
+            raise _NoActionError("the action is JSON, but not an object; write one JSON object and nothing else")
         return found
 
     def render(self, observation: Mapping[str, Any]) -> str:
@@ -300,6 +296,10 @@ class _ServedSeeds(GameSeedTasks):
     def __getitem__(self, index: int, /) -> Task:
         task = super().__getitem__(index)
         return Task(id=task.id, data={**task.data, "url": self._url})
+
+
+class _NoActionError(ValueError):
+    """The text of a turn is not a JSON object."""
 
 
 class _RefusedError(Exception):
@@ -337,13 +337,9 @@ class _OpenEnvSession(_Connection):
 
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
         try:
-            action = dict(self._environment.action(text))
-        except ValueError as error:
+            result = await self._ask("step", dict(self._environment.action(text)))
+        except (_NoActionError, _RefusedError) as error:  # the policy may try again
             return {"messages": [{"role": "user", "content": f"error: {error}"}], "reward": 0.0, "done": False}
-        try:
-            result = await self._ask("step", action)
-        except _RefusedError as refusal:  # the policy may try again
-            return {"messages": [{"role": "user", "content": f"error: {refusal}"}], "reward": 0.0, "done": False}
         reward, done = result.get("reward"), result.get("done")
         if not isinstance(done, bool):
             raise ValueError(f"{self._url}: `done` is {str(done)[:40]!r}, which is neither true nor false")

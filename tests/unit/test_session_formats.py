@@ -335,6 +335,19 @@ def test_an_openenv_episode_is_played_over_its_socket(openenv: str) -> None:
     assert by_default.observations == ('{"hint": "1 to 9"}',)
 
 
+def test_an_error_in_the_code_of_an_action_ends_the_episode_and_is_not_shown_to_the_policy(openenv: str) -> None:
+    class Broken(OpenEnv):
+        def action(self, text: str) -> Mapping[str, Any]:
+            found = super().action(text)
+            return {"number": int("three" if found["number"] == 0 else found["number"])}
+
+    done = play_episode(Broken, ["left", '{"number": 0}'], data={"url": openenv, "seed": 1})
+    assert len(done.seen) == 2  # the policy may try again after a text that is no JSON object
+    assert done.header.drop_reason == "environment_error"
+    assert "invalid literal for int() with base 10: 'three'" in done.said
+    assert "test_session_formats.py" in done.said
+
+
 def replying(step: str) -> web.Application:
     """A server of OpenEnv with one answer to every step."""
 
