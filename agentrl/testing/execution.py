@@ -322,7 +322,6 @@ class PlayResult:
     """Text of the new messages before each turn of the policy."""
 
 
-@outside_event_loop
 def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed: int = 0) -> PlayResult:
     """Play one episode in which the policy gives `replies` in order, for all seats. None of them is cut.
 
@@ -343,6 +342,20 @@ def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed:
     if not isinstance(task, Task):
         raise InputError(f"play: the task is {reprlib.repr(task)}; write agentrl.Task(id=…, data={{…}})")
     texts = _texts(replies)
+    result, turn_count = _play(environment_class, task, texts, seed)
+    if turn_count < len(texts):
+        unused = f"{len(texts) - turn_count} of {plural(len(texts), 'reply', 'replies')}"
+        warnings.warn(
+            f"{name_of(environment_class)}: the episode ended after {plural(turn_count, 'turn')}, and {unused} were "
+            f"never asked for, the first of them {texts[turn_count]!r}",
+            stacklevel=2,
+        )
+    return result
+
+
+@outside_event_loop
+def _play(environment_class: type[Environment], task: Task, texts: Sequence[str], seed: int) -> tuple[PlayResult, int]:
+    """Play an episode; return its result and its number of turns."""
     turn_count = 0
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -377,22 +390,16 @@ def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed:
         problems.append(f"the test cut {', '.join(outcome.cuts)}")
     if problems or isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {'; '.join(problems)}")
-    if turn_count < len(texts):
-        unused = f"{len(texts) - turn_count} of {plural(len(texts), 'reply', 'replies')}"
-        warnings.warn(
-            f"{spec.environment}: the episode ended after {plural(turn_count, 'turn')}, and {unused} were never asked "
-            f"for, the first of them {texts[turn_count]!r}",
-            stacklevel=3,
-        )
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
-    return PlayResult(
+    result = PlayResult(
         reward=header.reward or 0.0,
         stop_reason=header.stop_reason or "",
         metrics=outcome.metrics,
         observations=prompts,
     )
+    return result, turn_count
 
 
 def _too_few(asked: int, count: int) -> str:
@@ -415,7 +422,8 @@ def _texts(replies: object) -> list[str]:
     for number, reply in enumerate(replies):
         try:
             texts.append(reply if isinstance(reply, str) else _calls_text(reply))
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:  # also for arguments that are not JSON
+            texts[-1].encode()
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:  # also for arguments or text that is no Unicode
             raise InputError(
                 f"play: replies[{number}] is {reprlib.repr(reply)} ({error}): write text, a tool call as "
                 "{'name': …, 'arguments': {…}}, or a list of calls; a malformed call is text"

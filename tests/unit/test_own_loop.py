@@ -77,6 +77,13 @@ def test_what_it_raises_and_where_it_runs_are_the_callers() -> None:
     assert asyncio.run(main())
 
 
+def test_a_warning_names_the_callers_line() -> None:
+    for run in (in_running_loop, lambda function: function()):
+        with pytest.warns(UserWarning, match="never asked for") as shown:
+            run(lambda: play(Echo, TASK, ["x", "y"]))
+        assert [warning.filename for warning in shown] == [__file__]
+
+
 def test_an_error_does_not_begin_with_one_of_the_event_loop() -> None:
     with pytest.raises(CheckFailedError) as failed:
         play(Echo, TASK, [])

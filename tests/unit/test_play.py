@@ -75,6 +75,8 @@ def call(a: int) -> dict[str, object]:
         (None, "replies is None: write a list"),
         (["x", 5], "replies[1] is 5"),
         (["x", None], "replies[1] is None"),
+        (["x", "\ud800"], "replies[1] is '\\ud800' ('utf-8' codec can't encode"),
+        ([{"name": "add", "arguments": {"a": "\ud800"}}], "surrogates not allowed"),
         ([("first", "x")], "replies[0] is ('first', 'x')"),
         ([{"tool": "add", "arguments": {}}], "unknown field `tool`"),
         ([{"type": "function", "function": {"name": "add", "arguments": "{}"}}], "{'name': …, 'arguments': {…}}"),
