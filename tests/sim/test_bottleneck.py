@@ -309,8 +309,14 @@ def test_nothing_is_concluded_before_a_step_or_from_what_follows_training() -> N
     assert (found := watch.recent()) is not None
     assert found.part == "none"
 
+    reading.update({"run": 13.0, "episodes/any": 13.0, "episodes": 13.0, "engine": 13.0, "engine/any": 13.0})
+    watch.stop()
+    reading["step/any"] = 13.0  # the last checkpoint
+    assert (found := watch.whole()) is not None
+    assert found.part == "engine"
+
     watch.start()
     reading["run"] += 1e-4
     watch.stop()
-    reading.update({"episodes/any": 9.0, "step/any": 9.0})  # the last checkpoint and evaluation
+    reading.update({"episodes/any": 19.0, "step/any": 19.0})  # the last checkpoint and evaluation
     assert watch.whole() is None
