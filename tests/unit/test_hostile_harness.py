@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.cli.environments import _environment_of_run
+from agentrl.cli.environments import _config_of_run
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment import harness
 from agentrl.environment.harness import _remove_specials, _remove_tree, _task
@@ -193,7 +193,9 @@ def test_env_check_compares_requests_with_the_sampling_of_the_run(tmp_path: Path
         'environment.id = "a:B"\nmodel.path = "tiny"\nsampling.temperature = 0.5\n'
         "policies.main.sampling.temperature = 0.3\n"
     )
-    _, _, sampling = _environment_of_run(str(tmp_path / "train.toml"))
+    config = _config_of_run(str(tmp_path / "train.toml"), [])
+    assert config is not None
+    sampling = config.sampling_of("main").model_dump(include={"temperature"})
     assert check_environment(Warm, sampling=sampling).passed
 
 
