@@ -118,6 +118,7 @@ asyncio.run(main())
 def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
     private = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
     environment = {**os.environ, **private, "RAY_USAGE_STATS_ENABLED": "0"}
+    del environment["CUDA_VISIBLE_DEVICES"]  # hides GPUs, simulated ones too
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         cwd=Path(__file__).parents[2],
