@@ -162,7 +162,6 @@ NOT_RUN: dict[str, str] = {
     "sinks": "the sinks are extras, which need not be installed",
     "cluster.address": "there is no cluster",
     "cluster.min_nodes": "there is no cluster",
-    "model.template_variables": "the template of the model reads none",
     "scorers.scorer.reward_model": "the scripted engine serves no reward model",
     "scorers.scorer.steps": "the scripted engine serves no reward model",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",

@@ -279,8 +279,8 @@ class RunConfig(Section):
             return False
 
     def check_turns_fit(self) -> None:
-        """Refuse turns that are longer than the contexts. Recorded configurations are not checked, so that their runs
-        can be read.
+        """Refuse turns that are set to be longer than the contexts; a default may be. Recorded configurations are not
+        checked, so that their runs can be read.
 
         Raises:
             ConfigError: `max_tokens` of a policy is above `engine.max_context`.
@@ -289,7 +289,8 @@ class RunConfig(Section):
             for name in base.policies:
                 tokens, policy = self.sampling_of(name).max_tokens, self.policies[name]
                 own = isinstance(policy, LocalPolicy) and "max_tokens" in policy.sampling
-                if tokens > self.engine.max_context:
+                is_set = own or "max_tokens" in self.sampling.model_fields_set
+                if is_set and tokens > self.engine.max_context:
                     raise ConfigError(
                         f"{f'policies.{name}.' if own else ''}sampling.max_tokens = {tokens} is above "
                         f"engine.max_context = {self.engine.max_context}, the longest conversation: no turn can be so "
