@@ -399,7 +399,7 @@ def _step(
             width = model.model.config.get_text_config().hidden_size
             value_head = ValueHead(width, model.model.device, gae.value_updates)
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
-        with _Limit(counter, limit):
+        with torch.enable_grad(), _Limit(counter, limit):  # the limit may end a change of this mode
             output = token_logprobs(
                 model.model,
                 batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -477,3 +478,15 @@ def test_a_storage_at_the_address_of_a_freed_one_is_counted() -> None:
         ignored.clear()
         held = [torch.empty(64, device="meta") for _ in range(100)]
     assert counter.live == len(held) * 64 * 4
+
+
+def test_a_pass_that_is_given_up_leaves_gradients_on(repository: Path) -> None:
+    """The error may be raised where a mode is restored."""
+    config = configured(repository, "--policies.solver.step_size=4").with_token_limits(64, 128)
+    model = TrainerMemoryPredictor(config).models["solver"]
+    with runnable_on_meta(model.model):
+        whole = memory_prediction._step(config, "solver", model, 64).operations
+        for limit in range(whole - 120, whole):
+            with contextlib.suppress(memory_prediction._TooManyOperationsError):
+                memory_prediction._step(config, "solver", model, 64, limit=limit)
+            assert torch.is_grad_enabled(), limit
