@@ -410,18 +410,31 @@ class Marked(agentrl.Environment):
         return agent
 
 
-class MarkedWithOwnRun(Desk):
-    """A `run` of its own, without the tools."""
+class OwnRun(Desk):
+    """A `run` of its own, without the inherited tools."""
 
     run = Marked.run
     converse = Marked.converse
+
+
+class MarkedWithOwnRun(OwnRun):
+    run = Marked.run
+
+    @agentrl.tool
+    def added(self) -> str:
+        """Add."""
+        return ""
+
+
+def test_a_class_may_leave_inherited_tools_out() -> None:
+    resolve(OwnRun)
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         (Marked, "tool calculate is offered to no seat: subclass ToolEnvironment, or pass tools= to ctx.agent"),
-        (MarkedWithOwnRun, r"tools calculate, .* are offered to no seat: call super\(\).run\(ctx\) in run, or pass"),
+        (MarkedWithOwnRun, r"tool added is offered to no seat: call super\(\).run\(ctx\) in run, or pass"),
     ],
 )
 def test_tools_that_no_seat_is_offered_are_refused(environment: type[agentrl.Environment], words: str) -> None:
