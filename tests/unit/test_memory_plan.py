@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from agentrl.app.memory_estimate import (
     gpu_memory_needs,
     with_chosen_token_limits,
 )
-from agentrl.cli.doctor import memory_fit_checks
 from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT
 from agentrl.config.load import load
@@ -223,6 +221,7 @@ def test_a_reward_model_and_what_it_keeps_are_counted(repository: Path, tmp_path
 
 def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     """A machine with GPUs."""
+    monkeypatch.setattr("agentrl.config.run.MIN_GPU_PARAMETERS", 0)  # so small a model would stay on the CPU
     there = tuple(Gpu(str(at), "card", Memory(gib << 30, gib << 30)) for at in range(count))
     monkeypatch.setattr(engines, "gpus", lambda: there)
 
@@ -239,16 +238,6 @@ def test_doctor_prints_the_device_plan_and_each_share(
     found = [(each["name"], each["result"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
     assert ("devices", "GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)") in found
     assert any(name == "engine 0 on GPU 0" and "needed of 10.80 GiB" in text for name, text in found)
-
-
-@pytest.mark.parametrize(("overrides", "noted"), [([], True), (DETERMINISTIC, False), (VLLM, False)])
-def test_doctor_recommends_vllm_on_a_gpu(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], noted: bool
-) -> None:
-    cards(monkeypatch, 1, 24)
-    sizes = ("--engine.max_context=512", "--trainer.micro_batch_tokens=512")
-    checks = memory_fit_checks(configured(repository, *sizes, *overrides))
-    assert any("[engine.vllm]" in check.fix for check in checks) == noted
 
 
 def test_doctor_names_offloading_and_counts_what_is_offloaded(
@@ -445,6 +434,7 @@ def test_a_card_that_is_too_full_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(training, "supervise", loads)
     card = Gpu("0", "card", Memory(free=1 << 20, total=24 << 30))
     monkeypatch.setattr(engines, "gpus", lambda: (card,))
+    monkeypatch.setattr("agentrl.config.run.MIN_GPU_PARAMETERS", 0)
     command = ["train", str(repository / "examples/01_tool_use.toml"), f"--directory={tmp_path}"]
     assert main([*command, "--trainer.micro_batch_tokens=512", "--engine.max_context=512"]) == 2
     told = " ".join(capsys.readouterr().err.split())
