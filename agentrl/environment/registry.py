@@ -416,13 +416,12 @@ def _definition_problem(candidate: type[Environment]) -> str:
             f".__init__ wants {', '.join(required_names)}, but is called without arguments for each episode; options "
             "go to `tasks`, and per-task values into the task's data"
         )
-    if unoffered := tools_without_seat(candidate):
-        remedy = (
-            "call super().run(ctx) in run" if issubclass(candidate, ToolEnvironment) else "subclass ToolEnvironment"
+    # A tool environment may have a `run` of its own.
+    if not issubclass(candidate, ToolEnvironment) and (unoffered := tools_without_seat(candidate)):
+        return (
+            f": {', '.join(unoffered)}: tools that are offered to no seat: subclass ToolEnvironment, or pass tools= to "
+            "ctx.agent"
         )
-        label = "tool" if len(unoffered) == 1 else "tools"
-        verb = "is" if len(unoffered) == 1 else "are"
-        return f": {label} {', '.join(unoffered)} {verb} offered to no seat: {remedy}, or pass tools= to ctx.agent"
     return ""
 
 

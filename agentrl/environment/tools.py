@@ -202,12 +202,9 @@ def _hides_mark(name: str, attribute: Any) -> bool:
 
 
 def tools_without_seat(environment: type[Environment]) -> list[str]:
-    """Return the names of the `@tool` methods that a class adds beside or below its `run`, if no code that `run`
-    reaches passes `tools=`, as `ToolEnvironment.run` does; else none."""
-    runs = next(base for base in environment.__mro__ if "run" in base.__dict__)
-    # A class may override the `run` of one that it inherits tools from.
-    own = environment.__mro__[: environment.__mro__.index(runs) + 1]
-    names = sorted({name for base in own for name, value in base.__dict__.items() if _is_marked(value)})
+    """Return the names of `@tool` methods if no code that `run` reaches passes `tools=`, as `ToolEnvironment.run` does;
+    else none."""
+    names = [name for name in dir(environment) if _is_marked(inspect.getattr_static(environment, name))]
     return names if names and not _passes_tools(environment) else []
 
 
