@@ -41,7 +41,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
 from agentrl.journal.run_log import RunStart, SettingChange
-from agentrl.journal.run_process import RunLock, RunProcessRecord, format_episode_list
+from agentrl.journal.run_process import RunLock, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
@@ -167,6 +167,7 @@ def test_what_is_adapted_is_said_as_the_run_starts(tmp_path: Path, capsys: pytes
 def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path: Path) -> None:
     first = Lives(losses=[])
     first.run(tmp_path)
+    record_process_state(tmp_path / "run", "killed")  # a finished one is not continued
     lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
     again = Lives(losses=[])
     again.clock.sleeps = lambda: lock.release() if len(again.clock.waits) == 3 else None
@@ -177,6 +178,7 @@ def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path:
 
 def test_what_is_written_for_ever_is_not(tmp_path: Path) -> None:
     Lives(losses=[]).run(tmp_path)
+    record_process_state(tmp_path / "run", "killed")
     lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
     again = Lives(losses=[])
     with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
