@@ -611,7 +611,7 @@ def _check_layers(config: PretrainedConfig, path: str | Path) -> None:
     if others := sorted(_STATE_LAYERS.intersection(kinds)):
         raise ModelError(
             f"{path}: its layers of kind {', '.join(others)} have a recurrent state, with which the embedded engine "
-            "cannot sample; set engine.kind = 'vllm'"
+            "cannot sample; add an [engine.vllm] table, which selects vLLM"
         )
 
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from agentrl.core.machine import install_command
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -65,7 +67,7 @@ def find_kernels() -> Kernels | str:
     try:
         version = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:
-        return "liger-kernel is not installed (pip install 'episodic-rl[liger]')"
+        return f"liger-kernel is not installed: {install_command('liger')}"
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < LIGER:
         return f"liger-kernel is {version}, and needs to be {'.'.join(map(str, LIGER))} or newer"
     try:

@@ -219,5 +219,5 @@ def test_attention_in_chunks_is_refused_over_slots_beyond_a_chunk() -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2"])
 def test_layers_with_a_recurrent_state_are_refused_by_name_before_loading(name: str, tmp_path: Path) -> None:
     family_config(name).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"layers of kind (linear_attention|conv) .* set engine.kind = 'vllm'"):
+    with pytest.raises(ModelError, match=r"layers of kind (linear_attention|conv) .* add an \[engine\.vllm\] table"):
         load_model(str(tmp_path), max_context=8, dtype=torch.float32, device="cpu")
