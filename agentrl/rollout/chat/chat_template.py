@@ -28,6 +28,7 @@ from agentrl.core.text import valid_unicode
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jinja2 import Environment
     from jinja2.parser import Parser
 
     from agentrl.core.records import Message, ToolSpec
@@ -113,12 +114,17 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         except (TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError) as error:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
+        if self._variables:
+            self._check_read(environment)
+
+    def _check_read(self, environment: Environment) -> None:
+        """Refuse a value of a variable that the template does not read."""
         of_ours = {"messages", "tools", "documents", "add_generation_prompt", *environment.globals, *self._tokens}
         read = find_undeclared_variables(environment.parse(self.source)) - of_ours
         if unread := sorted(self._variables.keys() - read):
             raise ModelError(
-                f"{directory}: model.template_variables.{unread[0]}: the chat template reads no such variable; it "
-                f"reads {', '.join(sorted(read)) or 'none'}"
+                f"{self._directory}: model.template_variables.{unread[0]}: the chat template reads no such variable; "
+                f"it reads {', '.join(sorted(read)) or 'none'}"
             )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
