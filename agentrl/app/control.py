@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.policies import units_per_root_group
-from agentrl.config.load import (
-    changed_config,
-    live_settings,
-    parse_value,
-    split_override,
-    value_at,
-)
+from agentrl.config.load import changed_config, live_settings, parse_value, split_override, value_at
 from agentrl.core.control_messages import (
     CONTROLS,
     MAX_ACTIONS,

@@ -264,9 +264,8 @@ class ReceivedRun:
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
-        places = dict.fromkeys(
-            (Path(os.path.realpath(run)), run_root(run))
-        )  # the same for a run, but not for its forks
+        # One place, unless the run's forks are elsewhere.
+        places = dict.fromkeys((Path(os.path.realpath(run)), run_root(run)))
         refuse_links_below(*(place / name for place in places for name in ("versions", "checkpoints")))
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))

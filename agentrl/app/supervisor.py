@@ -315,7 +315,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 async def _start_trainer_and_engine(
     setup: RunSetup, config: RunConfig, point: StartPoint, trainer: Trainer, stack: contextlib.AsyncExitStack
 ) -> Engine:
-    """Start both, side by side if the engine has processes of its own; `stack` closes the engine."""
+    """Start both, side by side if the engine runs in other processes. `stack` closes the engine."""
     observer, directory, clock = setup.observer, setup.directory, setup.factories.clock
     began = clock.monotonic()
 

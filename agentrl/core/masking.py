@@ -50,7 +50,7 @@ def mask_secrets(value: Any, name: str = "") -> Any:
 
     Args:
         value: data to show.
-        name: name of the data, with those of the tables around it, such as `environment.options.api_key`.
+        name: full name of the data, such as `environment.options.api_key`.
     """
     return _masked(value, name, _secret_values(), MAX_DEPTH, is_secret=any(map(_is_secret, name.split("."))))
 

@@ -43,7 +43,8 @@ class _Shapes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._results: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int], torch.dtype] | None] = {}
-        """Shape, strides and dtype of a result, keyed by operation and arguments; None: not one tensor of its own."""
+        """Shape, strides and dtype of a result, keyed by operation and arguments; None: it is not a single new
+        tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -416,7 +416,7 @@ def _definition_problem(candidate: type[Environment]) -> str:
             f".__init__ wants {', '.join(required_names)}, but is called without arguments for each episode; options "
             "go to `tasks`, and per-task values into the task's data"
         )
-    # A tool environment may have a `run` of its own.
+    # A ToolEnvironment may override `run`.
     if not issubclass(candidate, ToolEnvironment) and (unoffered := tools_without_seat(candidate)):
         return (
             f": {', '.join(unoffered)}: tools that are offered to no seat: subclass ToolEnvironment, or pass tools= to "

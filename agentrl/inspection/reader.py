@@ -358,8 +358,8 @@ def parse_json_object(text: Any) -> dict[str, Any]:
 
 
 def reward_columns(rewarded: Iterable[Iterable[str]]) -> list[str]:
-    """Return the columns that show rewards: `reward/SEAT` for each seat if an episode, or a step, rewarded several,
-    whose sum means nothing; `reward` for those that rewarded another seat alone.
+    """Return the columns that show rewards: `reward`, or `reward/SEAT` for each seat of an episode or step that
+    rewarded several, because their sum means nothing. There are both if others rewarded another seat alone.
 
     Args:
         rewarded: the rewarded seats of each episode or step.

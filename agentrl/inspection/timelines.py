@@ -79,8 +79,8 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     part: float
     """Length of one part, in seconds."""
     in_flight: dict[str, list[float]]
-    """Mean number of unfinished episodes in each part, keyed by environment, those of another purpose than the run's by
-    `ENVIRONMENT, PURPOSE`; none while the run was stopped."""
+    """Mean number of unfinished episodes in each part, keyed by environment, or by `ENVIRONMENT, PURPOSE` if the
+    purpose is not that of the run. None count while the run was stopped."""
     committed: list[int]
     dropped: list[int]
     trainers: dict[str, list[float]]

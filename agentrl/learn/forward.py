@@ -10,8 +10,7 @@ that see token j are those from j up to its `MicroBatch.visible_until`: two numb
 chunks of consecutive queries go through torch's flash kernel with the keys that any of them sees. A chunk's mask is
 made when the chunk is computed, forward and backward, and is bounded in size, so no stored tensor grows with the square
 of a row's length; a row without a shared prefix is computed whole, without a mask. On CUDA the same rule is a block
-mask of flex_attention. Key and value heads shared by several query heads are not
-copied.
+mask of flex_attention. Key and value heads shared by several query heads are not copied.
 
 Routing replay routes each token through the experts that the engine's pass used: engine and trainer compute in
 different dtypes, batches and kernels, and where two experts score almost equally, the two passes may choose

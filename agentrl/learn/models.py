@@ -746,8 +746,8 @@ def _last(name: str) -> str:
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x W' + bias + s x A' B', with frozen W and bias. The scale s and the sums, also those of the gradients, are parts
-    of the matrix products, so that none takes a pass of its own over inputs or outputs."""
+    """Computes x W' + bias + s x A' B', with frozen W and bias. The matrix products apply the scale s and add the terms
+    up, also in the backward pass, so no further pass over inputs or outputs is needed."""
 
     @staticmethod
     def forward(

@@ -255,7 +255,7 @@ class Orchestrator:
                 paces.append((elapsed_s, f"{plural(size, 'episode')} sampled; the trainer works on the step"))
             elif ended >= size:
                 paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
-            elif ended and turns_of_ended:  # so do turns of unfinished episodes; half of each current one is over
+            elif ended and turns_of_ended:  # the turns of unfinished episodes count too, the current ones as half
                 sampled = turns + self.buffer.ledger.in_flight / 2
                 seconds = elapsed_s * size / (ended * sampled / turns_of_ended)
                 paces.append((seconds, f"about {format_seconds(seconds)} to sample a step; {so_far}"))
