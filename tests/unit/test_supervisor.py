@@ -114,6 +114,7 @@ class Lives:
         best: Mapping[str, Any] | None = None,
         advantage: str = "leave_one_out",
         quiet: bool = True,
+        killed: bool = False,
         assembled: Callable[[Orchestrator], None] = lambda orchestrator: None,
     ) -> Run:
         config = config_for(
@@ -136,7 +137,10 @@ class Lives:
         running = run_training(
             config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, factories=factories, resume=resume
         )
-        return asyncio.run(running)
+        run = asyncio.run(running)
+        if killed:  # as if it had been, before its end: a finished run is not continued
+            record_process_state(path / "run", "killed")
+        return run
 
 
 class Fragile(RecordingTrainer):
@@ -166,8 +170,7 @@ def test_what_is_adapted_is_said_as_the_run_starts(tmp_path: Path, capsys: pytes
 
 def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path: Path) -> None:
     first = Lives(losses=[])
-    first.run(tmp_path)
-    record_process_state(tmp_path / "run", "killed")  # a finished one is not continued
+    first.run(tmp_path, killed=True)
     lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
     again = Lives(losses=[])
     again.clock.sleeps = lambda: lock.release() if len(again.clock.waits) == 3 else None
@@ -177,8 +180,7 @@ def test_what_an_earlier_process_of_the_run_still_writes_is_waited_for(tmp_path:
 
 
 def test_what_is_written_for_ever_is_not(tmp_path: Path) -> None:
-    Lives(losses=[]).run(tmp_path)
-    record_process_state(tmp_path / "run", "killed")
+    Lives(losses=[]).run(tmp_path, killed=True)
     lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
     again = Lives(losses=[])
     with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
@@ -447,7 +449,7 @@ def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
 
 
 def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
-    Lives([]).run(tmp_path)
+    Lives([]).run(tmp_path, killed=True)
     (tmp_path / "run/config.json").unlink()
     with pytest.raises(ConfigError, match="seed"):
         Lives([]).run(tmp_path, resume=True, seed=3)
@@ -459,7 +461,7 @@ def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
 def test_a_checkpoint_and_a_journal_of_two_runs_are_not_put_together(tmp_path: Path, what: str) -> None:
     for name, seed in (("one", 0), ("other", 1)):
         (tmp_path / name).mkdir()
-        Lives([5] * seed).run(tmp_path / name)
+        Lives([5] * seed).run(tmp_path / name, killed=True)
     shutil.rmtree(tmp_path / "one/run" / what)
     shutil.copytree(tmp_path / "other/run" / what, tmp_path / "one/run" / what)
     before = {path: path.read_bytes() for path in (tmp_path / "one/run/checkpoints").rglob("*") if path.is_file()}
@@ -615,7 +617,7 @@ def test_a_signal_in_the_last_moment_of_a_run_cancels_nothing_after_it(tmp_path:
     ],
 )
 def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Path, damage: str, told: str) -> None:
-    Lives([]).run(tmp_path)
+    Lives([]).run(tmp_path, killed=True)
     journal = tmp_path / "run/journal"
     if damage:
         connection = sqlite3.connect(journal / "control.db")
