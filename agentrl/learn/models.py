@@ -57,10 +57,11 @@ from agentrl.learn.forward import (
     HeadOutput,
     RoutingReplay,
     guesses_lengths,
+    sharing_pays,
     token_logprobs,
     tree_attention,
 )
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import MicroBatch, TreeSize, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class PolicyModel:
         """Dtype in which the model computes and is published."""
         self.unshared = unshared
         """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
+        self.chooses_sharing = False
+        """Whether a micro-batch is a prefix tree only where that is faster; otherwise all are."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -136,6 +139,13 @@ class PolicyModel:
     def shared_prefixes(self) -> bool:
         """Whether the model is forwarded over a prefix tree."""
         return not self.unshared
+
+    @property
+    def sharing(self) -> bool | Callable[[TreeSize], bool]:
+        """How `pack` packs rows for this model."""
+        if not self.chooses_sharing or self.unshared:
+            return self.shared_prefixes
+        return partial(sharing_pays, hidden_size=self.model.config.get_text_config().hidden_size)
 
     def activate(self) -> None:
         """Make this policy's adapter the active one."""
@@ -172,9 +182,13 @@ class PolicyModel:
         value_head: nn.Module | None = None,
     ) -> HeadOutput:
         forward = self._sharded_forward or partial(token_logprobs, self.model)
+        is_tree = batch.is_tree and self.shared_prefixes  # a canary's row may be either
+        attention = ATTENTION if is_tree else native_attention(self.model)
+        if self.model.config._attn_implementation != attention:
+            self.model.set_attn_implementation(attention)
         return forward(
             batch,
-            shared=self.shared_prefixes,
+            shared=is_tree,
             entropy_gradient=entropy_gradient,
             replay=replay,
             top=top,
@@ -888,11 +902,10 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
 def why_compiled_attention_fails(model: PolicyModel) -> str:
     """Return why attention as a step on CUDA computes it, compiled and in the model's dtype, cannot replace the unfused
     attention that `why_unshared` has checked; empty if it can. Compiling takes seconds."""
-    (batch,) = pack(_check_rows(model.model, [12, 13, 15, 140]), max_tokens=1 << 30, share=True)
     try:
         with torch.no_grad():
-            unfused = model.token_logprobs(batch).logprob
-        compiled = model.token_logprobs(batch).logprob
+            unfused = _check_logprobs(model, share=True)
+        compiled = _check_logprobs(model, share=True)
         compiled.sum().backward()
     except torch.OutOfMemoryError:
         raise
@@ -904,6 +917,22 @@ def why_compiled_attention_fails(model: PolicyModel) -> str:
     difference = float((compiled.detach() - unfused).abs().mean())
     allowed = SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE
     return "" if difference <= allowed else f"log-probabilities of the compiled attention differ by {difference:.2g}"
+
+
+@torch.no_grad()
+def rows_are_exact(model: PolicyModel) -> bool:
+    """Whether padded rows reproduce the prefix tree, which `why_unshared` has checked, in the model's dtype."""
+    try:
+        difference = float((_check_logprobs(model, share=True) - _check_logprobs(model, share=False)).abs().mean())
+    except _FORWARD_ERRORS:
+        return False
+    return difference <= (SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE)
+
+
+def _check_logprobs(model: PolicyModel, *, share: bool) -> Tensor:
+    """Compute the log-probabilities of a few rows that share a prefix."""
+    (batch,) = pack(_check_rows(model.model, [12, 13, 15, 140]), max_tokens=1 << 30, share=share)
+    return model.token_logprobs(batch).logprob
 
 
 def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:

@@ -12,9 +12,9 @@ Owns: order, sharing, splitting, which positions are trained. Does not own: tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,8 @@ class MicroBatch:
     kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
     kept_ids: Int64Array | None = None  # [sum of kept_counts]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
+    is_tree: bool = True
+    """Whether it is forwarded as a prefix tree, or else row by row."""
 
     @property
     def unrouted_tokens(self) -> int:
@@ -59,15 +61,28 @@ class MicroBatch:
         return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
 
 
+class TreeSize(NamedTuple):
+    """Work of some rows as a prefix tree and row by row. A pair is a token and one that it sees."""
+
+    tree_tokens: int
+    tree_pairs: int
+    row_tokens: int
+    row_pairs: int
+
+
 def pack(
-    samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True, ends: bool = False
+    samples: Sequence[TrainingSample],
+    *,
+    max_tokens: int,
+    share: bool | Callable[[TreeSize], bool] = True,
+    ends: bool = False,
 ) -> Iterator[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).
 
     Args:
         samples: rows in any order; a row without trained tokens is left out.
         max_tokens: bound on the tokens forwarded at once.
-        share: forward common prefixes once; otherwise forward every row whole.
+        share: forward common prefixes once; otherwise forward every row whole. A function decides for each micro-batch.
         ends: forward rows that a limit cut to their last token, for `MicroBatch.end_index`.
     """
     samples_with_positions = zip(samples, trained_positions(samples), strict=True)
@@ -78,9 +93,20 @@ def pack(
     rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
     at = 0
     while at < len(rows):
-        members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=share)
-        yield _micro_batch(members, prefix_lengths)
+        is_tree = share is not False
+        members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=is_tree)
+        if callable(share) and not share(_tree_size(members, prefix_lengths)):
+            is_tree = False
+            members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=False)
+        yield _micro_batch(members, prefix_lengths, is_tree=is_tree)
         at += len(members)
+
+
+def _tree_size(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -> TreeSize:
+    lengths, shared = np.array([row.length for row in members]), np.array(prefix_lengths)
+    row_tokens, row_pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+    shared_pairs = int((shared * (shared + 1) // 2).sum())
+    return TreeSize(row_tokens - int(shared.sum()), row_pairs - shared_pairs, row_tokens, row_pairs)
 
 
 class _PackedRow:
@@ -128,7 +154,7 @@ def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) 
     return members, prefix_lengths
 
 
-def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -> MicroBatch:
+def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *, is_tree: bool) -> MicroBatch:
     paths: list[Int64Array] = []
     tokens, total = 0, sum(row.length for row in members) - sum(prefix_lengths)
     visible_until = np.full(total, total, np.int64)
@@ -170,6 +196,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         expert_routing=_routing(rows),
+        is_tree=is_tree,
     )
 
 

@@ -52,6 +52,7 @@ from agentrl.learn.models import (
     load_models,
     load_references,
     native_attention,
+    rows_are_exact,
     why_compiled_attention_fails,
 )
 from agentrl.learn.packing import MicroBatch, pack
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
+_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "tree_tokens", "unrouted_tokens")
 _TOKEN_SUMS = ("loss", "entropy", "kept_mass", *SUMS)
 _VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
 _TOTALS = (*_COUNTS, *_TOKEN_SUMS, *_VALUE_SUMS)
@@ -233,6 +234,11 @@ class PolicyTrainer:
             if reason := next(filter(None, reasons), b"").decode():
                 self._stop_sharing(model, reason)
                 warnings.warn(_sharing_text(policy_model), stacklevel=3)
+            elif not policy_model.sharded:  # each block of padded rows is a forward pass, and ranks need equally many
+                chooses = rows_are_exact(policy_model)
+                for learner in self._learners.values():
+                    if learner.model.model is model:
+                        learner.model.chooses_sharing = chooses
         if self._kernels is not None:
             layers = fuse_layers(model, self._kernels)
             if layers.refused or not layers.fused:
@@ -527,7 +533,7 @@ class PolicyTrainer:
             backward: whether each is computed forward and backward.
             reference: whether the reference is computed for each, first.
         """
-        limit, share_prefixes = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
+        limit, share_prefixes = self._config.trainer.micro_batch_tokens, learner.model.sharing
         ends = not backward and self._gae is not None and self._gae.bootstrap
         batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes, ends=ends)
         if not learner.model.sharded:
@@ -574,6 +580,7 @@ class PolicyTrainer:
             len(samples[index].token_ids) for index in _members(micro_batch, sample_indices)
         )
         step.totals["forwarded_tokens"] += len(micro_batch.token_ids)
+        step.totals["tree_tokens"] += len(micro_batch.token_ids) * micro_batch.is_tree
         step.totals["unrouted_tokens"] += micro_batch.unrouted_tokens
 
     def optim_step(self, policy: str, step_id: int) -> StepReport:
@@ -618,7 +625,7 @@ class PolicyTrainer:
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
             | {"zero_gradient": float(grad_norm == 0.0)}
-            | {"shares_prefixes": float(learner.model.shared_prefixes)}
+            | {"shares_prefixes": _tree_share(total, learner.model)}
             | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged_columns.mismatch(),
             input_digest=merged_columns.input_digest,
@@ -825,6 +832,12 @@ def _sharing_text(model: PolicyModel) -> str:
     if model.shared_prefixes:
         return "shared prefixes are computed once"
     return f"every row is computed whole, and prefixes are not shared, because of {model.unshared}"
+
+
+def _tree_share(total: Mapping[str, float], model: PolicyModel) -> float:
+    """Return the share of forwarded tokens that were computed in prefix trees; of none, whether they would be."""
+    tokens = total["forwarded_tokens"]
+    return total["tree_tokens"] / tokens if tokens else float(model.shared_prefixes)
 
 
 def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:

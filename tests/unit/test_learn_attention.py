@@ -22,8 +22,15 @@ from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.learn import forward
 from agentrl.learn import trainer as trainer_module
-from agentrl.learn.forward import ATTENTION, TreeAttentionMask, flex_options, flex_tree_attention, tree_attention
-from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
+from agentrl.learn.forward import (
+    ATTENTION,
+    TreeAttentionMask,
+    flex_options,
+    flex_tree_attention,
+    sharing_pays,
+    tree_attention,
+)
+from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, TreeSize, pack, padded_rows
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model
 
@@ -293,6 +300,79 @@ def test_adapters_on_one_base_share_prefixes_all_or_none(tmp_path: Path, monkeyp
         trainer._prepare(models["one"])
     assert {model.unshared for model in models.values()} == {"NoValidChoicesError"}
     assert models["two"].model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared", "pays"),
+    [
+        ([1535] * 4, 1024, True),
+        ([4096] * 8, 64, False),  # long rows, of which attention takes the time
+        ([4096] * 8, 2048, False),
+        ([4096] * 8, 3500, True),
+        ([60] * 4, 30, True),
+        ([500] * 4, 0, False),
+    ],
+)
+def test_a_tree_is_shared_where_that_is_faster_on_a_card(lengths: list[int], shared: int, pays: bool) -> None:
+    rows = rows_of(lengths, [shared] * len(lengths))
+    sizes: list[TreeSize] = []
+
+    def choose(size: TreeSize) -> bool:
+        sizes.append(size)
+        return sharing_pays(size, 1024)
+
+    most = 2 * lengths[0] if not pays else 1 << 30
+    batches = list(pack(rows, max_tokens=most, share=choose))
+    assert {batch.is_tree for batch in batches} == {pays}
+    assert pays or all(len(batch.token_ids) <= most for batch in batches)
+    (tree,) = pack(rows, max_tokens=1 << 30)
+    trained = {(sample, at) for batch in batches for sample, at in zip(batch.sample, batch.position, strict=True)}
+    assert trained == set(zip(tree.sample, tree.position, strict=True))
+    if len(batches) == 1:
+        assert sizes[0].tree_tokens == len(tree.token_ids)
+        assert sizes[0].tree_pairs == (tree.position_ids + 1).sum()
+        assert sizes[0].row_tokens == sum(lengths)
+        assert sizes[0].row_pairs == sum(length * (length + 1) // 2 for length in lengths)
+
+
+def test_a_step_shares_some_prefixes_and_not_others(tmp_path: Path) -> None:
+    rows = [*make_rows(0, 4, prefix=1, longest=60), *make_rows(1, 4, prefix=60, longest=20)]
+    episodes = Episodes(rows)
+    path = write_model(tmp_path / "model")
+    reports = []
+    for chooses in (False, True):
+        config = run_config(path, micro_batch_tokens=180)
+        trainer = PolicyTrainer(config, tmp_path / f"run {chooses}", read=episodes.read)
+        trainer.start()
+        model = trainer._learners["policy"].model
+        model.chooses_sharing = chooses  # as on CUDA
+        trainer.forward_backward(episodes.batch())
+        reports.append(trainer.optim_step("policy", 1))
+    always, chosen = reports
+    assert always.metrics["shares_prefixes"] == 1
+    assert 0 < chosen.metrics["shares_prefixes"] < 1
+    assert chosen.grad_norm == pytest.approx(always.grad_norm, rel=1e-4)
+
+
+def test_padded_rows_are_used_on_a_card_only_if_they_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    episodes = Episodes(make_rows(0, 4))
+    path = write_model(tmp_path / "model")
+    for fault in (False, True):
+        trainer = PolicyTrainer(run_config(path), tmp_path / f"run {fault}", read=episodes.read)
+        trainer.start()
+        monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)  # as on CUDA
+        original = AttentionInterface()["sdpa"]
+
+        def attend(*arguments: Any, original: Any = original, fault: bool = fault, **options: Any) -> Any:
+            output, weights = original(*arguments, **options)
+            return output * (0.0 if fault else 1.0), weights
+
+        AttentionInterface.register("sdpa", attend)
+        try:
+            trainer.forward_backward(episodes.batch())
+        finally:
+            AttentionInterface.register("sdpa", original)
+        assert trainer._learners["policy"].model.chooses_sharing is not fault
 
 
 def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
