@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.inspection.viewer.application import serve_viewer
 from benchmarks.inspection_reading import TURNS, write_large_run
 from tests.browser import HOW_TO_INSTALL, Browser, find_chromium
 from tests.journal_cases import write_run

@@ -23,7 +23,7 @@ from typing import ClassVar
 import agentrl
 from agentrl.core import clock
 from agentrl.core.records import Task
-from agentrl.rollout.call_journal import CallJournal
+from agentrl.rollout.calls.journal import CallJournal
 from benchmarks.oracle_lives import life, query
 from tests.replay import sandboxes
 from tests.replay.sandboxes import ONCE, WAYS, Asks, Sandbox, calls_the_tool_once

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import agentrl
 from agentrl.core.records import Task
-from agentrl.rollout import agent, call_journal
+from agentrl.rollout.calls import journal as call_journal
+from agentrl.rollout.turn import agent
 from benchmarks.oracle_lives import IN_FLIGHT, committed, life, query
 from tests.journal_oracle import judge
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout import turn_sampler as asking
 from agentrl.rollout.kv_budget import KVBudget
+from agentrl.rollout.turn import sampler as asking
 from benchmarks.simulation.plan import SimulationPlan
 from benchmarks.simulation.run import Scenario, simulate_run
 

@@ -66,8 +66,8 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ScoreEntry, TurnEntry
-from agentrl.rollout import scorers
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.scoring import retrying as scorers
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.journal_oracle import judge

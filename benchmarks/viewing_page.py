@@ -19,7 +19,7 @@ from agentrl.cli.sample_run import write_sample_run
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.inspection.viewer.application import serve_viewer
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from benchmarks.inspection_reading import write_large_run

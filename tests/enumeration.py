@@ -457,7 +457,7 @@ def _run(case: Case, outcomes: Sequence[Outcome]) -> SmallRun:
     )
     forced = SimpleNamespace(**{**vars(ids), "random_stream": ForcedDraw})
     checks = nullcontext() if case.is_checked else patch("agentrl.app.policies._check_roulette")
-    with patch("agentrl.rollout.trees.ids", forced), checks:
+    with patch("agentrl.rollout.branching.ids", forced), checks:
         simulate(run.run, seed=0, max_steps=1 << 40)
     return run
 

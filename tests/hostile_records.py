@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from agentrl.sandbox.driver import DriverName
-from agentrl.sandbox.files import FileRecord
+from agentrl.sandbox.file_tree import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, make_driver
 
 ATTACK = """

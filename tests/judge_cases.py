@@ -15,7 +15,7 @@ from aiohttp import web
 import agentrl
 from agentrl.app.engines import external_policies
 from agentrl.app.policies import rollout_settings
-from agentrl.app.scorers import make_scorers
+from agentrl.app.scoring import make_scorers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ScorerFailedError
@@ -24,7 +24,7 @@ from agentrl.core.records import Message, Scored, ScoreRequest, Task
 from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.rollout.judge import JudgeScorer, VerdictError
+from agentrl.rollout.scoring.judge import JudgeScorer, VerdictError
 from tests.sim.small_run import config_for
 from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
 

@@ -14,7 +14,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import ResumeState
-from agentrl.app.scorers import NO_SCORES, kept_scores, make_scorers, with_scorers
+from agentrl.app.scoring import NO_SCORES, kept_scores, make_scorers, with_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -52,7 +52,7 @@ from agentrl.orchestrator.scheduler import (
 )
 from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
-from agentrl.orchestrator.trees import TreeLeases
+from agentrl.orchestrator.tree_leases import TreeLeases
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,

@@ -24,7 +24,7 @@ from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
-    from agentrl.engines.weights.files import EngineMemoryEstimate
+    from agentrl.engines.weights.reading import EngineMemoryEstimate
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor
 
 USED_SHARE = 0.8
@@ -503,7 +503,7 @@ def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
 @lru_cache(maxsize=8)
 def _predicted_engine_memory(path: Path, changed_at: int, **sizes: Any) -> EngineMemoryEstimate:
     """Predict an engine's memory, once per start: with adapters, the model is called without data."""
-    from agentrl.engines.weights.files import predict_engine_memory
+    from agentrl.engines.weights.reading import predict_engine_memory
 
     return predict_engine_memory(path, **sizes)
 

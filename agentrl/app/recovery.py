@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
-from agentrl.app.scorers import find_scorer_codes
+from agentrl.app.scoring import find_scorer_codes
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -58,7 +58,7 @@ from agentrl.orchestrator.group_scores import add_group_scores
 from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
-from agentrl.orchestrator.trees import tree_holder, unfinished_tree_members
+from agentrl.orchestrator.tree_leases import tree_holder, unfinished_tree_members
 from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean, PolicyBoard, ServedVersions, publish
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from agentrl.app.model_files import check_models_unchanged
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.scorers import RecordedScorer
+from agentrl.app.scoring import RecordedScorer
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core import ids, own_loop

@@ -22,7 +22,7 @@ from agentrl.app.engines import (
     growing_engine,
     make_engine,
 )
-from agentrl.app.scorers import find_scorer_codes, kept_scores
+from agentrl.app.scoring import find_scorer_codes, kept_scores
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import WorkerSetup

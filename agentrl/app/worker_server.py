@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from agentrl.app.engines import external_policies
 from agentrl.app.policies import rollout_settings
 from agentrl.app.run_parts import make_chat_format
-from agentrl.app.scorers import make_scorers
+from agentrl.app.scoring import make_scorers
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.run import RunConfig

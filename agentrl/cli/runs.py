@@ -468,7 +468,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 async def _serve(run: Path, port: int, host_names: Sequence[str], *, as_json: bool) -> None:
-    from agentrl.inspection.viewer.server import HOST, serve_viewer
+    from agentrl.inspection.viewer.application import HOST, serve_viewer
 
     stop_event, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

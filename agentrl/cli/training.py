@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from agentrl.app.engines import with_chosen_engine
         from agentrl.app.recovery import load_user_functions
-        from agentrl.app.scorers import expected_scores
+        from agentrl.app.scoring import expected_scores
 
         load_user_functions(config)
         config, line = with_chosen_engine(config, {})

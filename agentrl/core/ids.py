@@ -2,10 +2,10 @@
 
 Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index). The
 id of a branch (`ctx.branch`) is (main episode, attempt, call, `b` and its number from 1). A call id belongs to a
-logical branch of an episode's program, never to a global order: `branch#n`, where the root branch is `r` and the k-th
-coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an external agent requests is `seat:hash.n`:
+strand of an episode's program, never to a global order: `strand#n`, where the root strand is `r` and the k-th
+coroutine of the gather at call `r#3` is the strand `r/3.k`. A turn that an external agent requests is `seat:hash.n`:
 the hash of the request, and the number of equal requests before it. A score is `seat.index.turn?scorer`, or
-`seat.index?scorer` for a whole conversation. Random streams are keyed, so that one branch's draws cannot shift
+`seat.index?scorer` for a whole conversation. Random streams are keyed, so that one strand's draws cannot shift
 another's.
 """
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+")
 _BRANCH = re.compile(r"~[^~]*\.b\d+$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-ROOT_BRANCH = "r"
+ROOT_STRAND = "r"
 
 
 def episode_id(purpose_prefix: str, number: int) -> str:
@@ -78,13 +78,13 @@ def group_id_of(episode_id: str, group_size: int) -> str:
     return parent_part or f"g{root_episode_number(main_id) // group_size}"
 
 
-def call_id(branch: str, number: int) -> str:
-    """The id of call `number` (from 0) on `branch`."""
-    return f"{branch}#{number}"
+def call_id(strand: str, number: int) -> str:
+    """The id of call `number` (from 0) on `strand`."""
+    return f"{strand}#{number}"
 
 
 def has_call_number(call_id: str) -> bool:
-    """Whether a call has a number on its branch; notes between calls have none."""
+    """Whether a call has a number on its strand; notes between calls have none."""
     return call_id.rpartition("#")[2].isdecimal()
 
 
@@ -98,9 +98,9 @@ def is_score(call_id: str) -> bool:
     return "?" in call_id
 
 
-def child_branch(branch: str, number: int, index: int) -> str:
-    """The branch of the `index`-th coroutine started by call `number` of `branch`."""
-    return f"{branch}/{number}.{index}"
+def child_strand(strand: str, number: int, index: int) -> str:
+    """The strand of the `index`-th coroutine started by call `number` of `strand`."""
+    return f"{strand}/{number}.{index}"
 
 
 def root_episode_number(episode_id: str) -> int:
@@ -146,7 +146,7 @@ def opening_digest(token_ids: bytes) -> int:
 
 
 def random_stream(*key: object) -> random.Random:
-    """The random stream of `key` (run seed, episode, branch, …).
+    """The random stream of `key` (run seed, episode, strand, …).
 
     Example:
         >>> random_stream(0, "e1").random() == random_stream(0, "e1").random()

@@ -66,7 +66,7 @@ class ChildProgram:
     """Factory of the engine as `module:name`, called as `name(versions=…, **arguments)`."""
     arguments: Mapping[str, Any]
     """Arguments of the factory, plain values."""
-    module: str = "agentrl.engines.remote.server"
+    module: str = "agentrl.engines.remote.engine_server"
     """Module that the process runs."""
     weight_bytes: int = 0
     """Size of a full set of weights that the process receives as files; 0: it receives adapters at most."""

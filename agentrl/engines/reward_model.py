@@ -1,8 +1,8 @@
 """The engine of a reward model: scores contexts instead of continuing them.
 
 A Hugging Face sequence or token classification model whose backbone is causal, so that its head gives a score of the
-context up to each token. Runs in a process of its own, like other engines (`remote/server.py`), and samples nothing:
-`generate` returns `Completion.values`.
+context up to each token. Runs in a process of its own, like other engines (`remote/engine_server.py`), and samples
+nothing: `generate` returns `Completion.values`.
 
 Calls that wait are computed together, in one forward pass over the new tokens of each. Keys and values stay after a
 call, so that the next turn of a conversation costs its own tokens; the oldest leave when `cache_tokens` are full.

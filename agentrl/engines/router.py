@@ -35,7 +35,7 @@ from agentrl.core.ids import opening_digest
 from agentrl.core.ports import EngineCapabilities, ProcessStatusSource
 from agentrl.engines.external import ExternalPolicy, ExternalSession
 from agentrl.engines.remote.client import AddressableEngine, RoutedSession, pick_replica
-from agentrl.engines.versions import VersionRow, VersionSet
+from agentrl.engines.version_table import VersionRow, VersionSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence

@@ -27,7 +27,7 @@ from agentrl.core.errors import (
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.versions import VersionSet, in_loading_order
+from agentrl.engines.version_table import VersionSet, in_loading_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

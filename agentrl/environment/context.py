@@ -289,7 +289,7 @@ class EpisodeContext(ABC):
 
         `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
         tool, which counts as a format error. `at_once` begins the call without waiting for other branches, as if all
-        branches of a `gather` had begun together: also on re-execution, where calls end in their recorded order.
+        coroutines of a `gather` had begun together: also on re-execution, where calls end in their recorded order.
         """
 
     @abstractmethod

@@ -42,7 +42,7 @@ from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.sandbox.bubblewrap import GATEWAY_PORT
-from agentrl.sandbox.files import FileRecord
+from agentrl.sandbox.file_tree import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
 from agentrl.sandbox.state import hashed_files
 

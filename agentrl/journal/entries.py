@@ -1,7 +1,7 @@
 """Entry kinds: all calls of an episode that re-execution must find again; and the checksums that prove them complete.
 
-An entry lives under (episode, attempt, call id); the call id belongs to a logical branch (`core.ids`), so no order
-across branches is needed. `asked` is a hash of the new question: on replay, a different hash is a mismatch. Bodies are
+An entry lives under (episode, attempt, call id); the call id belongs to a strand (`core.ids`), so no order
+across strands is needed. `asked` is a hash of the new question: on replay, a different hash is a mismatch. Bodies are
 msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
 
 A `PartialTurnTokens` holds the tokens that a turn has sampled so far, so that another process can resume the turn after
@@ -251,7 +251,7 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 
 class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
-    """A reward that a scorer gave. Its call id is the score's (`ids.score_call_id`), on no branch and in no order: it
+    """A reward that a scorer gave. Its call id is the score's (`ids.score_call_id`), on no strand and in no order: it
     is written when it arrives. `name` is the scorer's. A score that is not credited is a `NondeterministicValueEntry`
     under such an id."""
 
@@ -306,7 +306,7 @@ class TimeLimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
 
 
 class PatchMarkerEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
-    """A call of `ctx.patched(id)` by a branch that was not replaying. Its call id: branch, `@`, `id`."""
+    """A call of `ctx.patched(id)` by a strand that was not replaying. Its call id: strand, `@`, `id`."""
 
     id: str
 

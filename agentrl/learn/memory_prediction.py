@@ -30,7 +30,7 @@ from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers
-from agentrl.engines.weights.files import device_memory
+from agentrl.engines.weights.reading import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
 from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention

@@ -51,7 +51,7 @@ from agentrl.engines.models import (
     read_meta_model,
     read_model,
 )
-from agentrl.engines.weights.files import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
+from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,

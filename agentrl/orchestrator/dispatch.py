@@ -45,7 +45,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, VisibleRange
-from agentrl.orchestrator.trees import TreeLeases, unfinished_tree_members
+from agentrl.orchestrator.tree_leases import TreeLeases, unfinished_tree_members
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}

@@ -39,9 +39,9 @@ from agentrl.core.records import (
 from agentrl.journal.entries import TurnEntry, sum_by_key
 from agentrl.journal.port import UnitDropped
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.rollout.trees import recorded_roulette_weight
+from agentrl.rollout.branching import recorded_roulette_weight
+from agentrl.rollout.turn.sampler import call_priority
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
-from agentrl.rollout.turn_sampler import call_priority
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Scorer

@@ -14,8 +14,8 @@
 | `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
 To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit_groups` → `orchestrator/dispatch.py` →
-`rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/agent.py` → `orchestrator/buffer.py` →
-`learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
+`rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/turn/agent.py` →
+`orchestrator/buffer.py` → `learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
 
 Only headers pass through here. Errors that are no episode's fault end the run through `fail`; all others stay with
 their episode. `StepMetrics` (`step_metrics.py`) measures the steps.

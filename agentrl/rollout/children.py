@@ -14,7 +14,7 @@ from agentrl.journal.entries import (
     ChildResultEntry,
     request_hash,
 )
-from agentrl.rollout.call_journal import CallExecution
+from agentrl.rollout.calls.journal import CallExecution
 
 if TYPE_CHECKING:
     from agentrl.rollout.episode import LiveEpisode

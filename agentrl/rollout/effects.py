@@ -48,15 +48,15 @@ from agentrl.journal.entries import (
     ResourceCallEntry,
     request_hash,
 )
-from agentrl.rollout.call_journal import CallExecution, JournaledCall, current_branch, mark_memoised_code
-from agentrl.rollout.journal_data import (
+from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand, mark_memoised_code
+from agentrl.rollout.calls.journal_data import (
     after_journal_round_trip,
     decode,
     encode,
     encode_arguments,
     to_journal_data,
 )
-from agentrl.rollout.mismatch import shortened_repr
+from agentrl.rollout.calls.mismatch import shortened_repr
 
 if TYPE_CHECKING:
     from agentrl.rollout.episode import LiveEpisode
@@ -296,11 +296,11 @@ class JournaledResource(Resource):
         self._restore: Any = None
         """State to restore before the next call; None if there is none to restore."""
         self.name = name
-        branch = current_branch()
-        self._random_key = branch.key
+        strand = current_strand()
+        self._random_key = strand.key
         self._random = self._new_random()
         try:
-            with mark_memoised_code(branch, self._memoised_name()), self._random.swapped_in():
+            with mark_memoised_code(strand, self._memoised_name()), self._random.swapped_in():
                 self._object = factory()
         except InfrastructureError as error:
             episode.journal.fail(error)
@@ -412,10 +412,10 @@ class JournaledResource(Resource):
 
     def _random_of(self, call: JournaledCall) -> GlobalRandomState:
         """Return the generators for a call. Without a `seed`, those of a fork change at its first own call."""
-        assert call.branch is not None
-        if self.level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
+        assert call.strand is not None
+        if self.level == "snapshot" or (self._seed is None and call.strand.key != self._random_key):
             self.close()
-            self._random_key = call.branch.key
+            self._random_key = call.strand.key
             self._random = self._new_random()
         return self._random
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import SeatSettings
 from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
-from agentrl.rollout.call_journal import current_branch
+from agentrl.rollout.calls.journal import current_strand
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
     from agentrl.observe.bottleneck import Activity, ActivityClock
-    from agentrl.rollout.call_journal import CallJournal, ProgramBranch
+    from agentrl.rollout.calls.journal import CallJournal, Strand
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.rollout.turn_entries import EpisodePartialTurns
 
@@ -137,7 +137,7 @@ class WorkerServices:
 
 
 class EpisodeAgent(Protocol):
-    """The interface of an episode's agents; see `turn_recorder.TurnRecorder`."""
+    """The interface of an episode's agents; see `turn.recorder.TurnRecorder`."""
 
     seat: str
     index: int
@@ -320,9 +320,9 @@ class LiveEpisode:
             self.scores.close()
             self.scores = None
 
-    def speaker(self, branch: ProgramBranch | None = None) -> EpisodeAgent | None:
-        """Return the agent that acted last on a branch; default: the calling branch."""
-        number = (branch or current_branch()).speaker
+    def speaker(self, strand: Strand | None = None) -> EpisodeAgent | None:
+        """Return the agent that acted last on a strand; default: the calling strand."""
+        number = (strand or current_strand()).speaker
         return None if number is None else self.agents[number]
 
     def deadline(self) -> float:

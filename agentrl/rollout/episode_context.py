@@ -1,7 +1,7 @@
 """The `ctx` of a running episode: each call goes through the journal.
 
 Plain code and tools run again on re-execution, and their observations are compared. `effects.py` has the calls that are
-performed once, `agent.py` the turns, `gather.py` the branches.
+performed once, `turn/agent.py` the turns, `calls/gather.py` the strands.
 """
 
 from __future__ import annotations
@@ -47,8 +47,15 @@ from agentrl.journal.entries import (
     request_hash,
 )
 from agentrl.observe.metrics import ILLEGAL_TURNS, RESERVED_NAMES, why_reserved
-from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.call_journal import CallExecution, JournaledCall, current_branch
+from agentrl.rollout.branching import BRANCHES_REFUSED, LeveledResource, LiveBranches, play_roulette
+from agentrl.rollout.calls.gather import gather
+from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand
+from agentrl.rollout.calls.journal_data import (
+    encode_arguments,
+    to_journal_data,
+    to_journal_data_and_bytes,
+)
+from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.children import LiveChildEpisode
 from agentrl.rollout.effects import (
     JournaledResource,
@@ -60,17 +67,10 @@ from agentrl.rollout.effects import (
     retry_infrastructure,
 )
 from agentrl.rollout.external.agent import open_endpoint
-from agentrl.rollout.gather import gather
-from agentrl.rollout.journal_data import (
-    encode_arguments,
-    to_journal_data,
-    to_journal_data_and_bytes,
-)
-from agentrl.rollout.mismatch import shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.rollout.sandbox import JournaledSandbox
-from agentrl.rollout.trees import BRANCHES_REFUSED, LeveledResource, LiveBranches, play_roulette
-from agentrl.rollout.turn_recorder import TurnRecorder
+from agentrl.rollout.turn.agent import LiveAgent
+from agentrl.rollout.turn.recorder import TurnRecorder
 from agentrl.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ class LiveEpisodeContext(EpisodeContext):
     ) -> Resource:
         """Make a stateful object of this episode."""
         _check_argument("resource", factory, Callable, "a function that makes the object")
-        branch = current_branch()
-        branch.resources += 1
-        resource = JournaledResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
+        strand = current_strand()
+        strand.resources += 1
+        resource = JournaledResource(self.episode, factory, f"resource {strand.path}.{strand.resources}", level, seed)
         self.resources = (*self.resources, resource)
         return resource
 
@@ -228,9 +228,9 @@ class LiveEpisodeContext(EpisodeContext):
             raise EnvironmentDefinitionError(
                 'a sandbox with network="gateway" is for the program of a HarnessEnvironment; write "none" or "open"'
             )
-        branch = current_branch()
-        branch.resources += 1
-        sandbox = JournaledSandbox(self.episode, limits, f"{SANDBOX} {branch.path}.{branch.resources}")
+        strand = current_strand()
+        strand.resources += 1
+        sandbox = JournaledSandbox(self.episode, limits, f"{SANDBOX} {strand.path}.{strand.resources}")
         self.sandboxes = (*self.sandboxes, sandbox)
         return sandbox
 
@@ -347,7 +347,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def score(self, scorer: str, agent: Agent) -> Verdict:
         """Ask for the score of an agent's newest turn."""
-        current_branch()  # refuses tasks that are not the program's
+        current_strand()  # refuses tasks that are not the program's
         self.episode.check_not_stopped("ctx.score()")
         if not (isinstance(agent, TurnRecorder) and agent in self.agents and agent.turns):
             raise EnvironmentDefinitionError(f"ctx.score({scorer!r}, …) needs an agent of this episode that has acted")
@@ -360,7 +360,7 @@ class LiveEpisodeContext(EpisodeContext):
         return await remember_proposal(self.episode, key, structure)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await on branches; their ends, and the order of the ends, are journaled."""
+        """Await on strands; their ends, and the order of the ends, are journaled."""
         for awaitable in awaitables:
             _check_argument("gather", awaitable, Awaitable, "awaitables, as in ctx.gather(*calls),")
         return await gather(self.episode.journal, awaitables)
@@ -372,8 +372,8 @@ class LiveEpisodeContext(EpisodeContext):
 
     @property
     def rng(self) -> random.Random:
-        """The calling branch's random stream."""
-        return current_branch().rng
+        """The calling strand's random stream."""
+        return current_strand().rng
 
     def now(self) -> float:
         """Return the journaled wall-clock time."""
@@ -386,7 +386,7 @@ class LiveEpisodeContext(EpisodeContext):
         return value
 
     def uuid(self) -> str:
-        """Draw a UUID from the branch's random stream: the same on every execution, so it needs no entry."""
+        """Draw a UUID from the strand's random stream: the same on every execution, so it needs no entry."""
         return seeded_uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
@@ -421,7 +421,7 @@ class LiveEpisodeContext(EpisodeContext):
         )
 
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
-        self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.branch))
+        self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.strand))
         if entry.outcome == "error":
             error = shorten_lines(entry.observation.removeprefix("error: "), 200)
             place = f" at {entry.location}" if entry.location else ""

@@ -14,8 +14,8 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import ProposalNovelty
 from agentrl.journal.entries import RewardEntry, SpawnEntry
-from agentrl.rollout.call_journal import CallJournal, JournaledCall, current_branch
-from agentrl.rollout.mismatch import describe_entry
+from agentrl.rollout.calls.journal import CallJournal, JournaledCall, current_strand
+from agentrl.rollout.calls.mismatch import describe_entry
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class ReplayJournal(CallJournal):
 
     def _skip_rewards(self) -> None:
         if self._rewards:
-            branch = current_branch()
-            while ids.call_id(branch.path, branch.calls) in self._rewards:
-                branch.calls += 1
+            strand = current_strand()
+            while ids.call_id(strand.path, strand.calls) in self._rewards:
+                strand.calls += 1
 
     def _end_at(self, call: JournaledCall, act: str) -> NoReturn:
         error = CallNotRecordedError(call.call_id, act)

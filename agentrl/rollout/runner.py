@@ -1,7 +1,7 @@
 """Runs one attempt of one episode: makes the environment, runs its program over the journal, commits the result.
 
-`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `agent.py` makes the engine calls of
-its turns. Neither knows who scheduled the episode or who trains on it.
+`EpisodeRunner.run` owns an attempt from the first entry to the committed header; `turn/agent.py` makes the engine
+calls of its turns. Neither knows who scheduled the episode or who trains on it.
 
 Invariants:
 1. Each call passes through `CallJournal`: recorded calls are compared, new ones performed and appended.
@@ -37,7 +37,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import CommitLog, TurnLog
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
+from agentrl.rollout.calls.journal import CallJournal, begin_strand, current_strand
 from agentrl.rollout.episode import (
     AS_THE_RUN,
     LiveEpisode,
@@ -50,7 +50,7 @@ from agentrl.rollout.episode import (
 from agentrl.rollout.episode_context import LiveEpisodeContext
 from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
-from agentrl.rollout.scores import LiveScores
+from agentrl.rollout.scoring.scores import LiveScores
 from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 CHECKED_EPISODES = 32
@@ -125,14 +125,14 @@ class EpisodeRunner:
         oldest attempt whose recorded replies this attempt and later ones may use again. `on_stuck` is called with the
         task if the program swallows the cancellation at its deadline and continues.
 
-        Call it in a new task, which becomes the owner of the episode's root branch.
+        Call it in a new task, which becomes the owner of the episode's root strand.
 
         Raises:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         start_s = self.clock.monotonic()
         context = self._open_attempt(spec, environment, recorded, answers, recalls_from)
-        episode, journal, branch = context.episode, context.episode.journal, current_branch()
+        episode, journal, strand = context.episode, context.episode.journal, current_strand()
         try:
             try:
                 # Runs the program within its time limit; inline, because each further coroutine takes 300 bytes.
@@ -141,13 +141,13 @@ class EpisodeRunner:
                 )
                 try:
                     self.parking.begin(spec.episode_id, episode)
-                    await journal.begin_steps(branch, partial(_call_program, environment, context))
+                    await journal.begin_steps(strand, partial(_call_program, environment, context))
                 except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
                     end_error = _ended_with(error, journal, limit)
                     if end_error is not None:
                         raise end_error  # noqa: B904 - it is the same one, or has it as its cause
                 finally:
-                    journal.end_steps(branch)
+                    journal.end_steps(strand)
                     episode.limit = None
                     limit.end()
                 _check_end(environment, journal, limit)
@@ -197,7 +197,7 @@ class EpisodeRunner:
         resumed = journal.written > 0
         journal.detects_draws = not journal.is_new or self._check_counts[environment] < CHECKED_EPISODES
         self._check_counts[environment] += journal.is_new and journal.detects_draws
-        begin_branch(journal.enter(ids.ROOT_BRANCH))
+        begin_strand(journal.enter(ids.ROOT_STRAND))
         began_under = self._begin(journal, spec, environment, recalls_from)
         partials = EpisodePartialTurns(
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.core.errors import EffectError, EpisodeError
 from agentrl.environment.context import EpisodeSandbox, ResourceLevel
 from agentrl.journal.entries import ResourceCallEntry, request_hash
-from agentrl.rollout.call_journal import CallExecution
+from agentrl.rollout.calls.journal import CallExecution
+from agentrl.rollout.calls.journal_data import encode_arguments, to_journal_data
+from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.effects import error_text, raise_resource_lost
-from agentrl.rollout.journal_data import encode_arguments, to_journal_data
-from agentrl.rollout.mismatch import shortened_repr
 from agentrl.sandbox.commands import NAME_BYTES, work_on
 from agentrl.sandbox.driver import CommandResult
-from agentrl.sandbox.files import LinkTarget
+from agentrl.sandbox.file_tree import LinkTarget
 from agentrl.sandbox.sandbox import as_bytes, open_lease
 from agentrl.sandbox.state import FileState, HashedFile, hashed_files
 

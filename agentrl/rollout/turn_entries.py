@@ -36,7 +36,7 @@ from agentrl.journal.entries import (
     decode_partial_turn,
     encode_partial_turn,
 )
-from agentrl.rollout.journal_data import to_journal_data
+from agentrl.rollout.calls.journal_data import to_journal_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
     from agentrl.core.records import ExpertArray, FinishReason
     from agentrl.journal.port import TurnLog
-    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.calls.journal import JournaledCall
 
 
 def encode_message(message: Message) -> dict[str, Any]:

@@ -5,7 +5,7 @@ with a reason, never a reward and never the end of the run.
 
 An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode whose infrastructure fails continues from
 its last entry after a wait, and is dropped when it makes no progress. So is an episode that keeps losing the engine,
-despite the waits of its turn (`agent.py`). A program that ignores its cancellation is abandoned: its coroutine is
+despite the waits of its turn (`turn/agent.py`). A program that ignores its cancellation is abandoned: its coroutine is
 closed at its current await, and its later actions are ignored. Threads and tasks that it started keep running.
 """
 

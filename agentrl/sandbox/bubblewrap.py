@@ -34,7 +34,7 @@ from agentrl.sandbox.commands import (
     work_on,
 )
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
-from agentrl.sandbox.files import SEARCH_PATH, FileRecord, empty_file, read_rows, write_rows
+from agentrl.sandbox.file_tree import SEARCH_PATH, FileRecord, empty_file, read_rows, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

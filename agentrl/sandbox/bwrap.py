@@ -14,7 +14,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.sandbox.files import HOST_FILES, SEARCH_PATH, check, libc, memory_file
+from agentrl.sandbox.file_tree import HOST_FILES, SEARCH_PATH, check, libc, memory_file
 from agentrl.sandbox.lease import KeeperError
 
 if TYPE_CHECKING:

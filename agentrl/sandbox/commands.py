@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox.driver import CommandResult, SandboxError, check_variables
-from agentrl.sandbox.files import SEARCH_PATH
-from agentrl.sandbox.files import memory_file as open_memory_file
+from agentrl.sandbox.file_tree import SEARCH_PATH
+from agentrl.sandbox.file_tree import memory_file as open_memory_file
 from agentrl.sandbox.state import is_below
 
 if TYPE_CHECKING:

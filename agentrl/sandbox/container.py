@@ -26,13 +26,22 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError
 from agentrl.sandbox.commands import NO_PROGRAM, Capture, check_program, memory_file, prepare
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
-from agentrl.sandbox.files import ETC, FIRST_UID, HOST_FILES, SEARCH_PATH, FileError, SandboxFiles, empty_file, in_file
+from agentrl.sandbox.file_tree import (
+    ETC,
+    FIRST_UID,
+    HOST_FILES,
+    SEARCH_PATH,
+    FileError,
+    SandboxFiles,
+    empty_file,
+    in_file,
+)
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from agentrl.sandbox.files import FileRecord
+    from agentrl.sandbox.file_tree import FileRecord
 
 T = TypeVar("T")
 _clock = SystemClock()

@@ -28,7 +28,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from agentrl.sandbox.bwrap import SET_DEATH_SIGNAL, Command, Isolation, die_with
-from agentrl.sandbox.files import (
+from agentrl.sandbox.file_tree import (
     FIRST_UID,
     KINDS,
     FileError,

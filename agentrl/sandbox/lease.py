@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-from agentrl.sandbox.files import (
+from agentrl.sandbox.file_tree import (
     ETC,
     SandboxFiles,
     check,

@@ -12,7 +12,7 @@ from agentrl.core.errors import InputError
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
 from agentrl.sandbox.container import ContainerDriver
 from agentrl.sandbox.driver import DriverName, SandboxLimits
-from agentrl.sandbox.files import LinkTarget, Program
+from agentrl.sandbox.file_tree import LinkTarget, Program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -57,8 +57,8 @@ from agentrl.journal.entries import (
     TurnEntry,
 )
 from agentrl.observe.blocked_loop import watch_event_loop
+from agentrl.rollout.calls.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
-from agentrl.rollout.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.testing.execution import (
     POLICY,

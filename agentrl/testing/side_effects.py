@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.text import valid_unicode
 from agentrl.observe.blocked_loop import is_user_code
-from agentrl.rollout.call_journal import running_branch
+from agentrl.rollout.calls.journal import running_strand
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -105,7 +105,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     act = _act(event, arguments)
     if act is None:
         return
-    branch = running_branch()
+    branch = running_strand()
     if branch is None or not branch.is_open or branch.memoised is not None:
         return
     frame = sys._getframe(1)

@@ -16,7 +16,7 @@ from agentrl.core.files import WEIGHT_FILES, read_safetensors_header, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.engines.weights.files import read_metadata
+from agentrl.engines.weights.reading import read_metadata
 from agentrl.engines.weights.transfer import (
     PIECE_BYTES,
     GlooBroadcast,

@@ -15,7 +15,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Message, PolicyVersion, ScoreRequest
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.judge import JudgeScorer
+from agentrl.rollout.scoring.judge import JudgeScorer
 from tests.sim.test_judges import scored
 from tests.support.reward_models import BASE
 

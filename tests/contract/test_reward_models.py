@@ -19,7 +19,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, Message, ScoreRequest, ToolCall
 from agentrl.engines.reward_model import RewardModelEngine
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.reward_model import RewardModelScorer
+from agentrl.rollout.scoring.reward_model import RewardModelScorer
 from tests.sim.test_judges import scored
 from tests.support.reward_models import BASE, save_reward_model
 

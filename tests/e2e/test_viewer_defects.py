@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.inspection.viewer.application import serve_viewer
 from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal

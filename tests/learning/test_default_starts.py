@@ -20,7 +20,7 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import PredictionError
 from agentrl.engines.models import LayerKinds, outermost_layers
-from agentrl.engines.weights.files import predict_engine_memory
+from agentrl.engines.weights.reading import predict_engine_memory
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory_prediction import (
     AllocationCounter,

@@ -213,7 +213,7 @@ def test_a_hole_in_the_journal_is_named_and_nothing_is_filled_in(missing: int) -
     again = Stage(environment=Two).play(left)
     assert isinstance(again.error, ReplayMismatchError)
     later = whole[missing + 1].call_id
-    assert f"call {whole[missing].call_id}: the journal holds call {later} of the same branch" in str(again.error)
+    assert f"call {whole[missing].call_id}: the journal holds call {later} of the same strand" in str(again.error)
     assert "entries are missing" in str(again.error)
     assert again.entries == left
 

@@ -272,7 +272,7 @@ def test_a_snapshot_needs_its_methods() -> None:
 
 def test_a_tool_entry_names_the_arguments() -> None:
     huge = 1 << 80
-    from agentrl.rollout.journal_data import to_journal_data
+    from agentrl.rollout.calls.journal_data import to_journal_data
 
     assert to_journal_data({"n": huge}) == str({"n": huge})
     assert (

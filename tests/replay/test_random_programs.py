@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import EffectIntentEntry, JournalEntry
-from agentrl.rollout.call_journal import current_branch
+from agentrl.rollout.calls.journal import current_strand
 from tests.replay.executions import Stage
 
 pytestmark = pytest.mark.property
@@ -82,7 +82,7 @@ class Program(agentrl.Environment):
         self.log.append(f"{what} after {len(self.log)}")
 
     async def act(self, seat: str) -> None:
-        agent = self.ctx.agent(seat, zlib.crc32(current_branch().path.encode()))  # one conversation per branch
+        agent = self.ctx.agent(seat, zlib.crc32(current_strand().path.encode()))  # one conversation per branch
         self.saw((await agent.act(agentrl.user(self.log[-1] if self.log else "begin"))).text)
 
     async def effect(self, guarantee: str, pause: float, fails: bool) -> None:
@@ -130,7 +130,7 @@ class Program(agentrl.Environment):
             self.saw(type(error).__name__)
 
     async def within(self, seconds: float, program: list[Any]) -> None:
-        branch = current_branch()
+        branch = current_strand()
         apart = zlib.crc32(f"{branch.path}#{branch.calls}".encode()) % 9973 / 1e6  # no two timers at one instant
         try:
             async with asyncio.timeout(seconds + apart):

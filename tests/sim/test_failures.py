@@ -16,7 +16,7 @@ from agentrl.core.records import Completion, EpisodeHeader, EpisodeSpec
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
+from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, Guess, SmallRun, config_for
 

@@ -14,7 +14,7 @@ from agentrl.core.errors import CheckFailedError, EpisodeError
 from agentrl.core.records import PolicyVersion, SeatBinding, Task
 from agentrl.journal.entries import SpawnEntry
 from agentrl.journal.port import Admission, EpisodeEnd
-from agentrl.rollout.call_journal import ReplayOrder
+from agentrl.rollout.calls.journal import ReplayOrder
 from agentrl.rollout.episode_context import MAX_UNDECLARED
 from agentrl.testing.execution import POLICY, execute_episode, random_policy
 from agentrl.testing.plugin import SeededSimulation

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.app import scorers as scorers_module
+from agentrl.app import scoring as scorers_module
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -23,7 +23,7 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator import group_scores as group_scores_module
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.rollout.scorers import Answer, FunctionScorer
+from agentrl.rollout.scoring.retrying import Answer, FunctionScorer
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for, guess

@@ -20,8 +20,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import ScoreEntry, TurnEntry
 from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.rollout.judge import JudgeScorer
-from agentrl.rollout.scorers import Places
+from agentrl.rollout.scoring.judge import JudgeScorer
+from agentrl.rollout.scoring.retrying import Places
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_resume import second_life

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.scorers import expected_scores
+from agentrl.app.scoring import expected_scores
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import GroupScores, Task
 from agentrl.journal.entries import ScoreEntry

@@ -19,7 +19,7 @@ from agentrl.core.records import Message, Scored, ScoreRequest, Task, Turn
 from agentrl.engines.reward_model import RewardModelEngine
 from agentrl.journal.entries import EntryBody, TurnEntry
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.reward_model import RewardModelScorer
+from agentrl.rollout.scoring.reward_model import RewardModelScorer
 from agentrl.rollout.turn_entries import decode_message
 
 BASE = Path(resolve_package_directory("agentrl.environments:calculator/model"))

@@ -21,7 +21,7 @@ WARM.set_forkserver_preload(
         "agentrl.app.training",
         "agentrl.app.worker_server",
         "agentrl.engines.embedded.engine",
-        "agentrl.engines.remote.server",
+        "agentrl.engines.remote.engine_server",
         "agentrl.learn.trainer",
     ]
 )

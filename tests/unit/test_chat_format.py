@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Completion, Message, PolicyVersion, SampledTurn, ToolCall, ToolSpec, VersionSpan
-from agentrl.rollout.agent import AgentTokenRows
 from agentrl.rollout.chat.chat_format import TemplateChatFormat, TokenizedTextCache
 from agentrl.rollout.external.token_tree import TokenTree
+from agentrl.rollout.turn.agent import AgentTokenRows
 
 QWEN = """
 {%- if tools %}<|im_start|>system

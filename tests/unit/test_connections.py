@@ -17,7 +17,7 @@ import pytest
 from agentrl.core.connections import BoundedServer
 from agentrl.core.network import Listener, connect
 from agentrl.gateway.server import Gateway
-from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.inspection.viewer.application import serve_viewer
 from tests.unit.test_hostile_clients import HeldSeat
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -23,7 +23,7 @@ from agentrl.config.load import load
 from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import Gpu, Memory, gpus, install_command, machine_memory
-from agentrl.engines.weights.files import device_memory
+from agentrl.engines.weights.reading import device_memory
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.ranks import rank_device
 

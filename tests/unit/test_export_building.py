@@ -17,8 +17,8 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.export.exporting import export
-from agentrl.inspection.export.files import staging_path
 from agentrl.inspection.export.formats import EXPORTS
+from agentrl.inspection.export.staging import staging_path
 from agentrl.inspection.reader import EpisodeView, RunReader
 from tests.processes import without_the_rights_of_root
 

@@ -24,7 +24,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
-from agentrl.rollout.call_journal import CallJournal
+from agentrl.rollout.calls.journal import CallJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights.files import check_adapter, copy_weight_files, read_adapter
+from agentrl.engines.weights.reading import check_adapter, copy_weight_files, read_adapter
 
 A, B = (f"base_model.model.layer.lora_{half}.weight" for half in "AB")
 MATRICES = {A: torch.ones(4, 6), B: torch.ones(6, 4)}

@@ -20,7 +20,7 @@ from agentrl.core.records import (
 )
 from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, encode_partial_turn
 from agentrl.journal.memory import MemoryTurnLog
-from agentrl.rollout.call_journal import JournaledCall
+from agentrl.rollout.calls.journal import JournaledCall
 from agentrl.rollout.turn_entries import EpisodePartialTurns, PartialTurn, join_completions, slice_completion
 from tests.support.builders import make_completion
 

@@ -23,7 +23,7 @@ import pytest
 from agentrl import Sandbox
 from agentrl.core.connections import RECEIVE_BYTES, BoundedServer
 from agentrl.core.errors import InputError
-from agentrl.sandbox import files as sandbox_files
+from agentrl.sandbox import file_tree as sandbox_files
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes

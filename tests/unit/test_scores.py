@@ -15,7 +15,7 @@ import agentrl
 from agentrl.app.forks import fork
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.scorers import find_scorer_codes, make_scorers, scored_policies, with_scorers
+from agentrl.app.scoring import find_scorer_codes, make_scorers, scored_policies, with_scorers
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged, load

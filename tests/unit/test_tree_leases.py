@@ -14,9 +14,9 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.engines.versions import LiveVersion, VersionTable
+from agentrl.engines.version_table import LiveVersion, VersionTable
 from agentrl.orchestrator.dispatch import ChangeCondition
-from agentrl.orchestrator.trees import TreeLeases, tree_holder
+from agentrl.orchestrator.tree_leases import TreeLeases, tree_holder
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.testing.virtual_time import simulate
 

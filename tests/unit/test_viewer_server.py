@@ -21,7 +21,7 @@ from aiohttp import web
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, StorageError
-from agentrl.inspection.viewer.server import RunningViewerServer, serve_viewer
+from agentrl.inspection.viewer.application import RunningViewerServer, serve_viewer
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import spec, write, write_run
 

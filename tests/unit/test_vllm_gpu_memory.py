@@ -16,7 +16,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineCapabilityError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.engines.vllm.gpu_memory import batch_tokens, block_size, bytes_besides_cache
-from agentrl.engines.weights.files import EngineMemoryEstimate, predict_engine_memory
+from agentrl.engines.weights.reading import EngineMemoryEstimate, predict_engine_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ from agentrl.core.network import Address
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.models import read_meta_model
 from agentrl.engines.weights import transfer
-from agentrl.engines.weights.files import map_weights_to_state
+from agentrl.engines.weights.reading import map_weights_to_state
 from agentrl.engines.weights.transfer import (
     GlooBroadcast,
     GlooSender,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.engines.weights.files import check_adapter, linear_layer
+from agentrl.engines.weights.reading import check_adapter, linear_layer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from agentrl.core.records import WeightsRef
-    from agentrl.engines.weights.files import AdapterWeights
+    from agentrl.engines.weights.reading import AdapterWeights
 
 _NO_ADAPTERS = np.empty(0, np.int64)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.embedded.forward import ForwardPassPlan
-from agentrl.engines.versions import VersionedSession, empty_completion
+from agentrl.engines.version_table import VersionedSession, empty_completion
 
 if TYPE_CHECKING:
     import asyncio

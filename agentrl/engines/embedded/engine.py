@@ -58,14 +58,14 @@ from agentrl.engines.embedded.forward import (
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.models import model_dtype
-from agentrl.engines.versions import (
+from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
     empty_completion,
     policies_keeping_version,
     refresh_mode_needing_adapters,
 )
-from agentrl.engines.weights.files import check_dtypes, map_weights_to_state, read_adapter, read_weights
+from agentrl.engines.weights.reading import check_dtypes, map_weights_to_state, read_adapter, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
-    from agentrl.engines.weights.files import AdapterWeights
+    from agentrl.engines.weights.reading import AdapterWeights
 
 _DELTA_SECONDS = 0.2
 _NO_CANARY = Canary(

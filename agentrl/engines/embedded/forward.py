@@ -37,7 +37,7 @@ from agentrl.engines.models import (
     kv_bytes_per_token,
     read_model,
 )
-from agentrl.engines.versions import LiveVersion
+from agentrl.engines.version_table import LiveVersion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 `ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, restarts it when it
 dies, and gives a fresh one the versions of its predecessor. `EngineClient` samples from processes that it does not own
 and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over an `EngineConnection`, in
-the messages of `protocol.py`, to `server.py`.
+the messages of `protocol.py`, to `engine_server.py`.
 Invariants: a running call raises `EngineLostError` after its last delta when its connection ends; the next call of a
 session reopens it; a conversation stays with its process, which has its KV, as long as the process lives; any other
 request waits for the next process and is repeated, an update only once.
@@ -34,7 +34,7 @@ from agentrl.core.records import ProcessStatus
 from agentrl.engines import protocol
 from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.remote.connection import EngineConnection
-from agentrl.engines.versions import VersionRow, VersionSet, in_loading_order
+from agentrl.engines.version_table import VersionRow, VersionSet, in_loading_order
 from agentrl.engines.weights.transfer import VersionFiles
 
 if TYPE_CHECKING:

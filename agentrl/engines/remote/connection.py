@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, InputError, VersionsRefusedError, rebuild_error
 from agentrl.engines import protocol
-from agentrl.engines.versions import in_loading_order
+from agentrl.engines.version_table import in_loading_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

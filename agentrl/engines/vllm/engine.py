@@ -1,6 +1,6 @@
 """vLLM behind the port: sessions, calls and versions over one `AsyncLLM`; implements `core.ports.Engine`.
 
-Lives in a child process (`process.py`). Owns sessions, calls in flight and their spans; `versions.py` owns updates of
+Lives in a child process (`process.py`). Owns sessions, calls in flight and their spans; `updates.py` owns updates of
 versions. Token in, token out: vLLM never sees text, and the request defines the stop tokens.
 Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort or an update keeps its
 tokens; when vLLM dies the calls in flight fail as lost.
@@ -25,7 +25,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.embedded.capture import sampling_mask_from_sets
-from agentrl.engines.versions import (
+from agentrl.engines.version_table import (
     InProcessEngine,
     VersionedSession,
     empty_completion,
@@ -40,7 +40,7 @@ from agentrl.engines.vllm.startup import (
     read_engine_meta_model,
     start_vllm,
 )
-from agentrl.engines.vllm.versions import VllmVersion, VllmVersionTable
+from agentrl.engines.vllm.updates import VllmVersion, VllmVersionTable
 from agentrl.engines.weights.transfer import WeightReceiver
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 others of that id.
             slots: number of conversations sampled at once (one more if no canary check runs); others wait.
             max_context: longest context in tokens, completion included.
-            refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
+            refresh: when sessions move to newer weights, of all policies or by policy; see `version_table.py`.
             keep_kv: for full weights and refresh `token`, whether calls in flight keep the KV of older weights.
             capture_routing: whether to return the experts of each position; needs vLLM's model runner V2.
             capture_mask: whether to return the kept set of each token of calls with filters; needs V2 as well.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from agentrl.engines.weights.files import EngineMemoryEstimate
+    from agentrl.engines.weights.reading import EngineMemoryEstimate
 
 
 BLOCK = 32

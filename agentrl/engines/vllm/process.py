@@ -1,4 +1,4 @@
-"""vLLM's process, `python -m agentrl.engines.vllm.process FD PARENT`: `server.py` with the setup that vLLM needs.
+"""vLLM's process, `python -m agentrl.engines.vllm.process FD PARENT`: `engine_server.py` as vLLM needs it.
 
 vLLM spawns further processes, and each of them imports this module before anything else: the module-level setup applies
 to all of them. Imports nothing heavy.
@@ -79,7 +79,7 @@ def _keep_files_in(private: Path) -> None:
 prepare_vllm_process()
 
 if __name__ == "__main__":
-    from agentrl.engines.remote.server import main
+    from agentrl.engines.remote.engine_server import main
 
     main()
     os._exit(0)

@@ -28,7 +28,7 @@ from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, bytes_besides_cache, parts
 from agentrl.engines.weights import vllm_worker
-from agentrl.engines.weights.files import predict_engine_memory
+from agentrl.engines.weights.reading import predict_engine_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

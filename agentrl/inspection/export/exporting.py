@@ -25,8 +25,8 @@ from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import LOCAL, os_error_advice, rename_durably
 from agentrl.core.text import plural
 from agentrl.inspection.comparisons import FORKS, fork_tree
-from agentrl.inspection.export.files import staging_path
 from agentrl.inspection.export.formats import EXPORTS
+from agentrl.inspection.export.staging import staging_path
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import read_step_row_columns
 from agentrl.inspection.viewer.page import self_contained_page

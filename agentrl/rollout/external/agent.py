@@ -43,14 +43,14 @@ from agentrl.core.text import common_prefix_length, plural
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
-from agentrl.rollout.agent import CHARACTERS_PER_TOKEN
+from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import perform_effect
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
-from agentrl.rollout.mismatch import describe_entry, shortened_repr
+from agentrl.rollout.turn.agent import CHARACTERS_PER_TOKEN
+from agentrl.rollout.turn.recorder import TurnRecorder
+from agentrl.rollout.turn.sampler import TurnSampler
 from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
-from agentrl.rollout.turn_recorder import TurnRecorder
-from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
     import socket
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from agentrl.environment.context import Aliases, EpisodeLimits
     from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
-    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.external.token_tree import RequestPlacement
 

@@ -18,10 +18,10 @@ from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
 from agentrl.core.records import Score, ScoreRequest
 from agentrl.core.text import plural
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
-from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
-from agentrl.rollout.reward_model import RewardModelScorer
-from agentrl.rollout.scorers import FunctionScorer, Places, RetryingScorer
+from agentrl.rollout.scoring.judge import JudgeScorer
+from agentrl.rollout.scoring.retrying import FunctionScorer, Places, RetryingScorer
+from agentrl.rollout.scoring.reward_model import RewardModelScorer
 
 NO_SCORES: Mapping[str, Mapping[bytes, Score]] = MappingProxyType({})
 

@@ -28,7 +28,7 @@ from agentrl.core.reply_formats import THINKING, split_thinking
 from agentrl.core.text import plural
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.rewards import LARGEST_REWARD
-from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine, message_content
+from agentrl.rollout.scoring.retrying import Answer, RetryingScorer, call_engine, message_content
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams

@@ -1,8 +1,8 @@
-"""`ctx.gather`: runs branches of an episode's code, and records the order in which they ended.
+"""`ctx.gather`: runs strands of an episode's code, and records the order in which they ended.
 
-1. Branches begin in their order, and no call of a branch returns before all have begun. So the code before a branch's
+1. Strands begin in their order, and no call of a strand returns before all have begun. So the code before a strand's
    first call must not depend on the others' later code.
-2. All branches have ended when the program continues after the gather, whether they returned, one raised (the others
+2. All strands have ended when the program continues after the gather, whether they returned, one raised (the others
    are cancelled), or the gather itself was cancelled.
 """
 
@@ -18,26 +18,26 @@ from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.containment import as_episode_error
 from agentrl.journal.entries import GatherOrderEntry, request_hash
-from agentrl.rollout.call_journal import begin_branch, current_branch
+from agentrl.rollout.calls.journal import begin_strand, current_strand
 
 if TYPE_CHECKING:
-    from agentrl.rollout.call_journal import CallJournal, JournaledCall, ProgramBranch
+    from agentrl.rollout.calls.journal import CallJournal, JournaledCall, Strand
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    branch, number = current_branch(), len(awaitables)
+    strand, number = current_strand(), len(awaitables)
     try:
-        call = journal.open(request_hash(b"gather", number.to_bytes(4, "little")), lambda: f"{number} branches")
+        call = journal.open(request_hash(b"gather", number.to_bytes(4, "little")), lambda: f"{number} strands")
     except BaseException:
         for awaitable in filter(inspect.iscoroutine, awaitables):
             awaitable.close()
         raise
-    group = _GatherGroup(journal, branch, call, awaitables)
+    group = _GatherGroup(journal, strand, call, awaitables)
     cancelled = await group.wait_until_settled()
     if journal.is_stopped and cancelled:
         raise asyncio.CancelledError
-    if cancelled and group.is_answered and journal.cut(branch):
-        cancelled = False  # its branches have finished their calls, as they will have on re-execution
+    if cancelled and group.is_answered and journal.cut(strand):
+        cancelled = False  # its strands have finished their calls, as they will have on re-execution
     if isinstance(group.error, ReplayMismatchError):
         raise group.error
     await journal.reach(call, cancelled=cancelled)
@@ -49,13 +49,13 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
 
 
 class _GatherGroup:
-    """The branches of one gather."""
+    """The strands of one gather."""
 
     def __init__(
-        self, journal: CallJournal, branch: ProgramBranch, call: JournaledCall, awaitables: Sequence[Awaitable[Any]]
+        self, journal: CallJournal, strand: Strand, call: JournaledCall, awaitables: Sequence[Awaitable[Any]]
     ) -> None:
         self._journal = journal
-        self._branch = branch
+        self._strand = strand
         self._call = call
         self._awaitables = awaitables
         self._is_ending = False
@@ -63,34 +63,34 @@ class _GatherGroup:
         self.finished: list[int] = []
         """Indices of the coroutines that returned, in the order of their returns."""
         self.error: BaseException | None = None
-        """The error of the first branch that failed."""
+        """The error of the first strand that failed."""
         loop = asyncio.get_running_loop()
-        self._branches = [
-            journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
+        self._strands = [
+            journal.enter(ids.child_strand(strand.path, call.number, index)) for index in range(len(awaitables))
         ]
-        for child in self._branches:
-            child.speaker = branch.speaker
+        for child in self._strands:
+            child.speaker = strand.speaker
         self.tasks = [
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)
         ]
-        for child, task in zip(self._branches, self.tasks, strict=True):
+        for child, task in zip(self._strands, self.tasks, strict=True):
             child.task = task
         if not isinstance(call.recorded, GatherOrderEntry):
-            branch.children = self._branches
-            if branch.is_dismissed:
-                journal.dismiss(self._branches)
+            strand.children = self._strands
+            if strand.is_dismissed:
+                journal.dismiss(self._strands)
 
     @property
     def is_answered(self) -> bool:
-        """Whether every branch has returned, or one has raised its own error."""
+        """Whether every strand has returned, or one has raised its own error."""
         return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
     async def wait_until_settled(self) -> bool:
-        """Wait until all branches have ended; if one fails, the others are cancelled. Returns whether the wait was
+        """Wait until all strands have ended; if one fails, the others are cancelled. Returns whether the wait was
         cancelled."""
         cancelled = False
-        self._branch.is_blocked = True
+        self._strand.is_blocked = True
         try:
             if self.tasks:
                 await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -98,32 +98,32 @@ class _GatherGroup:
             cancelled = True
         running = [task for task in self.tasks if not task.done()]
         if running:
-            self._journal.dismiss(self._branches)
-            self._is_ending = self._branch.is_blocked = True
+            self._journal.dismiss(self._strands)
+            self._is_ending = self._strand.is_blocked = True
         while not all(task.done() for task in running):
             try:
                 await asyncio.wait(running)
             except asyncio.CancelledError:
-                cancelled = True  # a second cancellation: the branches are already ending
+                cancelled = True  # a second cancellation: the strands are already ending
         self._end()
         return cancelled
 
     def _end(self) -> None:
-        self._branch.is_blocked = False
-        self._branch.children = ()
-        for child, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
-            self._journal.end_branch(child)
+        self._strand.is_blocked = False
+        self._strand.children = ()
+        for child, task, awaitable in zip(self._strands, self.tasks, self._awaitables, strict=True):
+            self._journal.end_strand(child)
             if child.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
             if not task.cancelled():
                 task.exception()  # mark as retrieved: only the first error is raised
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
-        child = self._branches[index]
-        if index and self._branches[index - 1].owner is None:
+        child = self._strands[index]
+        if index and self._strands[index - 1].owner is None:
             self._waiting_to_begin[index] = asyncio.get_running_loop().create_future()
             await self._waiting_to_begin[index]
-        begin_branch(child)
+        begin_strand(child)
         if (follower := self._waiting_to_begin.pop(index + 1, None)) is not None and not follower.done():
             follower.set_result(None)
         self._journal.look()
@@ -144,6 +144,6 @@ class _GatherGroup:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause
         finally:
-            self._journal.end_branch(child)
-            if not any(branch.is_open for branch in self._branches) or (self.error and not self._is_ending):
-                self._branch.is_blocked = False
+            self._journal.end_strand(child)
+            if not any(strand.is_open for strand in self._strands) or (self.error and not self._is_ending):
+                self._strand.is_blocked = False

@@ -20,9 +20,9 @@ from agentrl.rollout.turn_entries import encode_message
 if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
     from agentrl.core.records import Int32Array, ToolSpec
-    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.turn_sampler import TurnSampler
+    from agentrl.rollout.turn.sampler import TurnSampler
 
 REPEATED_TOKENS = 96
 """Maximum number of tokens at the end of a turn in which a repetition is looked for."""

@@ -1,7 +1,7 @@
 """`ctx.branch`, `ctx.resample` and `ctx.roulette`: episodes that continue several times, or stop without bias.
 
 A branch is an episode of its main episode's group. It recalls the turns before the call from the journal, and samples
-its own from there, under the version that sampled the newest token (`orchestrator/trees.py` leases it). The main
+its own from there, under the version that sampled the newest token (`orchestrator/tree_leases.py` leases it). The main
 episode stays on that version too, so the whole tree behind the call is sampled by one version.
 
 Invariants:
@@ -30,13 +30,13 @@ from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, Episod
 from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.journal.entries import BranchEntry, JournalEntry, NondeterministicValueEntry, request_hash
-from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.call_journal import JournaledCall, current_branch
+from agentrl.rollout.calls.journal import JournaledCall, current_strand
+from agentrl.rollout.turn.agent import LiveAgent
 
 if TYPE_CHECKING:
     from agentrl.environment.context import ResourceLevel
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.turn_recorder import TurnRecorder
+    from agentrl.rollout.turn.recorder import TurnRecorder
 
 ROULETTE = "roulette"
 """Kind of the entry of a call of `ctx.roulette`: the factor on later rewards, 0 if the episode was stopped."""
@@ -280,7 +280,7 @@ class LiveBranches:
             EpisodeError: the message has the reason.
         """
         pinned = next((resource.name for resource in resources if resource.level == "pinned"), None)
-        if current_branch().path != ids.ROOT_BRANCH:
+        if current_strand().path != ids.ROOT_STRAND:
             why = f"{caller} was called inside ctx.gather; call it in run() itself"
         elif any(not isinstance(agent, LiveAgent) for agent in agents):
             why = f"{caller} was called after ctx.endpoint; an external agent cannot continue in a second episode"
@@ -303,7 +303,7 @@ class LiveBranches:
         """
         if at < inherited:
             why = "was recalled from another run; resample one that this episode sampled"
-        elif not call_id.startswith(f"{ids.ROOT_BRANCH}#"):
+        elif not call_id.startswith(f"{ids.ROOT_STRAND}#"):
             why = "was taken inside ctx.gather; resample one that run() itself requested"
         elif call_id in self._resampled:
             why = "was resampled before; ask for all episodes in one call"
@@ -338,7 +338,7 @@ async def play_roulette(
         raise EnvironmentDefinitionError(
             f"{name} calls ctx.roulette and does not declare it: set roulette = True in the class"
         )
-    if current_branch().path != ids.ROOT_BRANCH:
+    if current_strand().path != ids.ROOT_STRAND:
         raise EnvironmentDefinitionError(
             "ctx.roulette was called inside ctx.gather, where other coroutines may be acting; call it in run() itself"
         )

@@ -36,7 +36,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
 from agentrl.journal.entries import request_hash
-from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
+from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf

@@ -22,17 +22,17 @@ from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
-from agentrl.rollout.call_journal import CallExecution
-from agentrl.rollout.journal_data import encode, encode_arguments
-from agentrl.rollout.mismatch import shortened_repr
+from agentrl.rollout.calls.journal import CallExecution
+from agentrl.rollout.calls.journal_data import encode, encode_arguments
+from agentrl.rollout.calls.mismatch import shortened_repr
+from agentrl.rollout.turn.recorder import TurnRecorder
+from agentrl.rollout.turn.sampler import TurnSampler
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
-from agentrl.rollout.turn_recorder import TurnRecorder
-from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, SamplingParams
     from agentrl.core.records import FinishReason, Int32Array, PolicyVersion
-    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
 
 CHARACTERS_PER_TOKEN = 64
@@ -173,8 +173,8 @@ class LiveAgent(TurnRecorder):
         """Parse the completion, append it to the conversation, and return it as a turn."""
         if request.reply is not None:
             self._episode.metric(DEMONSTRATED, 1.0, self)
-        assert call.branch is not None
-        call.branch.speaker = self._number
+        assert call.strand is not None
+        call.strand.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
         message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)

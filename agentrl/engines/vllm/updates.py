@@ -41,9 +41,9 @@ from agentrl.core.futures import run_shielded
 from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.versions import LiveVersion, VersionTable
+from agentrl.engines.version_table import LiveVersion, VersionTable
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.weights.files import (
+from agentrl.engines.weights.reading import (
     WeightFile,
     check_adapter,
     check_dtypes,

@@ -1,6 +1,6 @@
 """The journal of one attempt of an episode, through which all its calls pass.
 
-A program makes its calls on branches (`ProgramBranch`): the root, and one for each coroutine of a `gather`. Every call
+A program makes its calls on strands (`Strand`): the root, and one for each coroutine of a `gather`. Every call
 passes through `CallJournal`:
 
 * `open` names the call and finds its recorded entry; `reach` waits until the call is due (`ReplayOrder`);
@@ -9,11 +9,11 @@ passes through `CallJournal`:
 
 To resume, fork or replay an episode is to do this over a prefix of recorded entries.
 
-1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
+1. A call id belongs to a strand; a strand's calls are made by the task that owns it.
 2. Recorded calls return in the order in which they were appended, whatever the schedule, so that state shared by
-   branches evolves as before; new ones begin after the last. A recorded call always becomes due: everything that led to
+   strands evolves as before; new ones begin after the last. A recorded call always becomes due: everything that led to
    it was appended before it.
-3. A branch waits at one call at a time. With only one open branch, no call waits. If every branch waits and none is
+3. A strand waits at one call at a time. With only one open strand, no call waits. If every strand waits and none is
    due, the code no longer makes the next call: a mismatch that names the call.
 4. A cancellation is recorded when the episode continues after it: at its next call, or at its normal end. Code that
    stops an episode from outside calls `stop`, after which nothing is recorded.
@@ -56,8 +56,8 @@ from agentrl.journal.entries import (
     extend_digest,
     request_hash,
 )
-from agentrl.rollout.journal_data import encode
-from agentrl.rollout.mismatch import describe_entry, printable_excerpt, replay_mismatch
+from agentrl.rollout.calls.journal_data import encode
+from agentrl.rollout.calls.mismatch import describe_entry, printable_excerpt, replay_mismatch
 
 if TYPE_CHECKING:
     import random
@@ -82,10 +82,10 @@ class JournaledCall(msgspec.Struct, frozen=True):
     call_id: str
     request_hash: bytes
     recorded: EntryBody | None
-    branch: ProgramBranch | None = None
+    strand: Strand | None = None
     number: int = 0
     waits: bool = True
-    """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
+    """Whether `CallJournal.reach` may have to wait; False for a new call while no other strand is open."""
     is_inherited: bool = False
     """Whether a fork inherited the call, so that it is neither written nor trained."""
 
@@ -177,7 +177,7 @@ class CallJournal:
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
     def open(self, digest: bytes, describe: Callable[[], str]) -> JournaledCall:
-        """Open the next call of the calling branch.
+        """Open the next call of the calling strand.
 
         Args:
             digest: hash of the request: of everything that says who does what.
@@ -189,40 +189,40 @@ class CallJournal:
             ReplayMismatchError: the journal holds another request under this id.
             asyncio.CancelledError: the episode was stopped.
         """
-        branch = current_branch()
+        strand = current_strand()
         if self._ended:
             raise UnstructuredConcurrencyError(
                 f"ctx or an agent of episode {self._episode_id} was used after its run() had returned. Act and reward "
                 "before run() returns; do not keep ctx or an agent beyond the end of the episode"
             )
-        if branch.memoised is not None:
+        if strand.memoised is not None:
             raise UnstructuredConcurrencyError(
-                f"ctx or an agent of episode {self._episode_id} was used inside {branch.memoised}, which is not run "
+                f"ctx or an agent of episode {self._episode_id} was used inside {strand.memoised}, which is not run "
                 "again on re-execution. Use them before or after it"
             )
         if self._stopped:
             raise asyncio.CancelledError
         if self._cancelled_calls:
             self.settle()
-        number = branch.calls
-        branch.calls = number + 1
-        call_id = ids.call_id(branch.path, number)
+        number = strand.calls
+        strand.calls = number + 1
+        call_id = ids.call_id(strand.path, number)
         if self.is_new:
-            return JournaledCall(call_id, digest, None, branch, number, len(self._order.branches) > 1)
+            return JournaledCall(call_id, digest, None, strand, number, len(self._order.strands) > 1)
         entry = self._recorded.get(call_id)
-        branch.use(self._recorded.key_of(entry))
+        strand.use(self._recorded.key_of(entry))
         if entry is None:
             entry = self._recorded.answer(call_id)
         if entry is None:
-            return JournaledCall(call_id, digest, None, branch, number)
+            return JournaledCall(call_id, digest, None, strand, number)
         body = self._recorded.body(entry)
         if entry.request_hash != digest:
             now = f"the code now asks {printable_excerpt(describe())}"
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
-        return JournaledCall(call_id, digest, body, branch, number, is_inherited=entry.episode_id != self._episode_id)
+        return JournaledCall(call_id, digest, body, strand, number, is_inherited=entry.episode_id != self._episode_id)
 
     def open_named(self, call_id: str, digest: bytes) -> JournaledCall:
-        """Open a call named by its content, on no branch and in no order: a request to the gateway.
+        """Open a call named by its content, on no strand and in no order: a request to the gateway.
 
         An answer of an earlier attempt is removed from `answers`, and the caller writes it again; an entry that a fork
         inherits is already written.
@@ -279,16 +279,16 @@ class CallJournal:
         return self._recorded.edits.get(call_id, ())
 
     def peek(self, digest: bytes) -> EntryBody | None:
-        """Return the recorded body of the calling branch's next call if it has the same request, without making the
+        """Return the recorded body of the calling strand's next call if it has the same request, without making the
         call."""
-        branch = current_branch()
-        entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
+        strand = current_strand()
+        entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
         return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
-        """Return the messages with which a fork replaces those of the calling branch's next call; usually none."""
-        branch = current_branch()
-        return self.edits_at(ids.call_id(branch.path, branch.calls))
+        """Return the messages with which a fork replaces those of the calling strand's next call; usually none."""
+        strand = current_strand()
+        return self.edits_at(ids.call_id(strand.path, strand.calls))
 
     async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
         """Wait until the call is due: replay has reached it or, if it is new, has finished.
@@ -300,39 +300,39 @@ class CallJournal:
             LimitReachedError: the time limit ended the call when it was recorded.
             ReplayMismatchError: the code no longer makes the recorded call that is next.
         """
-        assert call.branch is not None
+        assert call.strand is not None
         if isinstance(call.recorded, TimeLimitEntry):
-            await self._order.wait(call.branch, call.number)
+            await self._order.wait(call.strand, call.number)
             self._returned(call.call_id)
             self.is_over_time = True
             raise _time_limit(call.recorded)
         if isinstance(call.recorded, CancelEntry):
-            await self._reach_cancelled(call, call.branch, cancelled=cancelled)
+            await self._reach_cancelled(call, call.strand, cancelled=cancelled)
         try:
             if cancelled:
                 raise asyncio.CancelledError
-            await self._order.wait(call.branch, call.number)
+            await self._order.wait(call.strand, call.number)
         except asyncio.CancelledError:
             if call.recorded is None:
                 self.cancel(call)
             raise
 
-    async def _reach_cancelled(self, call: JournaledCall, branch: ProgramBranch, *, cancelled: bool) -> NoReturn:
+    async def _reach_cancelled(self, call: JournaledCall, strand: Strand, *, cancelled: bool) -> NoReturn:
         """Wait for both: the call's place in the replay order, and the task that cancelled it."""
         while True:
             try:
-                await self._order.wait(branch, call.number)
+                await self._order.wait(strand, call.number)
                 break
             except asyncio.CancelledError:
                 cancelled = True
                 if self._stopped:
                     raise
-        if not (cancelled or branch.is_dismissed):
-            branch.awaits_cancellation = True
+        if not (cancelled or strand.is_dismissed):
+            strand.awaits_cancellation = True
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
-            branch.awaits_cancellation = False
-        self._order.forget_dismissed(branch)
+            strand.awaits_cancellation = False
+        self._order.forget_dismissed(strand)
         self._returned(call.call_id)
         raise asyncio.CancelledError
 
@@ -357,8 +357,8 @@ class CallJournal:
             LimitReachedError: the time limit cancelled it.
         """
         if self._is_cutting and call.recorded is None and not self._stopped:
-            assert call.branch is not None
-            self.cut(call.branch)
+            assert call.strand is not None
+            self.cut(call.strand)
             self.refuse_for_time(call)
         self.cancel(call)
 
@@ -385,14 +385,14 @@ class CallJournal:
         self._count(entry)
 
     def _check_no_later(self, call: JournaledCall, body: EntryBody) -> None:
-        """Refuse an entry where a later call of its branch is recorded.
+        """Refuse an entry where a later call of its strand is recorded.
 
         Raises:
             ReplayMismatchError: the journal has a hole where this entry belongs.
         """
-        later = None if call.branch is None else self._order.after(call.branch.path, call.number)
+        later = None if call.strand is None else self._order.after(call.strand.path, call.number)
         if later is not None and not isinstance(body, CancelEntry):
-            then = f"the journal holds call {later} of the same branch and not this one before it: entries are missing"
+            then = f"the journal holds call {later} of the same strand and not this one before it: entries are missing"
             self.mismatch(call.call_id, then, "the code now makes it")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
@@ -447,15 +447,15 @@ class CallJournal:
         return True
 
     def patched(self, name: str) -> bool:
-        branch = current_branch()
-        is_patched = branch.patches.get(name)
+        strand = current_strand()
+        is_patched = strand.patches.get(name)
         if is_patched is None:
-            call = self._open_unnumbered(f"{branch.path}@{name}")
+            call = self._open_unnumbered(f"{strand.path}@{name}")
             is_patched = self.recall(call, PatchMarkerEntry) is not None
-            if not is_patched and not self.holds(branch):
+            if not is_patched and not self.holds(strand):
                 self.record(call, PatchMarkerEntry(name))
                 is_patched = True
-            branch.patches = {**branch.patches, name: is_patched}
+            strand.patches = {**strand.patches, name: is_patched}
         return is_patched
 
     @property
@@ -476,54 +476,54 @@ class CallJournal:
         entry = self._recorded.get(call_id)
         return JournaledCall(call_id, b"", None if entry is None else entry.decode())
 
-    # --- branches -----------------------------------------------------------------------------------------------------
+    # --- strands -----------------------------------------------------------------------------------------------------
 
-    def enter(self, path: str) -> ProgramBranch:
-        """Make a new branch; the task that will own it calls its `begin`."""
+    def enter(self, path: str) -> Strand:
+        """Make a new strand; the task that will own it calls its `begin`."""
         next_call = self._order.next_id
         key = (self._seed, self._attempt)
-        branch = ProgramBranch(path, key if next_call is None else self._recorded.key_of(self._recorded.get(next_call)))
-        self._order.branches.append(branch)
-        return branch
+        strand = Strand(path, key if next_call is None else self._recorded.key_of(self._recorded.get(next_call)))
+        self._order.strands.append(strand)
+        return strand
 
-    def holds(self, branch: ProgramBranch) -> bool:
-        """Whether a recorded call of a branch has not returned yet."""
-        return self._order.has_under(branch.path)
+    def holds(self, strand: Strand) -> bool:
+        """Whether a recorded call of a strand has not returned yet."""
+        return self._order.has_under(strand.path)
 
     def look(self) -> None:
-        """Note that a branch has begun."""
+        """Note that a strand has begun."""
         self._order.look()
 
-    def dismiss(self, branches: Iterable[ProgramBranch]) -> None:
-        """Cancel branches, each where the journal records its cancellation, else now."""
-        for branch in branches:
-            self._order.dismiss(branch, now=self._stopped)
+    def dismiss(self, strands: Iterable[Strand]) -> None:
+        """Cancel strands, each where the journal records its cancellation, else now."""
+        for strand in strands:
+            self._order.dismiss(strand, now=self._stopped)
 
-    def end_branch(self, branch: ProgramBranch) -> None:
-        """Note that a branch has ended."""
-        self._order.end_branch(branch)
+    def end_strand(self, strand: Strand) -> None:
+        """Note that a strand has ended."""
+        self._order.end_strand(strand)
 
-    def begin_steps(self, branch: ProgramBranch, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
-        """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterward.
+    def begin_steps(self, strand: Strand, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
+        """Return the code of a strand, begun by `program`, as an awaitable; call `end_steps` afterward.
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
         guard: CoroutineStepGuard | None = None
         if self.own_random:
-            guard = GlobalRandomState(ids.stable_hash64("branch", *branch.key, branch.path))
+            guard = GlobalRandomState(ids.stable_hash64("branch", *strand.key, strand.path))
         elif self.detects_draws:
             guard = RandomDrawDetector()
-        branch.steps = GuardedAwaitable(guard, program, None if guard is None else self.drew)
-        return branch.steps
+        strand.steps = GuardedAwaitable(guard, program, None if guard is None else self.drew)
+        return strand.steps
 
-    def end_steps(self, branch: ProgramBranch) -> None:
-        """Note that the code of a branch has ended."""
-        if branch.steps is not None:
-            branch.steps.close()
-            branch.steps = None
+    def end_steps(self, strand: Strand) -> None:
+        """Note that the code of a strand has ended."""
+        if strand.steps is not None:
+            strand.steps.close()
+            strand.steps = None
 
     def abandon(self) -> None:
-        """End the code of all branches immediately; the owner of the root's task cancels that task."""
+        """End the code of all strands immediately; the owner of the root's task cancels that task."""
         self._order.abandon()
 
     # --- cancellation and the end -------------------------------------------------------------------------------------
@@ -532,9 +532,9 @@ class CallJournal:
         """Note that a call was cancelled in flight. It is recorded when it is known that the episode itself cancelled
         it.
 
-        A call of a branch that ends during replay is not recorded, because it was not recorded originally.
+        A call of a strand that ends during replay is not recorded, because it was not recorded originally.
         """
-        is_replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
+        is_replaying = self._order.next_id is not None and call.strand is not None and call.strand.is_dismissed
         if not self._stopped and not is_replaying:
             self._cancelled_calls = (*self._cancelled_calls, call)
 
@@ -549,12 +549,12 @@ class CallJournal:
         """Whether the time limit has cancelled the program, and no call has ended by that yet."""
         return self._is_cutting
 
-    def cut(self, branch: ProgramBranch) -> bool:
+    def cut(self, strand: Strand) -> bool:
         """Handle a cancellation that reached a call; returns whether it came from the time limit."""
         task = asyncio.current_task()
         if self._is_cutting and task is not None:
             task.uncancel()
-            self._is_cutting = branch.path != ids.ROOT_BRANCH  # the root branch is the last to be cancelled
+            self._is_cutting = strand.path != ids.ROOT_STRAND  # the root strand is the last to be cancelled
             return True
         return False
 
@@ -682,9 +682,9 @@ class CallExecution:
 
     def __enter__(self) -> None:
         if self._memoised is not None:
-            assert self._call.branch is not None
+            assert self._call.strand is not None
             try:
-                _begin_memoised(self._call.branch, self._memoised)
+                _begin_memoised(self._call.strand, self._memoised)
             except asyncio.CancelledError:
                 self._journal.interrupted(self._call)
                 raise
@@ -695,8 +695,8 @@ class CallExecution:
         if self._limit is not None:
             self._limit.__exit__(None, None, None)
         if self._memoised is not None:
-            assert self._call.branch is not None
-            _end_memoised(self._call.branch)
+            assert self._call.strand is not None
+            _end_memoised(self._call.strand)
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
         elif isinstance(error, InfrastructureError):
@@ -709,7 +709,7 @@ _NONE: dict[Any, Any] = {}
 _NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
-class ProgramBranch:
+class Strand:
     """A sequence of calls: the root's, or those of one coroutine of a `gather`."""
 
     __slots__ = (
@@ -735,37 +735,37 @@ class ProgramBranch:
         self.path = path
         self.owner: asyncio.Task[object] | None = None
         self.is_open = True
-        """Whether the branch has not ended; True also before it begins."""
+        """Whether the strand has not ended; True also before it begins."""
         self.calls = 0
         self.resources = 0
         self.memoised: str | None = None
-        """Name of the effect or external tool that runs on the branch, which may make no calls meanwhile."""
+        """Name of the effect or external tool that runs on the strand, which may make no calls meanwhile."""
         self.is_blocked = False
-        """Whether only another branch of the episode can wake this one."""
+        """Whether only another strand of the episode can wake this one."""
         self.awaits_cancellation = False
-        """Whether the branch waits at a call that is recorded as cancelled."""
+        """Whether the strand waits at a call that is recorded as cancelled."""
         self.is_dismissed = False
-        """Whether the branch's gather has cancelled it: it ends where the journal records its end, else now."""
-        self.children: Sequence[ProgramBranch] = ()
-        """Branches of the gather that this branch awaits, unless that gather is recorded."""
+        """Whether the strand's gather has cancelled it: it ends where the journal records its end, else now."""
+        self.children: Sequence[Strand] = ()
+        """Strands of the gather that this strand awaits, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
-        """Task that runs the branch, also before the branch has begun."""
+        """Task that runs the strand, also before the strand has begun."""
         self.steps: GuardedAwaitable | None = None
-        """Running steps of the branch's code."""
+        """Running steps of the strand's code."""
         self.patches: Mapping[str, bool] = _NO_PATCHES
         self.speaker: int | None = None
-        """Number of the agent that acted last on the branch, or on its parent before it began."""
+        """Number of the agent that acted last on the strand, or on its parent before it began."""
         self._key = key
         self._rng: random.Random | None = None
 
     @property
     def key(self) -> StreamKey:
-        """Seed and attempt of the branch's randomness at this point."""
+        """Seed and attempt of the strand's randomness at this point."""
         return self._key
 
     @property
     def rng(self) -> random.Random:
-        """The branch's own random stream."""
+        """The strand's own random stream."""
         if self._rng is None:
             self._rng = ids.random_stream(*self._key, self.path)
         return self._rng
@@ -779,21 +779,21 @@ class ProgramBranch:
                 self._rng.setstate(ids.random_stream(*key, self.path).getstate())
 
 
-_branch: ContextVar[ProgramBranch] = ContextVar("agentrl_branch")
+_strand: ContextVar[Strand] = ContextVar("agentrl_strand")
 
 
-def current_branch() -> ProgramBranch:
-    """The calling task's branch.
+def current_strand() -> Strand:
+    """The calling task's strand.
 
     Raises:
         UnstructuredConcurrencyError: the task was not started through the context.
     """
-    branch = _branch.get(None)
+    strand = _strand.get(None)
     try:
         task = asyncio.current_task()
     except RuntimeError:  # raised in a tool's thread
         task = None
-    if branch is None or branch.owner is not task:
+    if strand is None or strand.owner is not task:
         caller = (
             "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
         )
@@ -801,50 +801,50 @@ def current_branch() -> ProgramBranch:
             f"ctx or an agent was used by {caller}, outside run(). Act and reward before run() returns, in run() "
             "itself; start concurrent work with `await ctx.gather(...)`"
         )
-    return branch
+    return strand
 
 
-def running_branch() -> ProgramBranch | None:
-    """Return the branch whose code is running, or None outside episodes; for observers."""
-    return _branch.get(None)
+def running_strand() -> Strand | None:
+    """Return the strand whose code is running, or None outside episodes; for observers."""
+    return _strand.get(None)
 
 
-def begin_branch(branch: ProgramBranch) -> None:
-    """Make the running task the owner of a branch."""
-    branch.owner = asyncio.current_task()
-    _branch.set(branch)
+def begin_strand(strand: Strand) -> None:
+    """Make the running task the owner of a strand."""
+    strand.owner = asyncio.current_task()
+    _strand.set(strand)
 
 
 @contextlib.contextmanager
-def mark_memoised_code(branch: ProgramBranch, name: str | None) -> Iterator[None]:
+def mark_memoised_code(strand: Strand, name: str | None) -> Iterator[None]:
     """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
     if name is None:
         yield
         return
-    _begin_memoised(branch, name)
+    _begin_memoised(strand, name)
     try:
         yield
     finally:
-        _end_memoised(branch)
+        _end_memoised(strand)
 
 
-def _begin_memoised(branch: ProgramBranch, name: str) -> None:
+def _begin_memoised(strand: Strand, name: str) -> None:
     """Begin memoised code, which is not run again on re-execution.
 
-    Its draws from global random generators do not count for the branch, because re-execution does not repeat them.
+    Its draws from global random generators do not count for the strand, because re-execution does not repeat them.
 
     Raises:
-        CancelledError: the branch has already drawn from them.
+        CancelledError: the strand has already drawn from them.
     """
-    if branch.steps is not None:
-        branch.steps.suspend_guard()
-    branch.memoised = name
+    if strand.steps is not None:
+        strand.steps.suspend_guard()
+    strand.memoised = name
 
 
-def _end_memoised(branch: ProgramBranch) -> None:
-    branch.memoised = None
-    if branch.steps is not None:
-        branch.steps.resume_guard()
+def _end_memoised(strand: Strand) -> None:
+    strand.memoised = None
+    if strand.steps is not None:
+        strand.steps.resume_guard()
 
 
 class RecordedCalls:
@@ -967,7 +967,7 @@ _NO_QUEUE: deque[str] = deque()
 
 _NONE_LEFT: set[str] = set()
 
-_NO_WAITERS: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = {}
+_NO_WAITERS: dict[Strand, tuple[int, asyncio.Future[None]]] = {}
 
 
 class ReplayOrder:
@@ -978,16 +978,16 @@ class ReplayOrder:
         stray: makes the error of a recorded call that the code no longer makes.
     """
 
-    __slots__ = ("_dismissed_branches", "_is_looking", "_queue", "_remaining_ids", "_stray", "_waiting", "branches")
+    __slots__ = ("_dismissed_strands", "_is_looking", "_queue", "_remaining_ids", "_stray", "_waiting", "strands")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
         self._queue = deque(recorded) or _NO_QUEUE
         self._remaining_ids = set(self._queue) or _NONE_LEFT
         self._stray: Callable[[str], Exception] = stray
-        self.branches: list[ProgramBranch] = []
-        """Open branches."""
-        self._dismissed_branches: tuple[ProgramBranch, ...] = ()
-        self._waiting: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = _NO_WAITERS
+        self.strands: list[Strand] = []
+        """Open strands."""
+        self._dismissed_strands: tuple[Strand, ...] = ()
+        self._waiting: dict[Strand, tuple[int, asyncio.Future[None]]] = _NO_WAITERS
         self._is_looking = False
         """Whether `_release` is scheduled: one call covers all changes until it runs."""
 
@@ -997,50 +997,50 @@ class ReplayOrder:
         return self._queue[0] if self._queue else None
 
     def has_under(self, path: str) -> bool:
-        """Whether a recorded call of a branch, or of branches it started, has not returned yet."""
+        """Whether a recorded call of a strand, or of strands it started, has not returned yet."""
         return any(_is_under(call_id, path) for call_id in self._remaining_ids)
 
     def after(self, path: str, number: int) -> str | None:
-        """Return the next recorded call of a branch after call `number`; None if there is none left."""
+        """Return the next recorded call of a strand after call `number`; None if there is none left."""
         if not self._queue:
             return None
         calls = (call_id.rpartition("#") for call_id in self._queue)
         return next(
-            (f"{branch_path}#{n}" for branch_path, _, n in calls if branch_path == path and int(n) > number), None
+            (f"{strand_path}#{n}" for strand_path, _, n in calls if strand_path == path and int(n) > number), None
         )
 
-    def end_branch(self, branch: ProgramBranch) -> None:
-        """Remove a branch that has ended."""
-        branch.is_open = False
-        if branch in self.branches:
-            self.branches.remove(branch)
-        self.forget_dismissed(branch)
+    def end_strand(self, strand: Strand) -> None:
+        """Remove a strand that has ended."""
+        strand.is_open = False
+        if strand in self.strands:
+            self.strands.remove(strand)
+        self.forget_dismissed(strand)
         self.look()
 
     def close(self) -> None:
         """End all waits, and drop the references to tasks and to the journal."""
-        for branch in self.branches:
-            branch.owner = None
+        for strand in self.strands:
+            strand.owner = None
         self._stray = ReplayMismatchError
 
     def abandon(self) -> None:
-        """End the code of every open branch immediately; the owner of the root's task cancels that task."""
-        for branch in self.branches:
-            if branch.steps is not None:
-                branch.steps.abandon()
-            if branch.task is not None:
-                branch.task.cancel()
+        """End the code of every open strand immediately; the owner of the root's task cancels that task."""
+        for strand in self.strands:
+            if strand.steps is not None:
+                strand.steps.abandon()
+            if strand.task is not None:
+                strand.task.cancel()
 
-    def dismiss(self, branch: ProgramBranch, *, now: bool = False) -> None:
-        """Cancel a branch, either now or once its recorded calls have returned."""
-        if not branch.is_open or (branch.is_dismissed and not now):
+    def dismiss(self, strand: Strand, *, now: bool = False) -> None:
+        """Cancel a strand, either now or once its recorded calls have returned."""
+        if not strand.is_open or (strand.is_dismissed and not now):
             return
-        branch.is_dismissed = True
-        if now or branch.awaits_cancellation or not self.has_under(branch.path):
-            self._cancel(branch)
+        strand.is_dismissed = True
+        if now or strand.awaits_cancellation or not self.has_under(strand.path):
+            self._cancel(strand)
         else:
-            self._dismissed_branches = (*self._dismissed_branches, branch)
-            for child in branch.children:
+            self._dismissed_strands = (*self._dismissed_strands, strand)
+            for child in strand.children:
                 self.dismiss(child)
 
     def returned(self, call_id: str) -> None:
@@ -1049,50 +1049,50 @@ class ReplayOrder:
             self._remaining_ids.discard(call_id)
             while self._queue and self._queue[0] not in self._remaining_ids:
                 self._queue.popleft()
-            for branch in [branch for branch in self._dismissed_branches if not self.has_under(branch.path)]:
-                self._cancel(branch)
+            for strand in [strand for strand in self._dismissed_strands if not self.has_under(strand.path)]:
+                self._cancel(strand)
             self.look()
 
-    def is_due(self, branch: ProgramBranch, number: int) -> bool:
-        """Whether call `number` of a branch may continue: the next recorded call is this one, or happened inside it, or
+    def is_due(self, strand: Strand, number: int) -> bool:
+        """Whether call `number` of a strand may continue: the next recorded call is this one, or happened inside it, or
         there is none."""
         if not self._queue:
             return True
-        path, call_id = branch.path, self._queue[0]
+        path, call_id = strand.path, self._queue[0]
         if not _is_under(call_id, path):
             return False
         suffix = call_id[len(path) + 1 :]
         return call_id[len(path)] == "#" or int(suffix.partition(".")[0]) > number
 
-    def forget_dismissed(self, branch: ProgramBranch) -> None:
-        """Stop canceling a branch that was cancelled where the journal records it."""
-        if self._dismissed_branches:
-            self._dismissed_branches = tuple(
-                candidate for candidate in self._dismissed_branches if candidate is not branch
+    def forget_dismissed(self, strand: Strand) -> None:
+        """Stop canceling a strand that was cancelled where the journal records it."""
+        if self._dismissed_strands:
+            self._dismissed_strands = tuple(
+                candidate for candidate in self._dismissed_strands if candidate is not strand
             )
 
-    async def wait(self, branch: ProgramBranch, number: int) -> None:
-        """Wait until call `number` of a branch is due. Ready steps of other open branches run first.
+    async def wait(self, strand: Strand, number: int) -> None:
+        """Wait until call `number` of a strand is due. Ready steps of other open strands run first.
 
         Raises:
             ReplayMismatchError: the call will never be due.
         """
-        if len(self.branches) == 1:
-            if not self.is_due(branch, number):
+        if len(self.strands) == 1:
+            if not self.is_due(strand, number):
                 raise self._stray(self._queue[0])
             return
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._waiting is _NO_WAITERS:
             self._waiting = {}
-        self._waiting[branch] = (number, gate)
+        self._waiting[strand] = (number, gate)
         # A task that is being cancelled will wake, so it is not blocked.
-        branch.is_blocked = branch.task is None or not branch.task.cancelling()
+        strand.is_blocked = strand.task is None or not strand.task.cancelling()
         self.look()
         try:
             await gate
         finally:
-            self._waiting.pop(branch, None)
-            branch.is_blocked = False
+            self._waiting.pop(strand, None)
+            strand.is_blocked = False
 
     def look(self) -> None:
         """Schedule `_release`."""
@@ -1100,29 +1100,29 @@ class ReplayOrder:
             self._is_looking = True
             asyncio.get_running_loop().call_soon(self._release)
 
-    def _cancel(self, branch: ProgramBranch) -> None:
-        self.forget_dismissed(branch)
-        branch.is_blocked = False
-        if branch.task is not None:
-            branch.task.cancel()
+    def _cancel(self, strand: Strand) -> None:
+        self.forget_dismissed(strand)
+        strand.is_blocked = False
+        if strand.task is not None:
+            strand.task.cancel()
         self.look()
 
     def _release(self) -> None:
-        """Wake the branches that are due, once all have begun: one at a time during replay, then all."""
+        """Wake the strands that are due, once all have begun: one at a time during replay, then all."""
         self._is_looking = False
-        if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self.branches):
+        if not all(strand.owner or (strand.task and strand.task.cancelling()) for strand in self.strands):
             return
-        due_branches = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
-        if self._queue and due_branches:
-            due_branches = [max(due_branches, key=lambda branch: len(branch.path))]
-        for branch in due_branches:
-            self._wake(branch, None)
-        if not due_branches and self._waiting and all(branch.is_blocked for branch in self.branches):
+        due_strands = [strand for strand, (number, _) in self._waiting.items() if self.is_due(strand, number)]
+        if self._queue and due_strands:
+            due_strands = [max(due_strands, key=lambda strand: len(strand.path))]
+        for strand in due_strands:
+            self._wake(strand, None)
+        if not due_strands and self._waiting and all(strand.is_blocked for strand in self.strands):
             self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
 
-    def _wake(self, branch: ProgramBranch, error: Exception | None) -> None:
-        _, gate = self._waiting.pop(branch)
-        branch.is_blocked = False
+    def _wake(self, strand: Strand, error: Exception | None) -> None:
+        _, gate = self._waiting.pop(strand)
+        strand.is_blocked = False
         if gate.done():
             return
         if error is not None:

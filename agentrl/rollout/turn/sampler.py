@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import EngineSession
     from agentrl.core.records import EpisodeSpec, Int32Array
     from agentrl.observe.bottleneck import Activity
-    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.kv_budget import Reservation
     from agentrl.rollout.turn_entries import PartialTurn

@@ -1,4 +1,4 @@
-"""The server of an engine in a child process: `python -m agentrl.engines.remote.server FD PARENT`.
+"""The server of an engine in a child process: `python -m agentrl.engines.remote.engine_server FD PARENT`.
 
 Serves its owner over the socket it was started with, and ends with it. Serves other clients, which may only sample, at
 a Unix socket in its private directory or, if its owner is on another machine, at a TCP port with a token.

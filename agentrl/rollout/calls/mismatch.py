@@ -71,7 +71,7 @@ def describe_entry(body: EntryBody) -> str:
                 else f"the start of {plural(len(body.children), 'branch', 'branches')}"
             )
         case GatherOrderEntry():
-            return f"the order in which {len(body.order)} branches ended"
+            return f"the order in which {len(body.order)} coroutines ended"
     return f"an entry of kind {type(body).__struct_config__.tag}"
 
 

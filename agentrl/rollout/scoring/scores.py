@@ -23,14 +23,14 @@ from agentrl.core.records import Scored, ScoreRequest
 from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS, SCORES_EXPOSED
-from agentrl.rollout.call_journal import CallExecution
-from agentrl.rollout.turn_sampler import call_priority
+from agentrl.rollout.calls.journal import CallExecution
+from agentrl.rollout.turn.sampler import call_priority
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Scorer
     from agentrl.core.records import PolicyVersion
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.turn_recorder import TurnRecorder
+    from agentrl.rollout.turn.recorder import TurnRecorder
 
 
 class LiveScores:

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentrl.core.errors import Unscorable
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine
+from agentrl.rollout.scoring.retrying import Answer, RetryingScorer, call_engine
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Sampler
