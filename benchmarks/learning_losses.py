@@ -24,9 +24,10 @@ from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
 from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.estimators import REWARD_ESTIMATORS
-from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import kl_divergence, make_loss
 from agentrl.learn.ranks import RankGroup
+from agentrl.learn.step_columns import IDS, TokenColumns
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks import learning_sapo
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer

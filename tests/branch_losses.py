@@ -26,8 +26,9 @@ from agentrl.core.errors import ConfigError, LossError
 from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion, TrainingSample, VersionSpan
 from agentrl.credit.advantages.group_baselines import no_baseline
 from agentrl.credit.trees import tree_credits
-from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import Loss
+from agentrl.learn.step_columns import TokenColumns
 from tests.loss_cases import loss_named
 
 Decision = tuple[int, ...]

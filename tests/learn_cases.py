@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
+from agentrl.core.column_files import decode_columns
 from agentrl.core.records import (
     EpisodeDataLocation,
     TrainBatch,
@@ -25,10 +27,18 @@ from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, TurnVer
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from agentrl.learn.memory_prediction import TrainerMemory
 
 VOCABULARY = 48
 LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def read_step_file(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
+    """The rows and columns of a step's file."""
+    metadata, columns = decode_columns(path.read_bytes())
+    return json.loads(metadata["rows"]), columns
 
 
 def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
@@ -226,6 +236,7 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
 
 def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     """The memory of a run's trainer with the sizes of its configuration."""
+
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor  # imports torch
 
     return TrainerMemoryPredictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from agentrl.config.sections import LossConfig, TrainerConfig
-from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
+from agentrl.learn.step_columns import IDS, TokenColumns
 
 
 def loss_named(name: str, **options: Any) -> Loss:

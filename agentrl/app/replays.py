@@ -57,7 +57,7 @@ from agentrl.credit.samples import input_digest, row_digest, trained_positions, 
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
-from agentrl.inspection.tokens import read_step_row_columns
+from agentrl.inspection.tokens import read_step_rows
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
@@ -625,7 +625,7 @@ def _in_order(reader: RunReader, columns: str | None, samples: Iterator[Training
     if columns is None:
         return rows
     try:
-        order = [(row.episode, row.row) for row in read_step_row_columns(reader.path, columns)]
+        order = [(row.episode, row.row) for row in read_step_rows(reader.path, columns)]
     except JournalError:  # the record's order is the one in which a single rank packs the rows
         return rows
     places = {key: place for place, key in reversed(list(enumerate(order)))}

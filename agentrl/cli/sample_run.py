@@ -8,7 +8,6 @@ inside turns, a lost trainer and the rollback that follows, an evaluation, step 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample
-from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions, unit_samples
+from agentrl.credit.samples import unit_samples
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
+from agentrl.learn.step_columns import TokenColumns
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 
@@ -179,12 +179,14 @@ class SampleRunTrainer(RecordingTrainer):
             entries = self._turns.read(unit.location.partition, unit.episode_id, unit.attempt)
             samples += unit_samples(unit, assemble_trajectories(entries, policy))
         version = self._versions[policy]._replace(step=step_id - 1)
-        columns = step_columns(samples, version)
+        columns = TokenColumns.of(samples, version, group_size=1)
+        _invent_outputs(columns)
         path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"
-        rows = json.dumps([(sample.episode_id, sample.row_index) for sample in samples])
-        write_step_columns_file(self._directory / path, columns, {"rows": rows})
-        ratio = np.exp(columns["trainer_logprobs"] - columns["behavior_logprobs"])
-        pushes = columns["advantages"] * ratio / batches[0].normalizer
+        (self._directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (self._directory / path).write_bytes(columns.encode_file())
+        logprobs = columns.computed["trainer_logprobs"]
+        ratio = np.exp(logprobs - columns.behavior_logprobs)
+        pushes = columns.advantages * ratio / batches[0].normalizer
         return StepReport(
             step_id=step_id,
             policy=policy,
@@ -194,53 +196,15 @@ class SampleRunTrainer(RecordingTrainer):
             samples=len(samples),
             tokens=len(ratio),
             seconds=sum(map(self.step_seconds, batches)),
-            metrics={"entropy": float(-columns["trainer_logprobs"].mean())},
-            input_digest=input_digest(map(row_digest, samples)),
+            metrics={"entropy": float(-logprobs.mean())},
+            input_digest=columns.input_digest,
             columns=path,
         )
 
 
-def step_columns(samples: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
-    """Make the columns of a step's file; see `learn/step_columns.py`."""
-    positions = trained_positions(samples)
-    lags = [token_lags(sample, version)[at] for sample, at in zip(samples, positions, strict=True)]
-    behavior = [sample.behavior_logprobs[at] for sample, at in zip(samples, positions, strict=True)]
-    logprobs = [
-        behavior_logprobs + (0.005 + 0.05 * np.maximum(lag, 0)) * np.sin(1.7 * at)
-        for behavior_logprobs, lag, at in zip(behavior, lags, positions, strict=True)
-    ]
-    return {
-        "offsets": np.cumsum([0, *map(len, positions)], dtype="<i8"),
-        "position": np.concatenate(positions).astype("<i8"),
-        "trainer_logprobs": np.minimum(np.concatenate(logprobs), 0.0).astype("<f4"),
-        "entropy": np.concatenate([0.3 + 0.2 * np.cos(2.3 * at) for at in positions]).astype("<f4"),
-        "behavior_logprobs": np.concatenate(behavior).astype("<f4"),
-        "advantages": np.concatenate([s.advantages[at] for s, at in zip(samples, positions, strict=True)]).astype(
-            "<f4"
-        ),
-        "lag": np.concatenate(lags).astype("<i4"),
-    }
-
-
-_TYPES = {"<i8": "I64", "<i4": "I32", "<f4": "F32"}
-
-
-def write_step_columns_file(path: Path, columns: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file without the libraries that training needs."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, column in columns.items():
-        header[name] = {
-            "dtype": _TYPES[column.dtype.str],
-            "shape": list(column.shape),
-            "data_offsets": [at, at + column.nbytes],
-        }
-        at += column.nbytes
-    header_bytes = json.dumps(header).encode()
-    header_bytes += b" " * (-len(header_bytes) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        len(header_bytes).to_bytes(8, "little")
-        + header_bytes
-        + b"".join(column.tobytes() for column in columns.values())
-    )
+def _invent_outputs(columns: TokenColumns) -> None:
+    """Fill in what a model would compute: recorded logprobs, shifted further the older they are."""
+    at, lag = columns.position, np.maximum(columns.lags, 0)
+    logprobs = columns.behavior_logprobs + (0.005 + 0.05 * lag) * np.sin(1.7 * at)
+    columns.computed["trainer_logprobs"][:] = np.minimum(logprobs, 0.0)
+    columns.computed["entropy"][:] = 0.3 + 0.2 * np.cos(2.3 * at)

@@ -64,6 +64,7 @@ OPERATION_LABELS = {
 RANK_MODULES = (
     "agentrl.learn.losses",
     "agentrl.learn.loss_batch",
+    "agentrl.learn.step_columns",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
     "agentrl.learn.ranks",

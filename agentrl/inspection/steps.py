@@ -11,7 +11,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import verified_control_rows
-from agentrl.inspection.tokens import StepRowColumns, read_step_row_columns
+from agentrl.inspection.tokens import StepRow, read_step_rows
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import Row, RunReader
@@ -180,24 +180,25 @@ def _line(
     )
 
 
-def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRowColumns]]:
+def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRow]]:
     """Read the rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
-    columns: dict[str, list[StepRowColumns]] = {}
+    columns: dict[str, list[StepRow]] = {}
     try:
-        for row_columns in read_step_row_columns(reader.path, row["columns_file"]):
-            columns.setdefault(row_columns.episode, []).append(row_columns)
+        for step_row in read_step_rows(reader.path, row["columns_file"]):
+            columns.setdefault(step_row.episode, []).append(step_row)
     except JournalError as error:
         problems.append(str(error))
     return columns
 
 
-def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajectory:
+def _consumed_row(unit: Row, rows: list[StepRow]) -> ConsumedTrajectory:
+    columns = [row.columns for row in rows]
     ratios = [
         math.exp(min(now - then, 80.0))
-        for row in columns
-        for now, then in zip(row.trainer_logprobs, row.behavior_logprobs, strict=False)
+        for part in columns
+        for now, then in zip(part["trainer_logprobs"].tolist(), part["behavior_logprobs"].tolist(), strict=True)
         if math.isfinite(now - then)
     ]
     return ConsumedTrajectory(
@@ -209,9 +210,9 @@ def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajector
         reward=unit["reward"],
         baseline=unit["baseline"],
         advantage=unit["advantage"],
-        tokens=sum(len(row.position) for row in columns) if columns else None,
+        tokens=sum(len(part["position"]) for part in columns) if columns else None,
         mean_ratio=sum(ratios) / len(ratios) if ratios else None,
-        largest_lag=max((max(row.lag, default=-1) for row in columns), default=-1) if columns else None,
+        largest_lag=max((lag for part in columns for lag in part["lag"].tolist()), default=-1) if columns else None,
     )
 
 

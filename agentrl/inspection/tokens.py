@@ -1,7 +1,7 @@
 """The tokens of an episode, one by one: text, version, probability, and training.
 
-Token columns are read without numpy, from journal entries and from a step's file. A run's file counts as hostile: its
-header is bounded, and its stated sizes are compared with the file's. Texts come from the model's `tokenizer.json`,
+Token columns are read from journal entries and from a step's file. A run's file counts as hostile: its header is
+bounded, and its stated sizes are compared with the file's. Texts come from the model's `tokenizer.json`,
 without a library, if the model is on this machine and the user chose it for this run: a run directory names no file to
 open.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core.choices import Choices
+from agentrl.core.column_files import decode_columns
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.inspection.reader import verified_control_rows
@@ -32,11 +33,13 @@ from agentrl.journal.reader import pruned_file_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from agentrl.inspection.reader import EpisodeView, RunReader
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 192 << 20
-_CODES = {"F32": "f", "I32": "i", "I64": "q"}
+_STEP_COLUMNS = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
 MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 MIN_ADDITION = 24
@@ -49,26 +52,14 @@ _OWN_PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("a
 """Directories whose models came with agentrl."""
 
 
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-class StepRowColumns(msgspec.Struct, frozen=True):
-    """Values of a step for the trained tokens of one row, by position in the row."""
+class StepRow(NamedTuple):
+    """A row of a step's file."""
 
     episode: str
     row: int
     """Index of the row in the unit, counted over all its agents."""
-    position: Sequence[int]
-    trainer_logprobs: Sequence[float]
-    """Logprobs under the trained weights; NaN if the row was not forwarded, because it has no gradient."""
-    entropy: Sequence[float]
-    """Entropy in nats; NaN if the row was not forwarded."""
-    behavior_logprobs: Sequence[float]
-    advantages: Sequence[float]
-    lag: Sequence[int]
+    columns: dict[str, NDArray[Any]]
+    """Columns of the file for the row's trained tokens; see `learn/step_columns.py`."""
 
 
 def decode_int32(data: bytes) -> array[int]:
@@ -81,7 +72,7 @@ def decode_float32(data: bytes) -> array[float]:
     return _column("f", data[: len(data) // 4 * 4])
 
 
-def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
+def read_step_rows(run: Path, name: Any) -> list[StepRow]:
     """Read the rows of a step's file, in the order in which they were consumed.
 
     Args:
@@ -97,12 +88,9 @@ def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
         raise JournalError(f"the record of a step refers to columns in {str(name)[:200]!r}, which is outside the run")
     try:
         with open_regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = msgspec.json.decode(read_at_most(file, min(size, MAX_HEADER_BYTES)), type=dict[str, Any])
-            data = memoryview(read_at_most(file, MAX_FILE_BYTES))
-        row_keys = msgspec.json.decode(header.pop("__metadata__", {})["rows"], type=list[tuple[str, int]])
-        columns = {key: _tensor(msgspec.convert(value, _Tensor), data) for key, value in header.items()}
-        return _rows(row_keys, columns)
+            data = read_at_most(file, MAX_FILE_BYTES)
+        metadata, columns = decode_columns(data, max_header_bytes=MAX_HEADER_BYTES)
+        return _rows(msgspec.json.decode(metadata["rows"], type=list[tuple[str, int]]), columns)
     except OSError as error:
         raise pruned_file_error(run, name) or JournalError(
             f"{path}: cannot be read ({error.strerror}); the step's columns are lost"
@@ -111,22 +99,15 @@ def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
         raise JournalError(f"{path}: not the columns of a step ({error}); the file is damaged") from error
 
 
-def _rows(row_keys: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRowColumns]:
-    offsets = columns["offsets"]
-    if len(offsets) != len(row_keys) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
+def _rows(row_keys: list[tuple[str, int]], columns: dict[str, NDArray[Any]]) -> list[StepRow]:
+    offsets = columns.pop("offsets").tolist()
+    lengths = {len(columns[name]) for name in _STEP_COLUMNS}
+    if len(offsets) != len(row_keys) + 1 or lengths != {offsets[-1]} or min(offsets) < 0:
         raise ValueError("its rows and their offsets differ")
-    names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
     return [
-        StepRowColumns(episode, row, *(columns[name][start:stop] for name in names))
+        StepRow(episode, row, {name: columns[name][start:stop] for name in _STEP_COLUMNS})
         for (episode, row), start, stop in zip(row_keys, offsets, offsets[1:], strict=False)
     ]
-
-
-def _tensor(tensor: _Tensor, data: memoryview) -> array[Any]:
-    start, stop = tensor.data_offsets
-    if not 0 <= start <= stop <= len(data):
-        raise ValueError("it is shorter than its header says")
-    return _column(_CODES[tensor.dtype], data[start:stop])
 
 
 def _column(code: str, data: bytes | memoryview) -> array[Any]:
@@ -217,8 +198,8 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(other_bytes)}
 
 
-ReadStep = Callable[[Path, Any], list[StepRowColumns]]
-"""Type of `read_step_row_columns`, or of a caching replacement."""
+ReadStep = Callable[[Path, Any], list[StepRow]]
+"""Type of `read_step_rows`, or of a caching replacement."""
 
 
 class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,8 +269,8 @@ class StepTokenValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
-    places: dict[int, tuple[StepRowColumns, int]]
-    """The step's row and the index in it, keyed by position; a row routed twice is two rows of the step."""
+    places: dict[int, dict[str, Any]]
+    """The token's values by column, keyed by position; a row routed twice is two rows of the step."""
 
 
 def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:
@@ -297,7 +278,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     return tokens_from_view(reader, reader.episode(episode_id, attempt))
 
 
-def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read_step_row_columns) -> EpisodeTokens:
+def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read_step_rows) -> EpisodeTokens:
     """Return the tokens of an episode that was read; `read` reads a step's file."""
     problems = list(view.problems)
     config = reader.info().get("config")
@@ -402,7 +383,7 @@ def newest_step_token_values(
     view: EpisodeView,
     token_row: AssembledTokenRow,
     problems: list[str],
-    read: ReadStep = read_step_row_columns,
+    read: ReadStep = read_step_rows,
 ) -> StepTokenValues | None:
     """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
     file."""
@@ -426,7 +407,13 @@ def newest_step_token_values(
                 continue
             matches = [row for row in rows if row.episode == line.episode and row.row == token_row.number]
             if matches:
-                places = {at: (part, place) for part in matches for place, at in enumerate(part.position)}
+                columns = [{name: values.tolist() for name, values in match.columns.items()} for match in matches]
+                tokens = [
+                    dict(zip(part, values, strict=True))
+                    for part in columns
+                    for values in zip(*part.values(), strict=True)
+                ]
+                places = {token["position"]: token for token in tokens}
                 return StepTokenValues(f"{policy}@{key[1]}.{key[2]}", places)
     return None
 
@@ -462,18 +449,17 @@ def _tokens(
 
 
 def _training(step_values: StepTokenValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
-    token_place = None if step_values is None else step_values.places.get(position)
-    if token_place is None:
+    token = None if step_values is None else step_values.places.get(position)
+    if token is None:
         return {"entropy": 0.0 if is_forced else None}
-    columns, place = token_place
-    now, then = columns.trainer_logprobs[place], columns.behavior_logprobs[place]
+    now, then = token["trainer_logprobs"], token["behavior_logprobs"]
     is_finite = math.isfinite(now) and math.isfinite(then) and abs(now - then) < 700.0
     return {
-        "advantage": _finite(columns.advantages[place]),
+        "advantage": _finite(token["advantages"]),
         "trainer_logprob": _finite(now),
-        "entropy": 0.0 if is_forced else _finite(columns.entropy[place]),
+        "entropy": 0.0 if is_forced else _finite(token["entropy"]),
         "ratio": math.exp(now - then) if is_finite else None,
-        "lag": columns.lag[place] if columns.lag[place] >= 0 else None,
+        "lag": token["lag"] if token["lag"] >= 0 else None,
     }
 
 

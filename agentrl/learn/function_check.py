@@ -46,8 +46,9 @@ from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimat
 from agentrl.credit.group import Group
 from agentrl.credit.trees import AgentKey, tree_pieces
 from agentrl.environment.rewards import finite_reward
-from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
+from agentrl.learn.step_columns import IDS, TokenColumns
 
 TOLERANCE = 1e-9
 """Largest relative difference between two calls in float64 that should agree."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.core.records import PolicyVersion, StepReport, WeightsRef
-from agentrl.learn.step_columns import StepColumns
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from agentrl.config.policies import PolicyConfig
     from agentrl.config.sections import GaeConfig, OptimizerConfig
     from agentrl.learn.models import PolicyModel
+    from agentrl.learn.step_columns import TokenColumns
 
 _BETAS = (0.9, 0.95)
 """AdamW's betas. The second lies below the usual 0.999, because a run has only tens of steps."""
@@ -44,7 +44,8 @@ class StepAccumulator:
 
     step_id: int
     units: set[tuple[str, int]] = field(default_factory=set)
-    columns: StepColumns = field(default_factory=StepColumns)
+    columns: list[TokenColumns] = field(default_factory=list)
+    """Columns of each call that accumulated gradient."""
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     suspect: str | None = None
     """First episode on this rank whose loss was not finite."""

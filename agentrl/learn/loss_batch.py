@@ -1,148 +1,25 @@
-"""The input of a loss: the trained tokens of a step as flat columns, and ids that group the tokens.
+"""The input of a loss: `TokenColumns` of the trained tokens with the model's outputs, as tensors.
 
-`TokenColumns` holds the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds the model's
-outputs, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
-
-Owns: the columns, their exchange between ranks, means and sums over ids. Does not own: the formulas (`losses.py`), the
-forward pass, the normalizer.
+Owns: means and sums over ids. Does not own: the formulas (`losses.py`), the forward pass, the normalizer.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors.numpy import load, save
 from torch import Tensor
 
-from agentrl.core import ids
-from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.device_copies import device_tensors
+from agentrl.learn.step_columns import IDS, LOG_RATIO_LIMIT, LOSS_COLUMNS, Id, TokenColumns
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-    from agentrl.core.records import PolicyVersion, TrainingSample
     from agentrl.learn.forward import HeadOutput
-
-LOG_RATIO_LIMIT = 20.0
-"""Bound on |log w|, so that no recorded value can overflow the ratio."""
-
-Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
-IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
-_GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
-"""Ids that rows of several ranks may have in common; an episode is always on one rank."""
-_COLUMNS = ("behavior_logprobs", "advantages", "lags", *IDS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenColumns:
-    """The trained tokens of some samples, n in all, sample after sample."""
-
-    behavior_logprobs: NDArray[np.float32]  # [n]
-    advantages: NDArray[np.float32]  # [n]
-    lags: NDArray[np.int32]  # [n], -1: unknown
-    row: NDArray[np.int64]  # [n] each, dense from 0
-    turn: NDArray[np.int64]
-    agent: NDArray[np.int64]
-    episode: NDArray[np.int64]
-    seat: NDArray[np.int64]
-    group: NDArray[np.int64]
-    names: dict[str, list[str]]
-    """Names of the seats and groups, indexed by their id."""
-    starts: NDArray[np.int64]  # [samples + 1], where each sample's tokens begin
-
-    @staticmethod
-    def of(samples: Sequence[TrainingSample], version: PolicyVersion, *, group_size: int) -> TokenColumns:
-        """Make the columns of samples, to be trained by the weights of `version`."""
-        positions = trained_positions(samples)
-        counts = [len(at) for at in positions]
-        names: dict[Id, list[tuple[object, ...]]] = {name: [] for name in IDS}
-        for sample, at in zip(samples, positions, strict=True):
-            agent = (sample.episode_id, sample.seat, sample.agent)
-            turns = np.zeros(len(at), int) if sample.turn_index is None else sample.turn_index[at]
-            names["turn"] += ((*agent, int(turn)) for turn in turns)
-            keys: dict[Id, tuple[object, ...]] = {
-                "row": (sample.episode_id, sample.row_index),
-                "agent": agent,
-                "episode": (sample.episode_id,),
-                "seat": (sample.seat,),
-                "group": (ids.group_id_of(sample.episode_id or "e0", group_size),),
-            }
-            for name, key in keys.items():
-                names[name] += [key] * len(at)
-        # Sorted, so that the ids of an agent's turns ascend in time: a row may hold later turns than the next.
-        keys_of = {name: sorted(set(names[name])) if name == "turn" else dict.fromkeys(names[name]) for name in IDS}
-        numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
-        id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
-
-        def take(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
-            parts = [column[at] for column, at in zip(columns, positions, strict=True)]
-            values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
-            return values
-
-        return TokenColumns(
-            behavior_logprobs=take([sample.behavior_logprobs for sample in samples], np.float32),
-            advantages=take([sample.advantages for sample in samples], np.float32),
-            lags=take([token_lags(sample, version) for sample in samples], np.int32),
-            names={name: [str(key[0]) for key in numbers[name]] for name in _GLOBAL_IDS},
-            starts=np.cumsum([0, *counts], dtype=np.int64),
-            **id_columns,
-        )
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def tokens_of(self, members: Sequence[int]) -> NDArray[np.int64]:
-        """Return the indices of the tokens of some samples, in the order of the samples."""
-        parts = [np.arange(self.starts[member], self.starts[member + 1]) for member in members]
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
-        """Return the columns of some tokens, with unchanged ids."""
-        columns = {name: getattr(self, name)[tokens] for name in _COLUMNS}
-        return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
-
-    def encode(self, model_columns: dict[str, NDArray[np.float32]]) -> bytes:
-        """Serialize the columns, with columns that the model computed, for the other ranks."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "names"}
-        name_bytes = np.frombuffer(json.dumps(self.names).encode(), np.uint8)
-        return save(
-            {**columns, **{f"computed_{name}": value for name, value in model_columns.items()}, "names": name_bytes}
-        )
-
-    @staticmethod
-    def merge(parts: Sequence[bytes]) -> tuple[TokenColumns, dict[str, NDArray[np.float32]]]:
-        """Merge the results of `encode`, one per rank, in rank order."""
-        tables = [load(part) for part in parts]
-        names = [json.loads(part["names"].tobytes()) for part in tables]
-        columns = {name: np.concatenate([part[name] for part in tables]) for name in tables[0] if name != "names"}
-        all_names: dict[str, list[str]] = {}
-        for kind in _GLOBAL_IDS:
-            all_names[kind] = list(dict.fromkeys(name for table in names for name in table[kind]))
-            number = {name: index for index, name in enumerate(all_names[kind])}
-            id_columns = [
-                np.array([number[name] for name in table[kind]], np.int64)[part[kind]]
-                for part, table in zip(tables, names, strict=True)
-                if len(part[kind])
-            ]
-            columns[kind] = np.concatenate([np.empty(0, np.int64), *id_columns])
-        for kind in IDS:
-            if kind not in _GLOBAL_IDS:
-                sizes = [int(part[kind].max()) + 1 if len(part[kind]) else 0 for part in tables]
-                before = np.cumsum([0, *sizes[:-1]])
-                columns[kind] = np.concatenate([part[kind] + at for part, at in zip(tables, before, strict=True)])
-        lengths = np.concatenate([np.diff(part["starts"]) for part in tables])
-        columns["starts"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        model_columns = {
-            name.removeprefix("computed_"): columns.pop(name) for name in list(columns) if "computed_" in name
-        }
-        return TokenColumns(**columns, names=all_names), model_columns
 
 
 class LossBatch:
@@ -169,7 +46,7 @@ class LossBatch:
         """log pi of each token under the trained weights."""
         self.entropies = entropies
         """Entropy in nats of the distribution of each token, under the trained weights."""
-        arrays: dict[str, NDArray[Any]] = {name: getattr(columns, name) for name in _COLUMNS}
+        arrays: dict[str, NDArray[Any]] = {name: getattr(columns, name) for name in LOSS_COLUMNS}
         device_arrays = device_tensors(arrays if weights is None else arrays | {"weights": weights}, logprobs.device)
         self.behavior_logprobs = device_arrays["behavior_logprobs"]
         """log mu of each token, recorded when it was sampled, under the version that sampled it."""

@@ -39,7 +39,8 @@ from agentrl.core.custom_functions import (
     find_function_code,
 )
 from agentrl.core.errors import LossError
-from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
+from agentrl.learn.loss_batch import LossBatch, TokenGradients
+from agentrl.learn.step_columns import LOG_RATIO_LIMIT, Id
 
 if TYPE_CHECKING:
     from agentrl.config.sections import KLEstimator, TrainerConfig

@@ -1,6 +1,7 @@
-"""Columns of a step: the trainer's values for each of its tokens, and the metrics of the mismatch with the engine's.
+"""The trained tokens of a step as flat columns: the input of its loss, its file, and its mismatch metrics.
 
-They are written to `steps/<policy>/<lineage>.<step>.safetensors`:
+Ids are dense integers from 0, so that a mean over a conversation is one `index_add`. The columns are written to
+`steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
   `position`          int64 [tokens], position of the token in its row
   `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
@@ -14,25 +15,23 @@ The mismatch metrics compare the trainer's log-probabilities with the recorded o
 weights that the trainer computes with, both describe the same distribution: their difference is that of the two
 implementations (dtype, kernels, routing, filters, a wrong adapter). For other rows, the optimizer steps in between add
 to it.
+
+Owns: the columns, their exchange between ranks, the file, the metrics. Needs numpy and no torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import load, save
 
+from agentrl.core import ids
+from agentrl.core.column_files import decode_columns, encode_columns
 from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
-from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
-from agentrl.learn.storage import converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,128 +40,175 @@ if TYPE_CHECKING:
 
 LAGS = ("0", "1", "2", "3", "4+")
 """Version lags that the metrics distinguish."""
+LOG_RATIO_LIMIT = 20.0
+"""Bound on |log w|, so that no recorded value can overflow the ratio."""
+
+Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
+IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
+_GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
+"""Ids that rows of several ranks may have in common; an episode is always on one rank."""
+LOSS_COLUMNS = ("behavior_logprobs", "advantages", "lags", *IDS)
+"""Columns that a loss sees, besides the model's outputs."""
+_COLUMNS = (*LOSS_COLUMNS, "position", "fresh")
 
 
-class StepColumns:
-    """The rows of a step in the order of their consumption."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """The trained tokens of some samples, n in all, sample after sample."""
 
-    def __init__(self) -> None:
-        """Begin without rows."""
-        self._rows: list[tuple[str, int]] = []
-        self._seats: list[str] = []
-        self._digests: list[bytes] = []
-        self._positions: list[NDArray[np.int64]] = []
-        self._advantages: list[NDArray[np.float32]] = []
-        self._logprobs: list[NDArray[np.float32]] = []
-        self._entropies: list[NDArray[np.float32]] = []
-        self._behavior: list[NDArray[np.float32]] = []
-        self._lags: list[NDArray[np.int32]] = []
-        self._fresh: list[bool] = []
+    behavior_logprobs: NDArray[np.float32]  # [n]
+    advantages: NDArray[np.float32]  # [n]
+    lags: NDArray[np.int32]  # [n], -1: unknown
+    row: NDArray[np.int64]  # [n] each, dense from 0
+    turn: NDArray[np.int64]
+    agent: NDArray[np.int64]
+    episode: NDArray[np.int64]
+    seat: NDArray[np.int64]
+    group: NDArray[np.int64]
+    names: dict[str, list[str]]
+    """Names of the seats and groups, indexed by their id."""
+    starts: NDArray[np.int64]  # [samples + 1], where each sample's tokens begin
+    position: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # [n], in the token's row
+    fresh: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    """[n], whether the token's whole row was sampled by the weights the trainer computes with."""
+    computed: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Outputs of the model, [n] each: at least `trainer_logprobs` and `entropy`, NaN until they are computed."""
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    """Episode and row index of each sample."""
+    digests: bytes = b""
+    """`row_digest` of each sample, one after another."""
+
+    @staticmethod
+    def of(samples: Sequence[TrainingSample], version: PolicyVersion, *, group_size: int) -> TokenColumns:
+        """Make the columns of samples, to be trained by the weights of `version`."""
+        positions = trained_positions(samples)
+        counts = [len(at) for at in positions]
+        names: dict[Id, list[tuple[object, ...]]] = {name: [] for name in IDS}
+        for sample, at in zip(samples, positions, strict=True):
+            agent = (sample.episode_id, sample.seat, sample.agent)
+            turns = np.zeros(len(at), int) if sample.turn_index is None else sample.turn_index[at]
+            names["turn"] += ((*agent, int(turn)) for turn in turns)
+            keys: dict[Id, tuple[object, ...]] = {
+                "row": (sample.episode_id, sample.row_index),
+                "agent": agent,
+                "episode": (sample.episode_id,),
+                "seat": (sample.seat,),
+                "group": (ids.group_id_of(sample.episode_id or "e0", group_size),),
+            }
+            for name, key in keys.items():
+                names[name] += [key] * len(at)
+        # Sorted, so that the ids of an agent's turns ascend in time: a row may hold later turns than the next.
+        keys_of = {name: sorted(set(names[name])) if name == "turn" else dict.fromkeys(names[name]) for name in IDS}
+        numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
+        id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
+
+        def take(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
+            parts = [column[at] for column, at in zip(columns, positions, strict=True)]
+            values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
+            return values
+
+        lags = [token_lags(sample, version) for sample in samples]
+        is_fresh = [bool(sample.spans) and not (lag > 0).any() for sample, lag in zip(samples, lags, strict=True)]
+        return TokenColumns(
+            behavior_logprobs=take([sample.behavior_logprobs for sample in samples], np.float32),
+            advantages=take([sample.advantages for sample in samples], np.float32),
+            lags=take(lags, np.int32),
+            names={name: [str(key[0]) for key in numbers[name]] for name in _GLOBAL_IDS},
+            starts=np.cumsum([0, *counts], dtype=np.int64),
+            position=np.concatenate([np.empty(0, np.int64), *positions]),
+            fresh=np.repeat(np.array(is_fresh, np.bool_), counts),
+            computed={name: np.full(sum(counts), np.nan, np.float32) for name in ("trainer_logprobs", "entropy")},
+            rows=[(sample.episode_id, sample.row_index) for sample in samples],
+            digests=b"".join(map(row_digest, samples)),
+            **id_columns,
+        )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.row)
 
-    def add(self, samples: Sequence[TrainingSample], version: PolicyVersion) -> int:
-        """Append rows to be trained by the weights of `version`; returns the index of the first."""
-        first = len(self._rows)
-        for sample, positions in zip(samples, trained_positions(samples), strict=True):
-            self._rows.append((sample.episode_id, sample.row_index))
-            self._seats.append(sample.seat)
-            self._digests.append(row_digest(sample))
-            self._positions.append(positions)
-            self._advantages.append(sample.advantages[positions].astype(np.float32))
-            self._logprobs.append(np.full(len(positions), np.nan, np.float32))
-            self._entropies.append(np.full(len(positions), np.nan, np.float32))
-            self._behavior.append(sample.behavior_logprobs[positions].astype(np.float32))
-            lags = token_lags(sample, version)
-            self._lags.append(lags[positions])
-            self._fresh.append(bool(sample.spans) and not (lags > 0).any())
-        return first
+    def tokens_of(self, members: Sequence[int]) -> NDArray[np.int64]:
+        """Return the indices of the tokens of some samples, in the order of the samples."""
+        parts = [np.arange(self.starts[member], self.starts[member + 1]) for member in members]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def record_advantages(self, first: int, starts: NDArray[np.int64], advantages: NDArray[np.float32]) -> None:
-        """Replace the advantages of rows, from row `first` on; row i has the tokens from `starts[i]` on."""
-        for row, (start, stop) in enumerate(pairwise(starts.tolist()), first):
-            self._advantages[row] = advantages[start:stop]
+    def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
+        """Return the columns of some tokens for a loss, with unchanged ids."""
+        columns = {name: getattr(self, name)[tokens] for name in LOSS_COLUMNS}
+        return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
 
-    def record(
-        self,
-        first: int,
-        starts: NDArray[np.int64],
-        rows: Sequence[int],
-        logprobs: NDArray[np.float32],
-        entropies: NDArray[np.float32],
-    ) -> None:
-        """Fill in what was computed for some rows, counted from row `first`; row i has the tokens from `starts[i]`
-        on."""
-        for row in rows:
-            tokens = slice(starts[row], starts[row + 1])
-            self._logprobs[first + row], self._entropies[first + row] = logprobs[tokens], entropies[tokens]
+    def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], entropies: NDArray[np.float32]) -> None:
+        """Fill in what the model computed for some tokens, [n] each; the other tokens' values are ignored."""
+        self.computed["trainer_logprobs"][tokens] = logprobs[tokens]
+        self.computed["entropy"][tokens] = entropies[tokens]
 
     def encode(self) -> bytes:
-        """Serialize these rows for `merge`."""
-        offsets = np.cumsum([0, *map(len, self._positions)], dtype=np.int64)
-        columns: dict[str, NDArray[Any]] = {
-            "offsets": offsets,
-            "position": np.concatenate([np.empty(0, np.int64), *self._positions]),
-            "advantages": np.concatenate([np.empty(0, np.float32), *self._advantages]),
-            "trainer_logprobs": np.concatenate([np.empty(0, np.float32), *self._logprobs]),
-            "entropy": np.concatenate([np.empty(0, np.float32), *self._entropies]),
-            "behavior_logprobs": np.concatenate([np.empty(0, np.float32), *self._behavior]),
-            "lag": np.concatenate([np.empty(0, np.int32), *self._lags]),
-            "fresh": np.array(self._fresh, np.uint8),
-            "digests": np.frombuffer(b"".join(self._digests), np.uint8),
-            "rows": np.frombuffer(json.dumps(self._rows).encode(), np.uint8),
-            "seats": np.frombuffer(json.dumps(self._seats).encode(), np.uint8),
-        }
-        return save(columns)
+        """Serialize the columns for the other ranks."""
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, "starts")} | self.computed
+        columns["digests"] = np.frombuffer(self.digests, np.uint8)
+        return encode_columns(columns, {"names": json.dumps(self.names), "rows": json.dumps(self.rows)})
 
+    @staticmethod
+    def decode(data: bytes) -> TokenColumns:
+        """Decode what `encode` serialized."""
+        metadata, columns = decode_columns(data)
+        own = {name: columns.pop(name) for name in (*_COLUMNS, "starts")}
+        return TokenColumns(
+            **own,
+            digests=columns.pop("digests").tobytes(),
+            computed=columns,
+            names=json.loads(metadata["names"]),
+            rows=[(episode, row) for episode, row in json.loads(metadata["rows"])],
+        )
 
-class MergedRankColumns:
-    """The step's columns of all ranks together, rows in rank order, for the step's file and its metrics."""
+    @staticmethod
+    def merge(parts: Sequence[TokenColumns]) -> TokenColumns:
+        """Merge the columns of several ranks or calls, in order."""
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+        all_names: dict[str, list[str]] = {}
+        for kind in IDS:
+            if kind in _GLOBAL_IDS:
+                all_names[kind] = list(dict.fromkeys(name for part in parts for name in part.names[kind]))
+                number = {name: index for index, name in enumerate(all_names[kind])}
+                new_ids = [np.array([number[name] for name in part.names[kind]], np.int64) for part in parts]
+                renumbered = [new[getattr(part, kind)] for new, part in zip(new_ids, parts, strict=True)]
+            else:
+                sizes = [int(getattr(part, kind).max()) + 1 if len(part) else 0 for part in parts]
+                before = np.cumsum([0, *sizes[:-1]])
+                renumbered = [getattr(part, kind) + at for part, at in zip(parts, before, strict=True)]
+            columns[kind] = np.concatenate(renumbered)
+        lengths = np.concatenate([np.diff(part.starts) for part in parts])
+        return TokenColumns(
+            **columns,
+            names=all_names,
+            starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            computed={name: np.concatenate([part.computed[name] for part in parts]) for name in parts[0].computed},
+            rows=[row for part in parts for row in part.rows],
+            digests=b"".join(part.digests for part in parts),
+        )
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        """Merge the results of `StepColumns.encode`, one per rank."""
-        tables = [load(part) for part in parts]
-        self.rows: list[list[Any]] = [row for part in tables for row in json.loads(part["rows"].tobytes())]
-        seats = [seat for part in tables for seat in json.loads(part["seats"].tobytes())]
-        lengths = np.concatenate([np.diff(part["offsets"]) for part in tables])
-        names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
-        self.columns = {name: np.concatenate([part[name] for part in tables]) for name in names}
-        self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.fresh = np.repeat(np.concatenate([part["fresh"] for part in tables]).astype(np.bool_), lengths)
-        """Bool [tokens]: whether the token's whole row was sampled by the weights the trainer computed with."""
-        self.seats = np.repeat(np.array(seats, dtype=object), lengths)
-        """Str [tokens]: seat of the agent that sampled the token."""
-        self.input_digest = input_digest(part["digests"].tobytes() for part in tables)
+    @property
+    def input_digest(self) -> str:
+        """Digest of the step's input; see `credit.samples.input_digest`."""
+        return input_digest([self.digests])
 
     def mismatch(self) -> dict[str, float]:
         """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_mismatch_metrics`."""
-        trainer, behavior = self.columns["trainer_logprobs"], self.columns["behavior_logprobs"]
-        by_lag = mismatch_metrics(trainer, behavior, lag=self.columns["lag"], fresh=self.fresh)
-        return by_lag | seat_mismatch_metrics(trainer, behavior, self.seats)
+        trainer, behavior = self.computed["trainer_logprobs"], self.behavior_logprobs
+        by_lag = mismatch_metrics(trainer, behavior, lag=self.lags, fresh=self.fresh)
+        return by_lag | seat_mismatch_metrics(trainer, behavior, np.array(self.names["seat"], object)[self.seat])
 
-    def write(self, path: Path) -> None:
-        """Write the step's file atomically, without syncing it.
-
-        Raises:
-            StorageError: writing failed.
-        """
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with converting_write_errors(path):
-            # Create only these two directories: a moved run must not be recreated at its old path.
-            for folder in (path.parent.parent, path.parent):
-                folder.mkdir(exist_ok=True)
-            try:
-                partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))
-                partial.rename(path)
-            finally:
-                partial.unlink(missing_ok=True)
-
-
-def read_step_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """Read the rows and columns of a step's file."""
-    with safe_open(path, framework="np") as file:
-        return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    def encode_file(self) -> bytes:
+        """Return the content of the step's file."""
+        columns: dict[str, NDArray[Any]] = {
+            "offsets": self.starts,
+            "position": self.position,
+            "trainer_logprobs": self.computed["trainer_logprobs"],
+            "entropy": self.computed["entropy"],
+            "behavior_logprobs": self.behavior_logprobs,
+            "advantages": self.advantages,
+            "lag": self.lags,
+        }
+        return encode_columns(columns, {"rows": json.dumps(self.rows)})
 
 
 def mismatch_metrics(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
 from agentrl.learn.learner import Learner, StepAccumulator
-from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.models import (
@@ -66,7 +67,7 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.step_columns import MergedRankColumns
+from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.storage import converting_write_errors
 
 if TYPE_CHECKING:
@@ -312,8 +313,8 @@ class PolicyTrainer:
         of the model's outputs, so that forward and backward pass need only one micro-batch at a time.
         """
         version = learner.version._replace(step=learner.step)
-        first, totals = step.columns.add(samples, version), step.totals
-        columns = TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
+        totals, columns = step.totals, TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
+        step.columns.append(columns)
         weights = self._token_weights(columns, normalizer)
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
@@ -361,7 +362,7 @@ class PolicyTrainer:
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
             learner.add_value_curvature(weights[tokens])
         token_losses = (
-            self._add_outputs(step, outputs, columns, sample_indices, first)
+            self._add_outputs(step, outputs, columns, sample_indices)
             if step_gradients is None
             else step_gradients.loss.numpy()
         )
@@ -371,7 +372,7 @@ class PolicyTrainer:
 
     @staticmethod
     def _add_outputs(
-        step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, sample_indices: Sequence[int], first: int
+        step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, sample_indices: Sequence[int]
     ) -> NDArray[np.float32]:
         """Add the micro-batches' results to the step; returns the loss of each token."""
         columns_of_outputs = outputs.gather(4)
@@ -380,7 +381,7 @@ class PolicyTrainer:
         sums = [column.sum(dtype=np.float64) for column in (token_losses, entropies, columns_of_outputs[3])]
         for name, value in zip(_TOKEN_SUMS, [*sums, *outputs.gather_sums()], strict=True):
             step.totals[name] += float(value)
-        step.columns.record(first, columns.starts, sample_indices, logprobs, entropies)
+        columns.record(columns.tokens_of(sample_indices), logprobs, entropies)
         return token_losses
 
     def _token_weights(self, columns: TokenColumns, normalizer: float) -> NDArray[np.float32]:
@@ -429,21 +430,15 @@ class PolicyTrainer:
         kept_mass, *model_values = outputs.gather(1 + len(names) + (self._gae is not None))
         model_columns = dict(zip(names, model_values, strict=False))
         step.totals["kept_mass"] += float(kept_mass.sum(dtype=np.float64))
-        first = len(step.columns) - len(samples)
-        step.columns.record(
-            first, columns.starts, sample_indices, model_columns["logprobs"], model_columns["entropies"]
-        )
+        columns.record(np.arange(len(columns)), model_columns["logprobs"], model_columns["entropies"])
         by_value = None
         if self._gae is not None:
-            columns, by_value = self._estimate_advantages(
-                self._gae, step, columns, model_values[-1], weights, end_values
-            )
-            step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
-        all_columns, values, tokens_here = columns, model_columns | {"weights": weights}, slice(len(columns))
+            by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights, end_values)
+        all_columns, tokens_here = replace(columns, computed=model_columns | {"weights": weights}), slice(len(columns))
         if self._loss.grouping in ("group", "step"):  # else the other ranks' tokens change nothing for these
-            all_columns, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
+            all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._ranks.gather(all_columns.encode()))))
             tokens_here = slice(*self._token_range(len(columns)))
-        every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
+        every = {name: torch.from_numpy(all_columns.computed[name]) for name in (*names, "weights")}
         batch = LossBatch(
             all_columns,
             logprobs=every["logprobs"].requires_grad_(),
@@ -477,10 +472,10 @@ class PolicyTrainer:
         values: NDArray[np.float32],
         weights: NDArray[np.float32],
         end_values: Mapping[int, float],
-    ) -> tuple[TokenColumns, Tensor]:
+    ) -> Tensor:
         """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
 
-        Also returns the derivative of the value loss, 0.5 (V - (A' + sg(V)))² per token, by V: it is -A' times the
+        Returns the derivative of the value loss, 0.5 (V - (A' + sg(V)))² per token, by V: it is -A' times the
         token's weight, with A' the advantage at `value_trace_decay`.
         """
 
@@ -504,8 +499,8 @@ class PolicyTrainer:
         sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
         for name, value in zip(_VALUE_SUMS, sums, strict=True):
             step.totals[name] += float(value)
-        columns = replace(columns, advantages=advantages.astype(np.float32))
-        return columns, torch.from_numpy(-weights * errors.astype(np.float32))
+        columns.advantages[:] = advantages
+        return torch.from_numpy(-weights * errors.astype(np.float32))
 
     def _token_range(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
@@ -648,18 +643,20 @@ class PolicyTrainer:
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
-    def _write_columns(self, learner: Learner, step: StepAccumulator) -> tuple[str, MergedRankColumns]:
+    def _write_columns(self, learner: Learner, step: StepAccumulator) -> tuple[str, TokenColumns]:
         """Write the step's file on rank 0; returns its path in the run and the rows of all ranks.
 
         Raises:
             StorageError: writing failed; the gradient is discarded on every rank.
         """
-        merged_columns = MergedRankColumns(self._ranks.gather(step.columns.encode()))
+        columns = step.columns or [TokenColumns.of([], learner.version, group_size=1)]
+        parts = self._ranks.gather(TokenColumns.merge(columns).encode())
+        merged_columns = TokenColumns.merge(list(map(TokenColumns.decode, parts)))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
 
         def write() -> bytes:
             if self._ranks.rank == 0:
-                merged_columns.write(self._directory / path)
+                _write_atomically(self._directory / path, merged_columns.encode_file())
             return b""
 
         try:
@@ -790,6 +787,24 @@ class PolicyTrainer:
             names = ", ".join(sorted(self._learners)) or "none before start"
             raise TrainerError(f"no trained policy {policy!r}; there are: {names}")
         return learner
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write a step's file, without syncing it.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with converting_write_errors(path):
+        # Create only these two directories: a moved run must not be recreated at its old path.
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(exist_ok=True)
+        try:
+            partial.write_bytes(data)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 class _StepOutputs:

@@ -37,10 +37,9 @@ from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import EngineRouter
-from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
-from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
+from tests.learn_cases import LORA, Episodes, make_rows, read_step_file, run_config, write_model
 from tests.processes import running
 from tests.support import warm
 
@@ -118,8 +117,8 @@ def test_one_rank_and_two_ranks_give_the_same_update(
         # Terms of both signs: rounding is relative to them, not to their sum.
         assert report.loss == pytest.approx(other.loss, abs=1e-6)
     assert reports[1].columns is not None
-    rows, columns = read_step_columns(tmp_path / "two" / reports[1].columns)
-    expected_rows, expected_columns = read_step_columns(tmp_path / "in_process" / str(reference[1].columns))
+    rows, columns = read_step_file(tmp_path / "two" / reports[1].columns)
+    expected_rows, expected_columns = read_step_file(tmp_path / "in_process" / str(reference[1].columns))
     assert rows == expected_rows
     np.testing.assert_allclose(columns["trainer_logprobs"], expected_columns["trainer_logprobs"], atol=1e-5)
     assert (tmp_path / "two" / "checkpoint" / "policy" / "optimizer.safetensors").is_file()

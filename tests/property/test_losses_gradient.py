@@ -17,10 +17,11 @@ from torch import Tensor
 from agentrl.core.records import PolicyVersion, SamplingMask, TrainingSample
 from agentrl.credit.samples import trained_positions
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import truncated
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
+from agentrl.learn.step_columns import TokenColumns
 from tests.learn_cases import VOCABULARY, make_samples, run_config, write_model
 
 if TYPE_CHECKING:

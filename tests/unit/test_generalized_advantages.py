@@ -29,9 +29,8 @@ from agentrl.core.records import (
 )
 from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.learn.packing import pack
-from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import PolicyTrainer
-from tests.learn_cases import make_rows, run_config, write_model
+from tests.learn_cases import make_rows, read_step_file, run_config, write_model
 
 GAE = {"name": "gae", "discount": 0.97, "trace_decay": 0.8}
 EPISODES = 5
@@ -250,7 +249,7 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
     assert report.metrics["value/loss"] == pytest.approx(0.5 * (advantages**2).sum() / 40.0, rel=1e-5)
     explained = 1.0 - (returns - values).var() / returns.var()
     assert report.metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-4)
-    rows, columns = read_step_columns(tmp_path / "gae" / str(report.columns))
+    rows, columns = read_step_file(tmp_path / "gae" / str(report.columns))
     keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
     assert sorted(keys) == sorted(expected)
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
@@ -272,7 +271,7 @@ def test_an_episode_that_a_limit_cut_goes_on_with_the_value_of_its_last_state(
     expected, of_head = by_hand(model, cut=cut if bootstrap else ())
     _, head = gradients(trainer)
     assert float((head - of_head).norm()) < 1e-5 * float(of_head.norm())
-    rows, columns = read_step_columns(tmp_path / str(trainer.optim_step("policy", 1).columns))
+    rows, columns = read_step_file(tmp_path / str(trainer.optim_step("policy", 1).columns))
     keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
     uncut, _ = by_hand(model)

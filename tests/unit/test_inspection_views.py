@@ -56,7 +56,7 @@ from agentrl.inspection.timelines import (
     run_timeline,
     span_occupancy,
 )
-from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_row_columns
+from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_rows
 from agentrl.journal.run_log import RunStart
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.progress import LineDisplay
@@ -532,7 +532,7 @@ def test_a_cut_file_of_columns_is_told(damaged: Path, size: int) -> None:
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", 7])
 def test_columns_outside_the_run_are_not_read(damaged: Path, name: object) -> None:
     with pytest.raises(JournalError):
-        read_step_row_columns(damaged, name)
+        read_step_rows(damaged, name)
 
 
 def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_error(damaged: Path) -> None:
@@ -542,7 +542,7 @@ def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_erro
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         try:
-            read_step_row_columns(damaged, "steps/proposer/0.1.safetensors")
+            read_step_rows(damaged, "steps/proposer/0.1.safetensors")
             read += 1
         except JournalError:
             continue

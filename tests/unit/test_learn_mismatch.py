@@ -13,13 +13,11 @@ from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.packing import pack
 from agentrl.learn.step_columns import (
-    MergedRankColumns,
-    StepColumns,
+    TokenColumns,
     mismatch_metrics,
-    read_step_columns,
     seat_mismatch_metrics,
 )
-from tests.learn_cases import make_samples
+from tests.learn_cases import make_samples, read_step_file
 
 NOW = PolicyVersion("policy", 1, 7)
 
@@ -72,22 +70,19 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
     samples[3] = replace(samples[3], spans=())
     parts = []
     for share in (samples[:2], samples[2:]):
-        columns = StepColumns()
-        first = columns.add(share, NOW)
-        assert first == 0
+        columns = TokenColumns.of(share, NOW, group_size=1)
         (batch,) = pack(share, max_tokens=1000)
         logprobs = batch.behavior_logprobs[np.argsort(batch.sample, kind="stable")]
-        starts = np.concatenate([[0], np.cumsum(np.bincount(batch.sample))])
-        columns.record(0, starts, range(len(share)), logprobs + np.float32(0.25), np.abs(logprobs))
-        parts.append(columns.encode())
-    merged = MergedRankColumns(parts)
+        columns.record(np.arange(len(columns)), logprobs + np.float32(0.25), np.abs(logprobs))
+        parts.append(TokenColumns.decode(columns.encode()))
+    merged = TokenColumns.merge(parts)
     counts = [len(positions) for positions in trained_positions(samples)]
     found = merged.mismatch()
     assert found["mismatch/tokens"] == counts[0] + counts[2]
     assert found["mismatch/max_difference"] == pytest.approx(0.25)
     assert found["lag_tokens/1"] == int((trained_positions(samples)[1] < 11).sum())
-    merged.write(tmp_path / "step.safetensors")
-    _, written = read_step_columns(tmp_path / "step.safetensors")
+    (tmp_path / "step.safetensors").write_bytes(merged.encode_file())
+    _, written = read_step_file(tmp_path / "step.safetensors")
     assert written["lag"].tolist()[-counts[3] :] == [-1] * counts[3]
     expected = np.concatenate(
         [sample.behavior_logprobs[at] for sample, at in zip(samples, trained_positions(samples), strict=True)]

@@ -25,9 +25,17 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, SamplingMask, TrainBatch, Trajectory, Unit
-from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
-from tests.learn_cases import LORA, VOCABULARY, Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.learn_cases import (
+    LORA,
+    VOCABULARY,
+    Episodes,
+    make_rows,
+    read_step_file,
+    run_config,
+    write_model,
+    write_tokenizer,
+)
 
 START = PolicyVersion("policy", 0, 0)
 
@@ -222,7 +230,7 @@ def test_step_columns_hold_what_the_loss_saw(model: Path, tmp_path: Path, episod
     report = trainer.optim_step("policy", 1)
     assert report.started_from == PolicyVersion("policy", 4, 0)
     assert report.columns == "steps/policy/4.1.safetensors"
-    rows, columns = read_step_columns(tmp_path / report.columns)
+    rows, columns = read_step_file(tmp_path / report.columns)
     assert rows == [[f"e{index}", 0] for index in range(8)]
     for index, trajectory in enumerate(episodes.trajectories):
         here = slice(int(columns["offsets"][index]), int(columns["offsets"][index + 1]))
@@ -291,7 +299,7 @@ def test_an_adapter_loads_with_peft(model: Path, tmp_path: Path, episodes: Episo
     trainer.forward_backward(episodes.batch(3))
     report = trainer.optim_step("policy", 3)
     assert report.columns is not None
-    _, columns = read_step_columns(tmp_path / report.columns)
+    _, columns = read_step_file(tmp_path / report.columns)
     row = episodes.trajectories[1].rows[0]
     with torch.no_grad():
         logits = loaded(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]

@@ -20,8 +20,9 @@ import torch
 from agentrl.config.sections import GaeConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learn.learner import ValueHead
-from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import importance_sampling, make_loss
+from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.trainer import PolicyTrainer
 from tests.sao import preset
 
@@ -70,16 +71,16 @@ def estimated(**options: Any) -> tuple[Any, Any, float]:
             of_turn[row, places] = to_go[row, np.flatnonzero(places)[0]]
     agent = np.repeat(np.arange(ROWS), LENGTH).reshape(ROWS, LENGTH)[MASK]
     step = SimpleNamespace(totals=defaultdict(float))
-    weights = np.full(len(agent), 1 / len(agent), np.float32)
-    changed, by_value = PolicyTrainer._estimate_advantages(
+    weights, columns = np.full(len(agent), 1 / len(agent), np.float32), columns_of(of_turn[MASK], agent)
+    by_value = PolicyTrainer._estimate_advantages(
         GaeConfig(**options),
         step,
-        columns_of(of_turn[MASK], agent),
+        columns,
         VALUES[MASK],
         weights,  # type: ignore[arg-type]
         {},
     )
-    return changed.advantages, by_value.numpy(), step.totals["value_loss"]
+    return columns.advantages, by_value.numpy(), step.totals["value_loss"]
 
 
 def columns_of(advantages: Any, agent: Any, behavior: Any = None) -> TokenColumns:

@@ -25,7 +25,7 @@ from agentrl.inspection.tokens import (
     decode_float32,
     decode_int32,
     newest_step_token_values,
-    read_step_row_columns,
+    read_step_rows,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     reader = selection.reader
     run = str(reader.info().get("run", ""))
     # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are cached.
-    read = lru_cache(4)(read_step_row_columns)
+    read = lru_cache(4)(read_step_rows)
     for episode, attempt in selection.reported(selection.keys):
         try:
             episode_record = _export_episode(reader, run, reader.episode(episode, attempt), read)
@@ -284,12 +284,12 @@ def _training(step_values: StepTokenValues | None, length: int) -> dict[str, lis
     if step_values is None:
         return columns
     columns = {name: [None] * length for name in columns}
-    for position, (part, place) in step_values.places.items():
+    for position, token in step_values.places.items():
         if 0 <= position < length:
             columns["advantages"][position], columns["trainer_logprobs"][position] = null_if_not_finite(
-                [part.advantages[place], part.trainer_logprobs[place]]
+                [token["advantages"], token["trainer_logprobs"]]
             )
-            columns["lags"][position] = part.lag[place]
+            columns["lags"][position] = token["lag"]
     return columns
 
 

@@ -28,7 +28,7 @@ from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.export.staging import staging_path
 from agentrl.inspection.search import episodes_with_words
-from agentrl.inspection.tokens import read_step_row_columns
+from agentrl.inspection.tokens import read_step_rows
 from agentrl.inspection.viewer.page import self_contained_page
 from agentrl.inspection.viewer.queries import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
 
@@ -198,7 +198,7 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     """Yield the answers that the page requests, by name."""
     reader, problems = selection.reader, selection.problems
     # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are kept.
-    read = lru_cache(4)(read_step_row_columns)
+    read = lru_cache(4)(read_step_rows)
 
     def answer_episode(reader: RunReader, parameters: Parameters) -> Any:
         return answer_episode_queries(reader, parameters, read)

@@ -30,7 +30,7 @@ from agentrl.inspection.tokens import (
     ReadStep,
     TokenRow,
     episode_tokens,
-    read_step_row_columns,
+    read_step_rows,
     tokens_from_view,
 )
 from agentrl.observe.run_state import read_run_snapshot
@@ -137,7 +137,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
 
 
 def answer_episode_queries(
-    reader: RunReader, parameters: Parameters, read: ReadStep = read_step_row_columns
+    reader: RunReader, parameters: Parameters, read: ReadStep = read_step_rows
 ) -> dict[str, Any]:
     """Answer all questions about one episode, which is read once; `read` reads a step's file."""
     with _open_episode(reader, parameters) as (where, episode, attempt):
