@@ -44,13 +44,14 @@ from agentrl.core.machine import install_command
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import (
-    LIMIT_STOPS,
     EpisodeDataLocation,
     PolicyVersion,
     TrainBatch,
     TrajectoryCredit,
     Unit,
     WeightsRef,
+    find_stop_reason,
+    stopped_by_limit,
 )
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
@@ -615,7 +616,7 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
             policy=policy,
             location=location,
             credits=tuple(agent_credits),
-            is_cut=episode_rows[0]["stop_reason"] in LIMIT_STOPS,
+            is_cut=stopped_by_limit(find_stop_reason(episode_rows[0]["stop_reason"])),
         )
 
 

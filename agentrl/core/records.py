@@ -14,7 +14,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never, get_args
 
 from agentrl.core import ids
 from agentrl.core.json_data import copy_json
@@ -38,8 +38,34 @@ FinishReason = Literal["stop", "length", "abort"]
 
 StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "refused"]
 """Reason why a committed episode ended; a dropped episode has a drop reason instead."""
-LIMIT_STOPS: tuple[StopReason, ...] = ("max_turns", "context_length", "time_limit")
-"""Reasons that are limits: the episode could have continued."""
+
+
+def is_cut(reason: FinishReason) -> bool:
+    """Whether the token limit ended a completion that the policy would have continued."""
+    match reason:
+        case "length":
+            return True
+        case "stop" | "abort":
+            return False
+        case _:
+            assert_never(reason)
+
+
+def find_stop_reason(text: object) -> StopReason | None:
+    """Return the reason with this name; None if there is none."""
+    return next((reason for reason in get_args(StopReason) if reason == text), None)
+
+
+def stopped_by_limit(reason: StopReason | None) -> bool:
+    """Whether a limit ended an episode that could have continued; None: it was dropped, or is unknown."""
+    match reason:
+        case "max_turns" | "context_length" | "time_limit":
+            return True
+        case "completed" | "refused" | None:
+            return False
+        case _:
+            assert_never(reason)
+
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -7,13 +7,14 @@ Thinking that a client sends back is left out: the sampled tokens contain it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from agentrl.core.records import Message, ToolCall, ToolSpec
 from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
     RefusalKind,
+    ReplyEnd,
     RequestRefusedError,
     bounded_repr,
     read_integer,
@@ -31,12 +32,6 @@ _ERRORS: Mapping[RefusalKind, str] = {
     "model": "not_found_error",
     "large": "request_too_large",
     "unavailable": "overloaded_error",
-}
-_STOP_REASONS = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "stop_text": "stop_sequence",
 }
 THREAD = "thread"
 """Field that asks the server to hold the conversation, so that later requests have only its new messages."""
@@ -76,7 +71,7 @@ class AnthropicMessagesProtocol:
         return {
             **_head(request, reply),
             "content": list(_blocks(reply)),
-            "stop_reason": _STOP_REASONS[reply.finish_reason],
+            "stop_reason": _stop_reason(reply.finish_reason),
             "stop_sequence": reply.stop_text if reply.finish_reason == "stop_text" else None,
             "usage": _usage(reply, reply.completion_tokens),
         }
@@ -240,3 +235,17 @@ def _usage(reply: ChatReply, num_sampled: int) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "output_tokens": num_sampled,
     }
+
+
+def _stop_reason(end: ReplyEnd) -> str:
+    match end:
+        case "stop":
+            return "end_turn"
+        case "length":
+            return "max_tokens"
+        case "tool_calls":
+            return "tool_use"
+        case "stop_text":
+            return "stop_sequence"
+        case _:
+            assert_never(end)

@@ -70,6 +70,10 @@ class ChatRequest:
     """Data that the protocol needs to write the reply."""
 
 
+ReplyEnd = Literal["stop", "length", "tool_calls", "stop_text"]
+"""Reason why a reply ended; `stop_text`: at one of the request's stop texts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
     """One reply. It is the same on every execution of the episode, so that the client's next request is the same
@@ -83,8 +87,7 @@ class ChatReply:
     message: Message
     """Reply of the model; its tool calls have ids that no other reply uses."""
     thinking: str
-    finish_reason: Literal["stop", "length", "tool_calls", "stop_text"]
-    """Why the reply ended; `stop_text`: at one of the request's stop texts."""
+    finish_reason: ReplyEnd
     stop_text: str | None
     prompt_tokens: int
     completion_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, assert_never, get_args
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
 from agentrl.core.reply_formats import arguments_alone
@@ -268,7 +268,13 @@ def _message(reply: ChatReply) -> dict[str, Any]:
 
 
 def _finish_reason(reply: ChatReply) -> str:
-    return "stop" if reply.finish_reason == "stop_text" else reply.finish_reason
+    match reply.finish_reason:
+        case "stop" | "length" | "tool_calls":
+            return reply.finish_reason
+        case "stop_text":
+            return "stop"
+        case _:
+            assert_never(reply.finish_reason)
 
 
 def _usage(replies: Sequence[ChatReply]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ sends back in place of the summarized items.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
 from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
+    ReplyEnd,
     RequestRefusedError,
     bounded_repr,
     read_integer,
@@ -69,7 +70,7 @@ class OpenAIResponsesProtocol:
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
         reply = replies[0]
-        is_cut = reply.finish_reason == "length"
+        is_cut = _is_cut(reply.finish_reason)
         return {
             **_head(request, reply),
             "status": "incomplete" if is_cut else "completed",
@@ -317,3 +318,13 @@ def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any
         case _:
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "content": []}}
     yield {"type": "response.output_item.done", "output_index": number, "item": item}
+
+
+def _is_cut(end: ReplyEnd) -> bool:
+    match end:
+        case "length":
+            return True
+        case "stop" | "tool_calls" | "stop_text":
+            return False
+        case _:
+            assert_never(end)

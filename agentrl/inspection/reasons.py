@@ -8,6 +8,7 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import JournalError
+from agentrl.core.records import find_stop_reason, stopped_by_limit
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ConversationView,
@@ -191,10 +192,13 @@ def _end(view: ConversationView) -> list[Reason]:
             f"{line.stop_reason}, after {plural(line.turns or 0, 'turn')} and {plural(line.tokens or 0, 'token')}",
         )
     ]
-    if line.stop_reason != "completed":
+    stop = find_stop_reason(line.stop_reason)
+    if stopped_by_limit(stop):
         reasons[0] = Reason(
             "ended", f"{reasons[0].text}: a limit cut it short", "raise the limit, or shorten the episode"
         )
+    elif stop == "refused":
+        reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
         names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])

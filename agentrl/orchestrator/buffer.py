@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
-    LIMIT_STOPS,
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
@@ -28,6 +27,7 @@ from agentrl.core.records import (
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
+    stopped_by_limit,
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.journal.port import UnitDropped
@@ -309,7 +309,7 @@ class EpisodeBuffer:
                 policy=policy,
                 location=header.location or EpisodeDataLocation("", 0),
                 credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
-                is_cut=header.stop_reason in LIMIT_STOPS,
+                is_cut=stopped_by_limit(header.stop_reason),
             )
             is_alone = self._is_alone(unit, group)
             self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by))

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from agentrl.app.training import run_training
-from agentrl.cli.sample_environment import Propose
+from agentrl.cli.sample_environment import Propose, Solve
 from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
+from agentrl.environment.context import EpisodeContext, LimitReachedError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import explain_episode
 from agentrl.journal.run_log import SqliteRunLog
@@ -40,6 +41,27 @@ def test_what_kept_a_root_waiting_and_for_which_step_it_was_started(sample_run: 
     steps = [int(told(reader, name, "order")[0].removeprefix("started for step ").split(";")[0]) for name in roots]
     assert steps == sorted(steps)
     assert (steps[0], steps[-1]) == (1, 8), "four roots bring a step"
+    reader.close()
+
+
+class Refused(Propose):
+    """Ends as if the endpoint of a remote policy had refused a turn."""
+
+    solve = Solve  # children are looked up in this module
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        await super().run(ctx)
+        ctx.truncate(LimitReachedError("the endpoint refused the turn", stop_reason="refused"))
+
+
+def test_a_refused_turn_is_no_limit(tmp_path: Path) -> None:
+    config = RunConfig(**{**sample_run_config(tmp_path, "refused").model_dump(), "steps": 1})
+    run = asyncio.run(run_training(config, Refused, quiet=True, factories=sample_run_factories()))
+    reader = RunReader(run.path)
+    [line, *_] = reader.episodes("stop_reason = refused", limit=1)
+    (text,) = told(reader, line.episode, "ended")
+    assert "the endpoint of a remote policy refused a turn" in text
+    assert "limit" not in text
     reader.close()
 
 

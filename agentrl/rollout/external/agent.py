@@ -37,11 +37,11 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
-from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan, is_cut
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import common_prefix_length, plural
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
+from agentrl.gateway.calls import ChatReply, ChatRequest, ReplyEnd, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
@@ -340,8 +340,8 @@ class ExternalAgent(TurnRecorder):
         self._tree.answer(placement, token_ids, completion.finish_reason, message)
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
-        is_cut = completion.finish_reason == "length" and stop_text is None
-        self._count_reply(message, completion, request.tools, is_cut=is_cut)
+        was_cut = is_cut(completion.finish_reason) and stop_text is None
+        self._count_reply(message, completion, request.tools, is_cut=was_cut)
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
@@ -713,12 +713,12 @@ def _request_entry(
     return ExternalRequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 
-def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> Any:
+def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> ReplyEnd:
     if message.tool_calls:
         return "tool_calls"
     if stop_text is not None:
         return "stop_text"
-    return "length" if completion.finish_reason == "length" else "stop"
+    return "length" if is_cut(completion.finish_reason) else "stop"
 
 
 def _to_bytes(text: str) -> bytes:

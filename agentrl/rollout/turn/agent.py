@@ -17,7 +17,7 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import opening_digest
-from agentrl.core.records import Completion, Message, Role, SampledTurn, ToolSpec, Turn, VersionSpan
+from agentrl.core.records import Completion, Message, Role, SampledTurn, ToolSpec, Turn, VersionSpan, is_cut
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
@@ -179,7 +179,7 @@ class LiveAgent(TurnRecorder):
             self._episode.limit.restart()
         message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)
         self._rows.answer(completion)
-        self._count_reply(message, completion, self._rows.tools, is_cut=completion.finish_reason == "length")
+        self._count_reply(message, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
         return self._append(call, request.messages, message, completion, request.state)
 
     def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:
