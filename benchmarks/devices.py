@@ -9,6 +9,7 @@
   and copies to the device, of a step of small micro-batches, the largest of five kinds of steps.
   `float32_matmuls_share`: share of the matrix products of a LoRA step in bfloat16 that are computed in float32.
   `silent_fallbacks`: models that share no prefixes and do not say why, where the attention kernel cannot be compiled.
+  `compiles_before_first_token`, `flex_compiles_per_run`: attention kernels that a card would compile.
 * `smollm2`: `lora_reward_bf16`, `lora_reward_f32`: held-out reward of SmolLM2 after the same steps of an adapter in
   bfloat16 and in float32, means of three seeds; `lora_reward_lost`: their difference.
 * `flex`: `flex_fits`, the share of the attention kernels that fit the shared memory of their card, over 5 compute
@@ -42,6 +43,7 @@ from benchmarks.parts import run_parts
 FIGURES = (
     *("device_cases", "device_errors", "device_max_error", "planted_device_errors_found"),
     *("host_syncs_per_micro_batch", "host_copies_per_micro_batch", "float32_matmuls_share", "silent_fallbacks"),
+    *("compiles_before_first_token", "flex_compiles_per_run"),
     *("lora_reward_bf16", "lora_reward_f32", "lora_reward_lost"),
     *("flex_fits", "moe_starts"),
     *("kernels_per_layer", "kernels_per_layer_unfused", "kernels_per_layer_plain", "kernels_ratio"),

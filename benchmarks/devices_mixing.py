@@ -26,7 +26,10 @@ def figures(quick: bool) -> dict[str, float | None]:
         elif name in part.CASES:
             worst = max(worst, result["difference"])
     measured = {name: part.measured(name) for name in steps}
+    kernels = part.compiled_kernels()
     return {
+        "compiles_before_first_token": kernels["before_first_token"],
+        "flex_compiles_per_run": kernels["in_all"],
         "device_cases": len(exact) + len(rounded),
         "device_errors": errors,
         "device_max_error": worst,

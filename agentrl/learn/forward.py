@@ -682,10 +682,8 @@ def flex_tree_attention(
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
     attend: Any = flex_attention
     options: Any = None
-    if query.is_cuda and (torch.is_grad_enabled() or query.shape[2] > UNFUSED_TOKENS):
-        card: Any = torch.cuda.get_device_properties(query.device)
-        memory = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
-        attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, memory)
+    if compiles_attention(query.device) and (torch.is_grad_enabled() or query.shape[2] > UNFUSED_TOKENS):
+        attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, _shared_memory(query.device))
     output: Tensor = attend(
         query,
         key,
@@ -717,6 +715,17 @@ def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str
     if dtype != torch.float32:
         return kernel | {"num_stages": 2}
     return kernel | {"fwd_num_stages": 2, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32 if width <= 128 else 16}
+
+
+def compiles_attention(device: torch.device) -> bool:
+    """Whether the attention of steps is compiled on a device."""
+    return device.type == "cuda"
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory per block that a card allows."""
+    card: Any = torch.cuda.get_device_properties(device)
+    return int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
 
 
 @cache

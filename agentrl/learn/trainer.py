@@ -42,7 +42,7 @@ from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weights.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.device_copies import device_tensors
-from agentrl.learn.forward import TOP_TOKENS, HeadOutput
+from agentrl.learn.forward import TOP_TOKENS, HeadOutput, compiles_attention
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenGradients
@@ -230,7 +230,7 @@ class PolicyTrainer:
         if id(model) in self._prepared:
             return
         self._prepared.add(id(model))
-        if _compiles_attention(model) and policy_model.shared_prefixes:
+        if compiles_attention(model.device) and policy_model.shared_prefixes:
             reasons = self._ranks.gather(why_compiled_attention_fails(policy_model).encode())
             if reason := next(filter(None, reasons), b"").decode():
                 self._stop_sharing(model, reason)
@@ -836,10 +836,6 @@ class _StepOutputs:
         """Return the sums of `token_metric_sums` over all micro-batches."""
         sums: list[float] = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else [0.0] * len(SUMS)
         return sums
-
-
-def _compiles_attention(model: PreTrainedModel) -> bool:
-    return bool(model.device.type == "cuda")
 
 
 def _sharing_text(model: PolicyModel) -> str:

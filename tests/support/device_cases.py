@@ -485,6 +485,46 @@ def silent_fallbacks() -> int:
     return silent
 
 
+def compiled_kernels() -> dict[str, float]:
+    """Start a trainer and an engine, sample, and take two steps; return how many attention kernels a card would compile
+    before the first token, and in all: one for each dtype, shape of heads and set of options, with and without
+    gradients.
+    """
+    kernels: set[object] = set()
+
+    def compiled(query: Tensor, key: Tensor, *rest: Any, kernel_options: Any, **named: Any) -> Tensor:
+        heads = (query.dtype, query.shape[1], key.shape[1], query.shape[-1])
+        kernels.add((*heads, torch.is_grad_enabled(), *sorted(kernel_options.items())))
+        return dense_flex(query, key, *rest, **named)
+
+    def on_card(device: torch.device) -> bool:
+        return device.type == NAME
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        on_accelerator() as device,
+        _replaced(forward, "compiles_attention", lambda _: on_card),
+        _replaced(trainer, "compiles_attention", lambda _: on_card),
+        _replaced(forward, "_compiled_flex", lambda _: lambda: compiled),
+        _replaced(forward, "_shared_memory", lambda _: lambda device: 232_448),
+    ):
+        place = Path(directory)
+        trainer.rank_device = lambda config, rank: device
+        base = _write_base(place / "base", "qwen3")
+        episodes = Episodes(make_rows(0, 8))
+        learns = trainer.PolicyTrainer(run_config(base, policies=_ADAPTER), place / "run", read=episodes.read)
+        learns.start()
+        version = learns.publish("policy", PolicyVersion("policy", 0, 0))
+        asyncio.run(_sampled(base, ["policy"], [version], device, {}, scored=False, lora=True))
+        before = len(kernels)
+        for step in (1, 2):
+            learns.forward_backward(episodes.batch(step))
+            learns.optim_step("policy", step)
+    return {"before_first_token": before, "in_all": len(kernels)}
+
+
+KERNELS = "compiled kernels"
+
 STEPS: dict[str, Callable[[], dict[str, float]]] = {
     "adapter, one step": _step,
     "bfloat16 adapter, one step": partial(_step, dtype="bfloat16"),
@@ -546,6 +586,8 @@ def measured(name: str) -> dict[str, Any]:
     """Return the result of a case, a step or a planted fault."""
     if name in PLANTED:
         return {"found": is_found(name)}
+    if name == KERNELS:
+        return dict(compiled_kernels())
     return dict(STEPS[name]()) if name in STEPS else compared({**CASES, **ROUNDED}[name])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.device_cases import CASES, PLANTED, ROUNDED, STEPS, TOLERANCE
+from tests.support.device_cases import CASES, KERNELS, PLANTED, ROUNDED, STEPS, TOLERANCE
 
 QUICK = {
     "loss truncated",
@@ -69,6 +69,13 @@ def test_the_host_waits_once_per_step_and_copies_little_per_micro_batch(
     assert results[name]["micro_batches"] >= 4
     assert results[name]["waits"] <= 3
     assert results[name]["copies_per_micro_batch"] <= 3
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [KERNELS])
+def test_nothing_is_compiled_before_the_first_token(name: str, results: dict[str, dict[str, Any]]) -> None:
+    assert results[name]["before_first_token"] == 0
+    assert results[name]["in_all"] == 1
 
 
 @pytest.mark.timeout(900)

@@ -267,7 +267,7 @@ def test_attention_that_is_compiled_for_a_step_is_checked_before_it(
     episodes = Episodes(make_rows(0, 4))
     trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
     trainer.start()
-    monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)  # as on CUDA
+    monkeypatch.setattr(trainer_module, "compiles_attention", lambda device: True)  # as on CUDA
     AttentionInterface.register(ATTENTION, compiled)
     try:
         with pytest.warns(match="prefixes are not shared, because of") if fault else contextlib.nullcontext():
@@ -294,7 +294,7 @@ def test_adapters_on_one_base_share_prefixes_all_or_none(tmp_path: Path, monkeyp
     models = {name: learner.model for name, learner in trainer._learners.items()}
     assert {model.shared_prefixes for model in models.values()} == {True}
     assert len({id(model.model) for model in models.values()}) == 1
-    monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)
+    monkeypatch.setattr(trainer_module, "compiles_attention", lambda device: True)
     monkeypatch.setattr(trainer_module, "why_compiled_attention_fails", lambda model: "NoValidChoicesError")
     with pytest.warns(match="prefixes are not shared, because of NoValidChoicesError"):
         trainer._prepare(models["one"])
@@ -360,7 +360,7 @@ def test_padded_rows_are_used_on_a_card_only_if_they_are_exact(tmp_path: Path, m
     for fault in (False, True):
         trainer = PolicyTrainer(run_config(path), tmp_path / f"run {fault}", read=episodes.read)
         trainer.start()
-        monkeypatch.setattr(trainer_module, "_compiles_attention", lambda model: True)  # as on CUDA
+        monkeypatch.setattr(trainer_module, "compiles_attention", lambda device: True)  # as on CUDA
         original = AttentionInterface()["sdpa"]
 
         def attend(*arguments: Any, original: Any = original, fault: bool = fault, **options: Any) -> Any:
