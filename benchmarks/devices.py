@@ -22,6 +22,9 @@
 * `sharing`: steps of a small model over rows of 12 shapes, as prefix trees and row by row, on this machine's device.
   `sharing_choice_regret`: mean excess of the time that the trainer's choice takes over that of the faster way.
   `sharing_worst_regret`: the largest. `sharing_shapes`: their number.
+* `start`: two starts of SmolLM2-135M with vLLM. `start_overlap`: seconds of loading to the first turn, over those until
+  both trainer and engine are ready, the larger of the two. `second_start_ratio`: seconds of the second start over the
+  first's, which finds no caches; `first_start_s`, `second_start_s`.
 * `experts`: `moe_starts`, the number of 32 starts of mixtures of experts with default sizes that take two steps.
 * `vllm`: conversations on a random Qwen3-MoE, sampled by vLLM's model runner V2 through Triton's interpreter.
   `routing_equal`: share of positions whose recorded experts are those of transformers' routers. `masks_equal`: share
@@ -50,6 +53,7 @@ FIGURES = (
     *("elementwise_bytes_per_token", "elementwise_bytes_per_token_unfused", "elementwise_bytes_per_token_plain"),
     *("bytes_ratio", "fused_max_error"),
     *("sharing_choice_regret", "sharing_worst_regret", "sharing_shapes"),
+    *("start_overlap", "second_start_ratio", "first_start_s", "second_start_s"),
     *("publish_blocked_s_per_gb", "publish_blocked_s_per_gb_before", "publish_blocked_ratio"),
     *("routing_equal", "masks_equal", "k3_vllm_moe", "k3_vllm_moe_without", "k3_vllm_top_p", "k3_vllm_top_p_without"),
     *("vllm_moe_gain", "vllm_top_p_gain", "v2_contract_passed", "v2_contract_failed"),

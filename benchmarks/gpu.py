@@ -4,7 +4,8 @@
 
 Uses the torch and vLLM that are installed. Each piece runs in its own process with a time limit, and appends each
 figure to FILE at once, as a line of JSON; the most valuable pieces come first. Without a GPU the command exits with 2,
-unless `--small` proves the code on CPUs, where the figures mean nothing. Pieces that need vLLM are skipped without it.
+unless `--small` proves the code on CPUs, where the figures mean nothing. A piece without the vLLM or the GPU that it
+needs is skipped.
 The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with random weights.
 
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
@@ -162,7 +163,8 @@ def _routing(bench: Bench) -> None:
 def _example_11(bench: Bench) -> None:
     qwen3 = MODELS / "Qwen3-0.6B"
     model = qwen3 if qwen3.is_dir() and not bench.small else bench.random_qwen3()
-    _train(bench, "11_gpu.toml", model=model, steps=1 if bench.small else 4)
+    overrides = ["--sampling.top_p=1.0"] if bench.small else []  # kept sets need vLLM on a GPU
+    _train(bench, "11_gpu.toml", *overrides, model=model, steps=1 if bench.small else 4)
 
 
 def _learner(bench: Bench) -> None:
@@ -288,7 +290,7 @@ def _engine(bench: Bench) -> None:
         finally:
             await engine.close()
 
-    for vllm in ("{}", "false") if _has_vllm() else ("false",):
+    for vllm in ("false",) if PIECES["adapter"].missing(small=bench.small) else ("{}", "false"):
         asyncio.run(measure(vllm))
 
 
@@ -300,11 +302,21 @@ def _suite(bench: Bench) -> None:
 
 
 class Piece(NamedTuple):
-    """A piece, its time limit in seconds, and whether it needs vLLM."""
+    """A piece."""
 
     act: Callable[[Bench], None]
     limit: int
+    """Seconds."""
     vllm: bool = False
+    """Whether it needs vLLM."""
+    card: bool = False
+    """Whether it needs a GPU, also with `--small`."""
+
+    def missing(self, *, small: bool) -> str:
+        """Return what it needs and this machine lacks; empty: nothing."""
+        if self.vllm and importlib.util.find_spec("vllm") is None:
+            return "vLLM is not installed"
+        return "it needs a GPU" if self.card and small else ""
 
 
 PIECES = {
@@ -313,20 +325,16 @@ PIECES = {
     "engine": Piece(_engine, 90),
     "adapter": Piece(_by_vllm, 50, vllm=True),
     "full": Piece(_full, 50, vllm=True),
-    "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True),
-    "routing": Piece(_routing, 45, vllm=True),
+    "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True, card=True),
+    "routing": Piece(_routing, 45, vllm=True, card=True),
     "example_08": Piece(lambda bench: _train(bench, "08_smollm2.toml", steps=12), 70),
     "example_11": Piece(_example_11, 60, vllm=True),
-    "suite": Piece(_suite, 55),
+    "suite": Piece(_suite, 55, card=True),
 }
 """Pieces in the order of their worth; the limits add up to ten minutes."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def _has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None
 
 
 def _in_process(name: str, options: argparse.Namespace) -> str:
@@ -388,8 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ended = {}
     for name in options.only:
         began = time.perf_counter()
-        skipped = PIECES[name].vllm and not _has_vllm()
-        ended[name] = "skipped: vLLM is not installed" if skipped else _in_process(name, options)
+        missing = PIECES[name].missing(small=options.small)
+        ended[name] = f"skipped: {missing}" if missing else _in_process(name, options)
         bench = Bench(name, options.output, options.output.parent, options.small)
         bench.put(ended=ended[name], took_s=round(time.perf_counter() - began, 1))
     failed = [name for name, end in ended.items() if end != "ended" and not end.startswith("skipped")]
