@@ -11,9 +11,9 @@ The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with r
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
 random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of the embedded
 engine and of vLLM. `adapter`, `full`, `masks`, `routing`: steps of examples/08_smollm2.toml with vLLM: adapter updates,
-full weights by the device plan's transport, top-p's kept sets, recorded experts; `k3` and `max_difference` compare
-vLLM's log-probabilities with the trainer's. `example_08`, `example_11`: the examples as they are, for some steps.
-`suite`: `pytest -m gpu`.
+full weights by the device plan's transport, top-p's kept sets, recorded experts; `speculative`: the same with drafts of
+n-grams. `k3` and `max_difference` compare vLLM's log-probabilities with the trainer's. `example_08`, `example_11`: the
+examples as they are, for some steps. `suite`: `pytest -m gpu`.
 """
 
 from __future__ import annotations
@@ -158,6 +158,11 @@ def _routing(bench: Bench) -> None:
 
     path = _with_tokenizer(write_model(bench.temporary / "experts", 0, head_dim=32, vocab_size=512))
     _by_vllm(bench, "--engine.capture_routing=true", "--model.dtype=float32", model=path)
+
+
+def _speculative(bench: Bench) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+    _by_vllm(bench, f"--engine.vllm.speculative_config={drafts}")
 
 
 def _example_11(bench: Bench) -> None:
@@ -321,15 +326,16 @@ class Piece(NamedTuple):
 
 PIECES = {
     "start": Piece(lambda bench: _train(bench, "08_smollm2.toml", "--engine.vllm=false", steps=1), 45),
-    "learner": Piece(_learner, 90),
-    "engine": Piece(_engine, 90),
+    "learner": Piece(_learner, 80),
+    "engine": Piece(_engine, 80),
     "adapter": Piece(_by_vllm, 50, vllm=True),
     "full": Piece(_full, 50, vllm=True),
     "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True, card=True),
     "routing": Piece(_routing, 45, vllm=True, card=True),
-    "example_08": Piece(lambda bench: _train(bench, "08_smollm2.toml", steps=12), 70),
+    "speculative": Piece(_speculative, 40, vllm=True, card=True),
+    "example_08": Piece(lambda bench: _train(bench, "08_smollm2.toml", steps=12), 60),
     "example_11": Piece(_example_11, 60, vllm=True),
-    "suite": Piece(_suite, 55, card=True),
+    "suite": Piece(_suite, 45, card=True),
 }
 """Pieces in the order of their worth; the limits add up to ten minutes."""
 

@@ -53,6 +53,7 @@ REFUSED = [
     ("max_logprobs", 5, "128"),
     ("speculative_config", {"rejection_sample_method": "synthetic"}, "did not sample"),
     ("speculative_config", 3, "is no"),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3}, "wrong log-probabilities"),
     ("speculative_config", {"draft_load_config": {"load_format": "pt"}}, "unpickle"),
     ("compilation_config", {"backend": "package.module.function"}, "code to run inside"),
     ("compilation_config", {"inductor_passes": {"a": "package.module.function"}}, "code to run inside"),

@@ -189,6 +189,11 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
                 f"rejection_sample_method = {value['rejection_sample_method']!r} is refused: it accepts tokens that "
                 "the model did not sample, so no log-probability belongs to them"
             )
+        elif not on_gpu:
+            yield (
+                "speculative decoding is refused on CPUs: of the tokens it samples, vLLM 0.32 reports wrong "
+                "log-probabilities for some, up to several nats off, or none (docs/engines.md)"
+            )
 
 
 def _code_problems(name: str, value: Any) -> Iterator[str]:
