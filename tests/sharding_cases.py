@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
+from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
-from agentrl.core.records import PolicyVersion, Trajectory, Unit
+from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, Trajectory, TrajectoryRow, Unit
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (
     DistributedRankGroup,
@@ -59,10 +62,12 @@ def case(
     credit: Mapping[str, Any] | None = None,
     silent: Sequence[int] = (),
     unused: str = "",
+    routed: bool = False,
     **trainer: Any,
 ) -> dict[str, Any]:
-    """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0,
-    and in the second step no token uses the weights that are named `unused`."""
+    """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0, in the second
+    step no token uses the weights that are named `unused`, and with `routed` the rows name the experts of their tokens.
+    """
     return {
         "model": str(model),
         "directory": str(directory),
@@ -75,6 +80,7 @@ def case(
         "credit": credit or {},
         "silent": list(silent),
         "unused": unused,
+        "routed": routed,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
 
@@ -98,14 +104,8 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
-    lora = LORA.model_copy(update={"merge": case["merge"]}) if case["lora"] else None
-    settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
-    policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
-    # Nothing is clipped, so that what is written is the gradient.
-    section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "ranks": ranks.size, **case["trainer"]}
-    config = run_config(Path(case["model"]), policies=policies, **section)
-    config = config.model_copy(update={"credit": CreditConfig(**case["credit"])})
-    episodes = {name: Episodes(make_rows(at, EPISODES[name]), policy=name, seed=at) for at, name in enumerate(policies)}
+    config, episodes = _config_of(case, ranks.size), _episodes_of(case)
+    policies = case["policies"]
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
@@ -152,6 +152,39 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint": str(directory / "checkpoint"),
         "versions": versions,
     }
+
+
+def _config_of(case: Mapping[str, Any], ranks: int) -> RunConfig:
+    lora = LORA.model_copy(update={"merge": case["merge"]}) if case["lora"] else None
+    settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
+    policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
+    # Nothing is clipped, so that what is written is the gradient.
+    section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "ranks": ranks, **case["trainer"]}
+    config = run_config(Path(case["model"]), policies=policies, **section)
+    engine = config.engine.model_copy(update={"capture_routing": case["routed"]})
+    return config.model_copy(update={"credit": CreditConfig(**case["credit"]), "engine": engine})
+
+
+def _episodes_of(case: Mapping[str, Any]) -> dict[str, Episodes]:
+    episodes = {}
+    for at, name in enumerate(case["policies"]):
+        rows = make_rows(at, EPISODES[name])
+        if case["routed"]:
+            shape = AutoConfig.from_pretrained(case["model"])
+            rows = [_routed(row, shape) for row in rows]
+        episodes[name] = Episodes(rows, policy=name, seed=at)
+    return episodes
+
+
+def _routed(row: TrajectoryRow, shape: Any) -> TrajectoryRow:
+    """Name experts that follow from a token and those before it, so that equal prefixes stay equal."""
+    positions, layers = len(row.token_ids) - 1, shape.num_hidden_layers
+    experts = np.empty((positions, layers, shape.num_experts_per_tok), np.int16)
+    for at in range(positions):
+        drawn = np.random.default_rng(row.token_ids[: at + 1].astype(np.uint32))
+        for layer in range(layers):
+            experts[at, layer] = drawn.permutation(shape.num_experts)[: shape.num_experts_per_tok]
+    return replace(row, routing=(ExpertRoutingSpan(0, len(row.token_ids), experts),))
 
 
 def _without_advantage(unit: Unit) -> Unit:

@@ -791,30 +791,63 @@ class RoutingReplay:
         Raises:
             ModelError: the model has no experts, or chooses them in an unsupported way.
         """
-        names = find_routers(model)
-        if not names:
+        routers = find_routers(model)
+        if not routers:
             raise ModelError(
                 f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is "
                 "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set "
                 "capture_routing = false"
             )
         self._experts: Tensor | None = None  # [tokens, routers, top_k], of the pass in progress
-        self.top_k = 0
-        for layer, name in enumerate(names):
+        self._selections = [0] * len(routers)
+        """Number of top-k selections of each router, in forced passes."""
+        self.top_k = min(routers.values())
+        for layer, name in enumerate(routers):
             router = model.get_submodule(name)
-            forward = router.forward
-            self.top_k = _check(forward, name, model)
             # Patches the instance, because other models use the class too. PEFT's wrappers call the module, and so this
             # method.
-            router.forward = self._wrap_forward(forward, layer)
-        self.layers = len(names)
+            router.forward = self._wrap_forward(router.forward, layer)
+        self.layers = len(routers)
+        self._check(model, routers)
+
+    def _check(self, model: PreTrainedModel, routers: Mapping[str, int]) -> None:
+        """Force the experts of a pass of the whole model, which gathers the weights if they lie in shards.
+
+        Raises:
+            ModelError: a router does not choose by one top-k whose indices it returns.
+        """
+        tokens = 4
+        forced = torch.arange(self.top_k, device=model.device).flip(0).expand(tokens, self.layers, self.top_k)
+        chosen: dict[str, Tensor] = {}
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: object, output: object) -> None:
+                chosen[name] = chosen_experts(output)
+
+            return hook
+
+        hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in routers]
+        reason = ""
+        try:
+            with torch.no_grad(), self.force_choice(forced):
+                model(input_ids=torch.zeros((1, tokens), dtype=torch.int64, device=model.device), use_cache=False)
+        except (TypeError, RuntimeError, AttributeError) as error:
+            reason = str(error)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for layer, name in enumerate(routers):
+            if reason or self._selections[layer] != 1 or not torch.equal(chosen[name], forced[:, layer]):
+                raise _unknown(name, model, reason or f"{self._selections[layer]} top-k selections")
 
     def _wrap_forward(self, forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
         def wrapper(*inputs: Any, **named: Any) -> Any:
             if self._experts is None:
                 return forward(*inputs, **named)
-            with _ForcedTopK(self._experts[:, layer]):
-                return forward(*inputs, **named)
+            with _ForcedTopK(self._experts[:, layer]) as mode:
+                output = forward(*inputs, **named)
+            self._selections[layer] = mode.calls
+            return output
 
         return wrapper
 
@@ -849,7 +882,7 @@ class RoutingReplay:
 class _ForcedTopK(TorchFunctionMode):
     """A mode in which a top-k over the last dimension takes given indices instead of the largest."""
 
-    def __init__(self, experts: Tensor | None) -> None:
+    def __init__(self, experts: Tensor) -> None:
         super().__init__()
         self._experts = experts
         self.calls = 0
@@ -862,36 +895,9 @@ class _ForcedTopK(TorchFunctionMode):
         if function not in _TOP_K:
             return result
         self.calls += 1
-        if self._experts is None:
-            return result
         scores: Tensor = args[0] if args else keyword_arguments["input"]
         experts = torch.where(self._experts >= 0, self._experts, result[1])
         return torch.return_types.topk((scores.gather(-1, experts), experts))
-
-
-def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> int:
-    """Test that a router's choice can be forced; return the number of experts it chooses per token.
-
-    Raises:
-        ModelError: the router does not choose by one top-k whose indices it returns.
-    """
-    router = model.get_submodule(name)
-    width = next(iter(router.parameters())).shape[-1]
-    device = model.device
-    inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
-    try:
-        with torch.no_grad(), _ForcedTopK(None) as observer:
-            experts = chosen_experts(forward(inputs))
-        count = experts.shape[1]
-        choice = experts.max().new_tensor(range(count)).expand_as(experts).contiguous()
-        with torch.no_grad(), _ForcedTopK(choice):
-            result = chosen_experts(forward(inputs))
-        is_forced = observer.calls == 1 and torch.equal(result, choice)
-    except (TypeError, RuntimeError, AttributeError, StopIteration) as error:
-        raise _unknown(name, model, str(error)) from error
-    if not is_forced:
-        raise _unknown(name, model, f"{observer.calls} top-k selections")
-    return count
 
 
 def _unknown(name: str, model: PreTrainedModel, problem: str) -> ModelError:

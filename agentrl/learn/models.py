@@ -659,7 +659,10 @@ def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
 
 def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
     """Return the routing replay of a model; None on the meta device, where no router chooses experts."""
-    return RoutingReplay(model) if config.engine.capture_routing and model.device.type != "meta" else None
+    if not config.engine.capture_routing or model.device.type == "meta":
+        return None
+    with computing_in_float32(model, _to_float32):  # shards are gathered in float32
+        return RoutingReplay(model)
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, torch.Size]:

@@ -6,6 +6,7 @@ not influence a pass; a tap without `begin` records nothing.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -156,25 +157,23 @@ def chosen_experts(output: object) -> Tensor:
     raise TypeError("not a router's output")
 
 
-def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the modules that return chosen experts, in the order in which they run."""
-    routers: list[str] = []
+def find_routers(model: PreTrainedModel) -> dict[str, int]:
+    """Return the modules that choose experts, in the order in which they run: their names, with the number of experts
+    that each chooses for a token."""
+    routers: dict[str, int] = {}
     hooks = []
     for name, module in model.named_modules():
 
         def note(module: nn.Module, inputs: object, output: object, name: str = name) -> None:
-            try:
-                chosen_experts(output)
-            except TypeError:
-                return
-            routers.append(name)
+            with contextlib.suppress(TypeError):
+                routers[name] = chosen_experts(output).shape[1]
 
         hooks.append(module.register_forward_hook(note))
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 3), dtype=torch.int64, device=model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
-    return tuple(routers)
+    return routers
 
 
 class SamplingMaskRecorder:
