@@ -31,10 +31,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_oracle import Verdict, entries_on_disk, judge
-from benchmarks.chaos_run import STOPPED
 from benchmarks.report import Report
 from tests import journal_oracle
+from tests.support.chaos_oracle import Verdict, entries_on_disk, judge
+from tests.support.chaos_run import STOPPED
 
 ROOT = Path(__file__).parents[1]
 ROLES = {
@@ -147,7 +147,7 @@ class Chaos:
                 return
 
     def _start(self, directory: Path, number: int, *, resume: bool) -> subprocess.Popen[bytes]:
-        command = ["benchmarks.chaos_run", self._kind.name, str(directory), str(number), str(self._kind.steps)]
+        command = ["tests.support.chaos_run", self._kind.name, str(directory), str(number), str(self._kind.steps)]
         with (directory / "said.txt").open("ab") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", *command, *(["resume"] if resume else [])],

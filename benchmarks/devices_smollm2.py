@@ -10,12 +10,16 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from pathlib import Path
 
 import agentrl
 from agentrl.config.load import load
-from benchmarks.real_models_smollm2 import EXAMPLE, MODEL, SEEDS
 from benchmarks.report import completed
 
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "08_smollm2.toml"
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+SEEDS = (0, 1, 2)
 STEPS = 8
 TASKS = 256
 

@@ -8,20 +8,20 @@
   tasks and a reference, branches with scores and sandboxes, and an external agent. The last two are also stopped with
   SIGTERM. `--kinds` runs some of them. After every kill the second
   reader of journals (`tests/journal_oracle.py`, which imports nothing of agentrl) judges the run directory, as does
-  `chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
-* `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
+  `tests/support/chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
+* `fields`: every setting is changed between two starts of a run (`tests/support/resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
-* `hostile`: environments that attack their process (`hostile_environments.py`).
+* `hostile`: environments that attack their process (`tests/support/hostile_environments.py`).
 * `pairs`: programs that differ in one field of one call, recorded by one and executed by the other, from every prefix
   (`tests/replay/program_pairs.py`).
 * `seeds`: programs whose order depends on string hashes, killed and resumed under other seeds (`oracle_seeds.py`).
 * `failures`: runs whose sandboxes fail (`oracle_failures.py`).
 * `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
-  lost (`evaluation_stops.py`).
-* `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
+  lost (`oracle_evaluations.py`).
+* `inputs`: files, models, data and strangers that attack a run from outside (`oracle_inputs.py`).
 * `received`: run directories from other people, with every recorded field set to hostile values
   (`tests/received_runs.py`).
-* `starts`: runs of every family of models that set no size (`default_starts.py`).
+* `starts`: runs of every family of models that set no size (`oracle_starts.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice`, `ledger_errors`,
 `resampled` (journal entries that a later life recorded anew) and `version_gone` (episodes dropped for a version whose
@@ -46,7 +46,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from benchmarks import evaluation_stops, outside_kills
+from benchmarks import oracle_evaluations, oracle_outside
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
 from tests import received_runs
@@ -75,7 +75,7 @@ KINDS = {
         one_victim=True,
         after_progress=True,
     ): 40,
-    outside_kills.KIND: 20,
+    oracle_outside.KIND: 20,
 }
 """Runs that are killed, and how often."""
 QUICK_KILLS = 4
@@ -146,9 +146,9 @@ def received(quick: bool, root: Path, seed: int, shards: int = 1) -> dict[str, f
     return {"received_run_fields": float(len(pairs)), **{name: float(counts[name]) for name in names}}
 
 
-def _measured_by(module: str, function: str) -> Callable[[bool, Path, int], dict[str, float | None]]:
+def _measured_by(module: str, function: str = "figures") -> Callable[[bool, Path, int], dict[str, float | None]]:
     def measure(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
-        figures: dict[str, float | None] = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick)
+        figures: dict[str, float | None] = getattr(importlib.import_module(module), function)(quick)
         return figures
 
     return measure
@@ -156,16 +156,16 @@ def _measured_by(module: str, function: str) -> Callable[[bool, Path, int], dict
 
 PARTS = {
     "kills": kills,
-    "fields": _measured_by("resume_fields", "figures"),
-    "lag": _measured_by("scheduling_lag", "figures"),
-    "hostile": _measured_by("hostile_environments", "measure"),
+    "fields": _measured_by("tests.support.resume_fields"),
+    "lag": _measured_by("benchmarks.scheduling_lag"),
+    "hostile": _measured_by("tests.support.hostile_environments", "measure"),
     "pairs": pairs,
-    "seeds": _measured_by("oracle_seeds", "measure"),
-    "failures": _measured_by("oracle_failures", "measure"),
-    "evaluations": evaluation_stops.measure,
-    "inputs": _measured_by("hostile_inputs", "measure"),
+    "seeds": _measured_by("benchmarks.oracle_seeds", "measure"),
+    "failures": _measured_by("benchmarks.oracle_failures", "measure"),
+    "evaluations": oracle_evaluations.measure,
+    "inputs": _measured_by("benchmarks.oracle_inputs", "measure"),
     "received": received,
-    "starts": _measured_by("default_starts", "figures"),
+    "starts": _measured_by("benchmarks.oracle_starts"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors", "resampled", "version_gone"),

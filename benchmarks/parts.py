@@ -8,7 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import benchmarks
@@ -55,6 +55,29 @@ def run_parts(
         if unknown:
             raise SystemExit(f"{part} measures {', '.join(sorted(unknown))}, which is no figure of this benchmark")
         report.figures |= measured
+    report.print()
+
+
+def run(
+    benchmark: str,
+    names: Sequence[str],
+    figures: Callable[[bool], Mapping[str, float | None]],
+    *,
+    description: str | None,
+) -> None:
+    """Run a benchmark of one module, and print the line.
+
+    Args:
+        benchmark: its name.
+        names: its figures.
+        figures: measures them; its argument is whether the run is quick.
+        description: of the command line.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a sample of everything")
+    quick = parser.parse_args().quick
+    report = Report(benchmark, quick=quick, repeats=1, compared_with="")
+    report.figures = dict.fromkeys(names) | dict(figures(quick))
     report.print()
 
 

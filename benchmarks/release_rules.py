@@ -15,8 +15,8 @@ from agentrl.journal.port import UnitDropped
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import GroupDemand
-from benchmarks.simulation.engine import EmulatedEngine
-from benchmarks.simulation.run import request_episode_id
+from tests.simulation.engine import EmulatedEngine
+from tests.simulation.run import request_episode_id
 
 POLICY = "solver"
 PROPOSALS = 4

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.sandbox import Sandbox
 from agentrl.sandbox.state import FileState, hashed_files
-from benchmarks.sandboxes_limits import below
+from tests.sandboxes.limits import below
 
 TRUE = "/bin/true"
 

@@ -15,8 +15,6 @@ FIGURES = (
     "s2_c64",
     "s2_c256",
     "lag_over_fifo",
-    "closed_makespan_over_bound",
-    "closed_with_interference",
     "release_gradient_ratio",
     "gradient_variance_ratio",
     "gradient_variance_worst",
@@ -37,10 +35,6 @@ FIGURES = (
     "late_max_lag_1",
     "late_max_lag_2",
     "late_max_lag_4",
-    "decision_us",
-    "event_bytes",
-    "workers_cpu_ratio",
-    "workers_run_cpu_ratio",
 )
 
 if __name__ == "__main__":

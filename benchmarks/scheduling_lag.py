@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.scheduling_simulated import FILLING, SHORT, plan, run
-from benchmarks.simulation.run import Scenario, SimulationResult
+from tests.simulation.run import Scenario, SimulationResult
 
 STALENESS, SLOTS = 1, 64
 LIMITS: Sequence[int | None] = (None, 1, 2, 4)
@@ -25,7 +25,7 @@ def lagging(release: str, limit: int | None, seed: int, steps: int) -> Simulatio
     return run(f"{release} {said} seed {seed}", Scenario(plan=made, steps=filling + steps, skipped=filling))
 
 
-def measure(quick: bool) -> dict[str, float | None]:
+def figures(quick: bool) -> dict[str, float | None]:
     """`max_lag_exceeded` over all runs with a limit; steps per hour with it over those without, by release."""
     found: dict[str, float | None] = {}
     exceeded = 0
@@ -39,6 +39,3 @@ def measure(quick: bool) -> dict[str, float | None]:
         for limit in () if quick else (1, 2, 4):
             found[f"{release}_max_lag_{limit}"] = fmean(rates[limit]) / fmean(rates[None])
     return {"max_lag_exceeded": float(exceeded), **found}
-
-
-figures = measure

@@ -14,8 +14,8 @@ from statistics import fmean
 
 from agentrl.rollout import runner
 from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
-from benchmarks.simulation.plan import SimulationPlan
-from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
+from tests.simulation.plan import SimulationPlan
+from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
 CASES = {
     "places_5s": (5, 2_000, 125_000),

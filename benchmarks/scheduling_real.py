@@ -41,7 +41,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.environments.calculator import Calculator
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
-from benchmarks.simulation.plan import QuantileDistribution
+from tests.simulation.plan import QuantileDistribution
 
 Then = Literal["nothing", "examine"]
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,8 +19,8 @@ from statistics import fmean
 
 from agentrl.orchestrator.loop import Orchestrator
 from benchmarks.release_rules import PROPOSALS, by_whole_tasks, one_step_off, race, without_stale
-from benchmarks.simulation.plan import SimulationPlan
-from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
+from tests.simulation.plan import SimulationPlan
+from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
 MEDIAN = 32
 """Tokens."""

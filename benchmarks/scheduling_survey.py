@@ -1,13 +1,13 @@
 """The survey's case: 512 rollouts of up to 32K tokens a step, on a 32B model; a barrier, and ours, on the same GPUs.
 
-Four engines of two H100 each sample, four H100 train: by the roofline of `benchmarks/simulation/plan.py`, which makes
+Four engines of two H100 each sample, four H100 train: by the roofline of `tests/simulation/plan.py`, which makes
 sampling the bottleneck. `docs/img/survey.py` draws what is measured here.
 """
 
 from __future__ import annotations
 
-from benchmarks.simulation.plan import SimulationPlan
-from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
+from tests.simulation.plan import SimulationPlan
+from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
 RULES = {"barrier": (0, "group"), "agentrl": (2, "late")}
 """Staleness and release."""

@@ -1,117 +1,265 @@
-"""The embedded engine beside vLLM, what our client adds to vLLM, and whether a run on vLLM learns.
+"""Tokens per second of the embedded engine and of vLLM, on small models on a CPU.
 
-    python -m benchmarks.vllm_engine [--quick] [--part speed|client|learning]
+    python -m benchmarks.vllm_engine [--quick]
 
 `over_vllm_b1`, `over_vllm_b8`, `over_vllm_b32`: tokens per second of the embedded engine over vLLM's called bare, at 1,
-8 and 32 concurrent requests on the calculator's model; the lower of no adapter and two adapters mixed in a batch.
-Shown beside: a model of 5 million parameters.
-`client_overhead`: CPU seconds that an engine as a run has it, in its process beside vLLM and in the client's, takes
-beyond a client in vLLM's own process that asks for nothing but the final tokens, over all CPU seconds of the latter,
-vLLM's included; 64 concurrent requests.
-`reward_end_lora`, `reward_end_full`: held-out reward of `examples/05_vllm.toml`, and of the same with full weights
-(learning rate 3e-4, refresh `token`). For weights to arrive while episodes are in flight, both with max_staleness 2 and
-the tool's latency log-normal (median 50 ms, P90/P50 = 5). Every step publishes; at how many steps episodes were in
-flight when the update had been taken is shown beside: at all but the last at best, since a run admits no more episodes
-than its steps consume.
+8 and 32 concurrent requests on the calculator's model; the lower of no adapter and two adapters mixed in a batch. A
+model of 5 million parameters is printed beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import subprocess
-import sys
+import statistics
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.vllm import process as vllm_process
+from benchmarks.embedded_engine import random_adapter
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
-    from agentrl.core.records import PolicyVersion
+    from agentrl.core.records import Completion, Int32Array
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "05_vllm.toml"
-NAMES = ("over_vllm_b1", "over_vllm_b8", "over_vllm_b32", "client_overhead", "reward_end_lora", "reward_end_full")
+MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
+POLICIES = ("one", "two")
+START = {name: PolicyVersion(name, 0, 0) for name in POLICIES}
+PROMPT, NEW, CONTEXT, SLOTS, PLACES, RANK = 57, 48, 192, 64, 4, 8
+ROUNDS = {1: 4, 8: 2, 32: 1}
+"""Rounds of so many concurrent requests that make up one measurement."""
 
-
-class InFlight:
-    """An observer that counts the steps whose update met episodes in flight."""
-
-    def __init__(self) -> None:
-        self.steps = self.met = 0
-
-    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the step."""
-        self.steps += 1
-        self.met += metrics["episodes/in_flight"] > 0
-
-    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Nothing to note."""
+Ask = Callable[[int], Awaitable[None]]
+"""One request, by its number."""
 
 
-def train(kind: str, directory: str) -> dict[str, Any]:
-    """The example with an adapter (`lora`) or with full weights (`full`), its tool behind a slow network."""
-    import agentrl
-    from agentrl.config.load import load
-    from benchmarks.main_job import SlowCalculator
+class BareVllm:
+    """vLLM as a person calls it who wants tokens and log-probabilities at the end, and nothing else."""
 
-    config = load(EXAMPLE, [f"--name={kind}", f"--directory={directory}", "--policies.solver.max_staleness=2"])
-    if kind == "full":
-        values = config.model_dump(mode="json")
-        values["policies"]["solver"] |= {"lora": None, "learning_rate": 3e-4}
-        values["engine"]["refresh"] = "token"
-        config = type(config).model_validate(values)
-    counted = InFlight()
-    run = agentrl.train(config, environment=SlowCalculator, quiet=True, observers=[counted])
-    summary = {name: run.summary[name] for name in ("reward_start", "reward_end", "rl_seconds", "staleness_mean")}
-    return {**summary, "steps": counted.steps, "steps_with_episodes_in_flight": counted.met}
+    def __init__(self, model: Path, vocabulary: int, *, places: int) -> None:
+        from agentrl.engines.vllm.startup import VllmSettings, start_vllm
+
+        settings = VllmSettings(
+            slots=SLOTS,
+            max_context=CONTEXT,
+            refresh="lazy",
+            keep_kv=True,
+            adapter_slots=places,
+            max_rank=RANK,
+            max_staleness={},
+        )
+        self.llm = start_vllm(str(model), settings)
+        self._requests = Requests(vocabulary, seed=1)
+        self._loras: Sequence[Any] = ()
+        self._sent = 0
+
+    async def load(self, directories: Sequence[Path]) -> None:
+        """Serve adapters."""
+        from vllm.lora.request import LoRARequest
+
+        self._loras = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(directories, start=1)]
+        for lora in self._loras:
+            await self.llm.add_lora(lora)
+
+    async def ask(self, number: int, *, adapted: bool = False) -> None:
+        """One request."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._sent += 1
+        parameters = SamplingParams(
+            max_tokens=NEW,
+            seed=self._sent,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = TokensPrompt(prompt_token_ids=self._requests.prompt(PROMPT).tolist())
+        lora = self._loras[number % len(self._loras)] if adapted else None
+        async for output in self.llm.generate(prompt, parameters, f"bare {self._sent}", lora_request=lora):
+            assert len(output.outputs[0].token_ids) == NEW
 
 
-def learning(report: Report) -> None:
-    """Each kind in a process of its own."""
-    for kind in ("lora", "full"):
-        with tempfile.TemporaryDirectory(prefix="agentrl-vllm-") as scratch:
-            command = [sys.executable, "-m", "benchmarks.vllm_engine", "--train", kind, scratch]
-            finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            if finished.returncode:
-                raise SystemExit(f"{kind} failed:\n{finished.stderr[-4000:]}")
-            result = json.loads(finished.stdout.strip().splitlines()[-1])
-        print(f"{kind}: {result}", flush=True)
-        report.figures[f"reward_end_{kind}"] = result["reward_end"]
+class Requests:
+    """Calls with prompts and names that nobody has used before."""
+
+    def __init__(self, vocabulary: int, *, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
+        self._sent = 0
+
+    def prompt(self, length: int) -> Int32Array:
+        """Random tokens."""
+        return self._random.integers(0, self._vocabulary, length).astype(np.int32)
+
+    def call(self, prompt: Int32Array, new: int) -> GenerateRequest:
+        """A call for exactly `new` tokens."""
+        self._sent += 1
+        sampling = SamplingParams(max_tokens=new)
+        return GenerateRequest(request_id=f"r{self._sent}", token_ids=prompt, sampling=sampling, seed=self._sent)
+
+    async def ask(self, engine: Engine, policy: str, prompt: Int32Array, new: int) -> Completion:
+        """One call in a session of its own."""
+        session = engine.open(f"s{self._sent}", policy)
+        try:
+            return await session.generate(self.call(prompt, new), _listen)
+        finally:
+            session.close()
+
+
+def _listen(request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> None:
+    """Partials, as a run takes them."""
+
+
+def asking(engine: Engine, vocabulary: int) -> Ask:
+    """Requests to one of our engines, its policies in turn."""
+    requests = Requests(vocabulary)
+
+    async def ask(number: int) -> None:
+        completion = await requests.ask(engine, POLICIES[number % len(POLICIES)], requests.prompt(PROMPT), NEW)
+        assert len(completion.token_ids) == NEW
+
+    return ask
+
+
+async def rounds(ask: Ask, concurrent: int, count: int) -> None:
+    """`count` rounds of `concurrent` requests at once."""
+    for _ in range(count):
+        await asyncio.gather(*(ask(number) for number in range(concurrent)))
+
+
+async def by_turns(contestants: Mapping[str, Ask], concurrent: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of each contestant, in interleaved repeats after a warm-up."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    count = ROUNDS[concurrent]
+    for repeat in range(repeats + 1):
+        for name, ask in contestants.items():
+            begun = time.perf_counter()
+            await rounds(ask, concurrent, count)
+            if repeat:
+                rates[name].append(concurrent * count * NEW / (time.perf_counter() - begun))
+    return rates
+
+
+def compare(rates: Mapping[str, Sequence[float]], ours: str, theirs: str, what: str) -> float:
+    """Median over repeats of one rate over the other."""
+    ratios = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+    mine, other = (statistics.median(rates[name]) for name in (ours, theirs))
+    print(f"{what:38s} {mine:8.0f} tokens/s, vLLM {other:8.0f}; ratio {spread(ratios)}", flush=True)
+    return statistics.median(ratios)
+
+
+async def speed(report: Report, *, repeats: int) -> None:
+    """The embedded engine on one thread beside vLLM, whose worker has one too, without adapters and with two mixed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        adapters = [_adapter(Path(scratch) / f"a{number}", number) for number in range(len(POLICIES))]
+        plain, adapted = BareVllm(MODEL, 440, places=0), BareVllm(MODEL, 440, places=PLACES)
+        embedded, mixed = (
+            EmbeddedEngine.load(
+                str(MODEL), versions=START, slots=SLOTS, max_context=CONTEXT, max_rank=RANK, device="cpu"
+            )
+            for _ in range(2)
+        )
+        try:
+            for policy, (directory, digest) in zip(POLICIES, adapters, strict=True):
+                version = PolicyVersion(policy, 0, 1)
+                await mixed.serve([WeightsRef(version=version, path=str(directory), kind="adapter", sha256=digest)])
+            await adapted.load([directory for directory, _ in adapters])
+            contestants: dict[str, Ask] = {
+                "embedded": asking(embedded, 440),
+                "vLLM": plain.ask,
+                "embedded, adapters": asking(mixed, 440),
+                "vLLM, adapters": lambda number: adapted.ask(number, adapted=True),
+            }
+            for concurrent in ROUNDS:
+                rates = await by_turns(contestants, concurrent, repeats)
+                without = compare(rates, "embedded", "vLLM", f"calculator's model, {concurrent} concurrent")
+                both = compare(rates, "embedded, adapters", "vLLM, adapters", f"  two adapters mixed, {concurrent}")
+                report.figures[f"over_vllm_b{concurrent}"] = min(without, both)
+        finally:
+            plain.llm.shutdown()
+            adapted.llm.shutdown()
+        await embedded.close()
+        await mixed.close()
+
+
+async def larger_model(repeats: int) -> None:
+    """The same with 5 million parameters, shown only."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = _random_model(Path(scratch) / "model")
+        plain = BareVllm(model, 512, places=0)
+        embedded = EmbeddedEngine.load(
+            str(model), versions=START, slots=SLOTS, max_context=CONTEXT, max_rank=RANK, device="cpu"
+        )
+        try:
+            for concurrent in ROUNDS:
+                rates = await by_turns({"ours": asking(embedded, 512), "vLLM": plain.ask}, concurrent, repeats)
+                compare(rates, "ours", "vLLM", f"5 M parameters, {concurrent} concurrent")
+        finally:
+            plain.llm.shutdown()
+        await embedded.close()
+
+
+def _adapter(directory: Path, seed: int) -> tuple[Path, str]:
+    """Write an adapter of the calculator's model; return it, and its digest."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return directory, random_adapter(model, directory, seed, RANK)
+
+
+def _random_model(directory: Path) -> Path:
+    """Write a Qwen3 of 5 million random parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=768,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def spread(values: Sequence[float]) -> str:
+    """`median [first quartile, third quartile]`."""
+    if len(values) < 2:
+        return ", ".join(f"{value:.3f}" for value in values)
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, no learning, no larger model")
-    parser.add_argument("--part", choices=["speed", "client", "learning"], help="measure this part alone")
-    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.train is not None:
-        print(json.dumps(train(*options.train)))
-        return
-    repeats = 2 if options.quick else 15
-    report = Report(
-        "vllm_engine", quick=options.quick, repeats=repeats, compared_with="vLLM's AsyncLLM, called bare, by turns"
-    )
-    report.figures.update(dict.fromkeys(NAMES))
+    parser.add_argument("--quick", action="store_true", help="few repeats, no larger model")
+    quick = parser.parse_args().quick
+    repeats = 2 if quick else 15
+    report = Report("vllm_engine", quick=quick, repeats=repeats, compared_with="vLLM's AsyncLLM, called bare, in turns")
     vllm_process.prepare_vllm_process()
-    if options.part != "learning":
-        from benchmarks import vllm_engine_rates
-
-        if options.part in (None, "speed"):
-            asyncio.run(vllm_engine_rates.speed(report, repeats=repeats))
-            if not options.quick:
-                asyncio.run(vllm_engine_rates.larger_model(7))
-        if options.part in (None, "client"):
-            asyncio.run(vllm_engine_rates.client(report, repeats=repeats))
-    if options.part in (None, "learning") and not options.quick:
-        learning(report)
+    asyncio.run(speed(report, repeats=repeats))
+    if not quick:
+        asyncio.run(larger_model(7))
     report.print()
     os._exit(0)  # vLLM's threads would be waited for
 

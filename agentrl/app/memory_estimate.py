@@ -443,7 +443,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if prediction.shards > 1:
         parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
     if not on_gpu:
-        # glibc's heap had gaps of 2 to 34 % of the activations in `benchmarks.real_models --part doctor`
+        # glibc's heap had gaps of 2 to 34 % of the activations in measured runs
         fragmentation = int(0.2 * prediction.activations)
         parts.append(part(name=f"{_FRAGMENTATION} (estimate)", bytes=fragmentation, setting=tokens))
     return parts

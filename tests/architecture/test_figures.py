@@ -11,15 +11,7 @@ import pytest
 
 from benchmarks.figures import Benchmark, Bound, Measured, judged, read_bounds
 
-NOT_MEASURING = {
-    "figures",
-    "fuzzed",
-    "naive_loop",
-    "chaos_run",
-    "client_programs",
-    "asking_program",
-    "sandbox_attempts",
-}
+NOT_MEASURING = {"figures", "naive_loop", "client_programs", "oracle_lives"}
 """They have a command line, and print no figures of their own: this comparison, and processes of other benchmarks."""
 
 

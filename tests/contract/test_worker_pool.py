@@ -22,9 +22,9 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.network import Address
 from agentrl.core.records import ProcessStatus, SeatBinding
 from agentrl.journal.reader import TurnLogReader
-from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
 from tests.contract.worker_cases import Workplace, config_of, run, workplace
+from tests.support.listening import Listening
 
 EVENT_BYTES = 256
 DEATHS = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_oracle import judge
+from tests.support.chaos_oracle import judge
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ def _with_small_files() -> None:
 
 
 def test_a_full_disk_ends_the_run_with_74_and_it_goes_on_when_there_is_room(repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos_run", "scripted", str(tmp_path), "0", "8"]
+    command = [sys.executable, "-m", "tests.support.chaos_run", "scripted", str(tmp_path), "0", "8"]
     full = subprocess.run(
         command, cwd=repository, capture_output=True, text=True, check=False, preexec_fn=_with_small_files
     )

@@ -19,9 +19,8 @@ import pytest
 from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import check_partitions_unlocked, retry_until_writer_exits
-from benchmarks import coevolution_kills, durability_deterministic
-from benchmarks.killed_runs import digests
 from tests.processes import descendants, running
+from tests.support.killed_runs import calculator_job, digests, two_policies_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 WORKER = b"agentrl.app.worker_server"
@@ -32,7 +31,7 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The weights of two policies after `STEPS` steps in one process that nobody kills."""
-    job = coevolution_kills.job(tmp_path_factory.mktemp("undisturbed"))
+    job = two_policies_job(tmp_path_factory.mktemp("undisturbed"))
     return digests(job.train("undisturbed", steps=STEPS, kills=0))
 
 
@@ -76,7 +75,7 @@ def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
     """Ray needs some seconds to see that whoever asked for the actors is dead; so long they play on, and write."""
-    one = coevolution_kills.job(tmp_path)
+    one = two_policies_job(tmp_path)
     run = tmp_path / "killed"
     with replace(one, settings=("--workers=2", "--cluster.address=local"))._life(
         "killed", steps=STEPS, resume=False
@@ -100,7 +99,7 @@ def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
     """The run goes on by itself after the first kill, and with another number of workers after the second."""
-    two = replace(coevolution_kills.job(tmp_path), settings=("--workers=2",))
+    two = replace(two_policies_job(tmp_path), settings=("--workers=2",))
     run = tmp_path / "killed"
     with two._life("killed", steps=STEPS, resume=False) as process:
         wait_until(process, lambda: len(list(workers_of(process.pid))) == 2 and entries(run) > 30)
@@ -129,7 +128,7 @@ def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(
 def test_weights_of_two_policies_after_real_kills_are_bit_identical(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = replace(coevolution_kills.job(tmp_path), most_entries=(1, 60))  # few: two steps write not many more
+    job = replace(two_policies_job(tmp_path), most_entries=(1, 60))  # few: two steps write not many more
     killed = digests(job.train("killed", steps=STEPS, kills=2))
     assert set(undisturbed) == {"proposer", "solver"}
     assert killed == undisturbed
@@ -137,7 +136,7 @@ def test_weights_of_two_policies_after_real_kills_are_bit_identical(
 
 def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
     """The main job's, with an adapter."""
-    job = durability_deterministic.job(tmp_path)
+    job = calculator_job(tmp_path)
     undisturbed = digests(job.train("undisturbed", steps=3, kills=0))
     killed = digests(job.train("killed", steps=3, kills=2))
     assert set(undisturbed) == {"solver"}

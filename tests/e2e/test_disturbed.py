@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import processes_of
-from benchmarks.chaos_oracle import judge
+from tests.support.chaos_oracle import judge
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ def start(
     repository: Path, directory: Path, *, steps: int = STEPS, resume: bool = False, **variables: str
 ) -> subprocess.Popen[str]:
     """A whole run in processes of its own: scripted engine and a trainer that digests, both beside the loop."""
-    command = ["benchmarks.chaos_run", "scripted", str(directory), "0", str(steps), *(["resume"] if resume else [])]
+    command = ["tests.support.chaos_run", "scripted", str(directory), "0", str(steps), *(["resume"] if resume else [])]
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=repository,
@@ -207,9 +207,9 @@ def test_a_disk_that_turns_read_only_ends_the_run_by_name_and_it_goes_on_later(
             start_new_session=True,
         )
 
-    run = [sys.executable, "-m", "benchmarks.chaos_run", "scripted", str(disk), "0", str(STEPS)]
+    run = [sys.executable, "-m", "tests.support.chaos_run", "scripted", str(disk), "0", str(STEPS)]
     look = (
-        "from pathlib import Path; from benchmarks.chaos_oracle import judge; import sys\n"
+        "from pathlib import Path; from tests.support.chaos_oracle import judge; import sys\n"
         "verdict = judge(Path(sys.argv[1]), ended=sys.argv[2] == 'ended')\n"
         "print(sorted(verdict.lost | verdict.twice | verdict.ledger_errors), sorted(verdict.steps.values()))"
     )

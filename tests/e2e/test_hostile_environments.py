@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hostile_acts import FATAL, HARMLESS
-from benchmarks.hostile_environments import judge
+from tests.support.hostile_acts import FATAL, HARMLESS
+from tests.support.hostile_environments import judge
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.observe.run_state import MIRRORS_FILE, RunSnapshot, read_mirrors, read_run_snapshot
-from benchmarks.chaos_oracle import judge
+from tests.support.chaos_oracle import judge
 from tests.support.hosts import Hosts, unavailable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def play(place: Path, *more: str) -> tuple[str, ...]:
-    return "benchmarks.chaos_run", "scripted", str(place), "0", *more
+    return "tests.support.chaos_run", "scripted", str(place), "0", *more
 
 
 def steps_of(run: Path) -> int:
@@ -167,7 +167,7 @@ def test_a_mirror_outlives_its_actor_and_its_node() -> None:
             hosts.plug(2)
             hosts.start_ray([2])
             next_copy(mirror)
-            for process in hosts.processes(1, "benchmarks.chaos_run"):
+            for process in hosts.processes(1, "tests.support.chaos_run"):
                 os.kill(process, signal.SIGKILL)
             run.wait()
             mirror.communicate()

@@ -26,7 +26,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
 from agentrl.journal.entries import ToolEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from benchmarks.resume_fields import Reading, make_engine
+from tests.support.resume_fields import Reading, make_engine
 
 pytestmark = [pytest.mark.e2e]
 

@@ -23,7 +23,8 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
-from benchmarks.resume_fields import (
+from tests.architecture.test_configuration import leaves
+from tests.support.resume_fields import (
     GROUP,
     NOT_RUN,
     TRAINED,
@@ -39,7 +40,6 @@ from benchmarks.resume_fields import (
     unclassified,
     wrong,
 )
-from tests.architecture.test_configuration import leaves
 from tests.support.warm import call
 from tests.unit.test_control import changed
 

@@ -31,7 +31,7 @@ from agentrl.testing.execution import (
     plain_rollout_settings,
     wire_dispatcher,
 )
-from benchmarks.sandboxes_resume import problems
+from tests.sandboxes.resume import problems
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scheduling_simulated import altered, plan
-from benchmarks.simulation.plan import SimulationPlan
-from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
+from tests.simulation.plan import SimulationPlan
+from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
 pytestmark = pytest.mark.sim
 

@@ -15,9 +15,9 @@ from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing.plugin import SeededSimulation
-from benchmarks.simulation.plan import SimulationPlan
-from benchmarks.simulation.run import Scenario, simulate_run
 from tests.sim.small_run import SmallRun, config_for
+from tests.simulation.plan import SimulationPlan
+from tests.simulation.run import Scenario, simulate_run
 
 pytestmark = pytest.mark.sim
 

@@ -14,11 +14,10 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.testing.virtual_time import simulate
-from benchmarks import scheduling_memory
-from benchmarks.simulation.engine import EmulatedEngine
-from benchmarks.simulation.plan import QuantileDistribution, SimulationPlan
-from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
-from benchmarks.simulation.simulated_environments import SimulatedTasks, requested_turn_length
+from tests.simulation.engine import EmulatedEngine
+from tests.simulation.plan import QuantileDistribution, SimulationPlan
+from tests.simulation.run import Scenario, SimulationResult, simulate_run
+from tests.simulation.simulated_environments import SimulatedTasks, requested_turn_length
 
 pytestmark = pytest.mark.sim
 
@@ -311,13 +310,3 @@ def test_turns_tools_and_several_policies_take_their_time() -> None:
     found = measured(plan)
     assert found.episode_seconds["Debate"][0] > 150, "three tools of 50 s"
     assert found.steps_per_hour["left"] == pytest.approx(2 * found.steps_per_hour["right"], rel=0.3)
-
-
-def test_places_in_a_short_memory_spare_the_engine_contexts() -> None:
-    """Everybody who has begun a conversation would push another's out while its tool runs."""
-    planned = scheduling_memory.plan(0, *scheduling_memory.CASES["places_5s"])
-    with_places = scheduling_memory.measured(planned)
-    with scheduling_memory.everybody_passing():
-        without = scheduling_memory.measured(planned)
-    assert with_places.steps_per_bound > 2 * without.steps_per_bound
-    assert with_places.length_ratio == pytest.approx(1.0, abs=0.1)

@@ -91,7 +91,7 @@ def answer(connection: socket.socket) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else end.code is not None
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)  # noqa: T201
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - as Python ends a program
         traceback.print_exc()
         status = 1

@@ -20,9 +20,9 @@ from agentrl.credit.advantages.pass_at_k import pass_at_k
 from agentrl.credit.estimators import GROUP_ESTIMATORS, REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.credit.group import Group
 from agentrl.learn.losses import BUILT_IN, kl_divergence
-from benchmarks.learning_losses import oracle_errors
 from tests.credit_oracles import pass_at_k_ratio
 from tests.loss_cases import batch_of, evaluated, loss_named
+from tests.loss_oracle import oracle_errors
 
 LENGTHS = (7, 1, 12, 4, 9)
 TURNS = 3

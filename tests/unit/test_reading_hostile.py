@@ -24,9 +24,9 @@ from agentrl.journal.entries import (
     episode_digest,
 )
 from agentrl.journal.store import SqliteJournal
-from benchmarks.fuzzed import commands
-from benchmarks.inspection_fuzz import crashed, sample
 from tests.journal_cases import entries_with, header, spec
+from tests.support.damaged_runs import crashed, sample
+from tests.support.fuzzed import commands
 
 ALONE = """
 import sys
@@ -45,7 +45,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from agentrl.cli.main import main
 from agentrl.core.ids import random_stream
-from benchmarks.fuzzed import commands
+from tests.support.fuzzed import commands
 
 EXECUTES = {("episode", "replay"), ("episode", "rescore"), ("step", "replay")}
 for draw in (random_stream("alone", number) for number in range(4)):
@@ -145,7 +145,7 @@ def test_damaged_runs_and_files_are_answered_or_refused_by_name(tmp_path: Path, 
 
 LIMITED = """
 import time
-from benchmarks.fuzzed import TooSlowError, limited
+from tests.support.fuzzed import TooSlowError, limited
 
 with limited(cpu_seconds=0.5, still_s=60.0):
     time.sleep(1.0)  # on a busy machine a command waits, and that is no crash

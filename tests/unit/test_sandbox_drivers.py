@@ -23,8 +23,8 @@ from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.container import ContainerDriver
 from agentrl.sandbox.driver import DriverName, SandboxDriver, SandboxError, SandboxLease
 from agentrl.sandbox.sandbox import choose_driver, make_driver
-from benchmarks.sandboxes_leaks import marked
 from tests.hostile_records import faults
+from tests.sandboxes.leaks import marked
 
 
 @cache

@@ -30,9 +30,9 @@ from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
 from agentrl.sandbox.sandbox import read_sources
 from agentrl.sandbox.state import FileState, hashed_files
-from benchmarks.sandboxes_leaks import leaks, marked
-from benchmarks.sandboxes_limits import BOMBS, below
-from benchmarks.sandboxes_users import as_users
+from tests.sandboxes.leaks import leaks, marked
+from tests.sandboxes.limits import BOMBS, below
+from tests.sandboxes.users import as_users
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -721,7 +721,7 @@ def test_the_filter_has_a_table_for_each_architecture() -> None:
 
 
 def test_no_attempt_to_escape_succeeds() -> None:
-    script = "import json; from benchmarks.sandboxes_escapes import escapes; print(json.dumps(escapes(control=False)))"
+    script = "import json; from tests.sandboxes.escapes import escapes; print(json.dumps(escapes(control=False)))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

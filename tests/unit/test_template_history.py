@@ -13,7 +13,7 @@ from agentrl.core.records import Message, SampledTurn
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.template_checks import RewriteCause
 from agentrl.rollout.turn.agent import applicable_rewrite_causes
-from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
+from tests.support.template_talks import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 from tests.unit.test_gateway import Loop, ask
 

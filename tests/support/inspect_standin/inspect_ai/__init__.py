@@ -108,7 +108,7 @@ def get_model(name, base_url, api_key, responses_api):
 
 
 def eval(task, model, epochs=None, **more):
-    print("noise on standard output")  # noqa: T201
+    print("noise on standard output")
     samples = []
     played = Epochs(epochs, task.epochs.reducer) if isinstance(epochs, int) else epochs or task.epochs
     if played.reducer == "pass_at_2" and played.epochs < 2:
