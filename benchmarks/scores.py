@@ -41,7 +41,6 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ScoreEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.rollout.scoring import retrying as scorers
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.support.chat_endpoint import ChatEndpoint, said, serving

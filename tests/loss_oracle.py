@@ -14,8 +14,8 @@ from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.step_columns import IDS, TokenColumns
 from agentrl.learn.losses import kl_divergence, make_loss
+from agentrl.learn.step_columns import IDS, TokenColumns
 
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
