@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentrl.core.files import rename_durably, sha256_of, staging_directory
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.weights.transfer import in_chunks
+from agentrl.engines.weights.senders import in_chunks
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.publish import FULL_FILE
 from agentrl.learn.trainer import PolicyTrainer

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentrl.engines.weights.transfer import Rendezvous, serve_rendezvous
+from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
 from agentrl.learn.ranks import DistributedRankGroup
 from tests.support.warm import WARM
 

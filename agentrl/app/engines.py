@@ -28,13 +28,14 @@ from agentrl.engines.external import read_api_key
 from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import EngineRouter, Fleet
-from agentrl.engines.weights.transfer import WeightDestination, WeightSendingTrainer
+from agentrl.engines.weights.senders import WeightDestination, WeightSendingTrainer
+from agentrl.engines.weights.transports import local_transport, network_transport
 from agentrl.environment.registry import load_function
 
 if TYPE_CHECKING:
     from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.session import RaySession
-    from agentrl.config.devices import Node, Transfer
+    from agentrl.config.devices import Node
     from agentrl.engines.external import ExternalPolicy
 
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
@@ -298,20 +299,18 @@ def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Train
 def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
     """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
 
-    On one machine the device plan chooses the transport; without one, the engine loads the published files. Between
-    machines it is `nccl` if the engine has GPUs, as rank 0 then has too, otherwise `gloo`.
+    Without a transport, the engine loads the published files.
     """
-    local_transfer = None if config.on_cluster else device_plan(config).transfer_to(number)
-    if not isinstance(trainer, WeightSendingTrainer) or not (local_transfer or config.on_cluster):
+    local = None if config.on_cluster else local_transport(device_plan(config), number)
+    if not isinstance(trainer, WeightSendingTrainer) or not (local or config.on_cluster):
         return
     silence_s = engine_silence_s(config)
 
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
-        between: Transfer = "nccl" if any(status.gpus for status in engine.statuses()) else "gloo"
         recipient = WeightDestination(
             number=number,
             address=address,
-            transfer=local_transfer or between,
+            transport=local or network_transport(on_gpus=any(status.gpus for status in engine.statuses())),
             processes=config.engine.devices,
             silence_s=silence_s,
         )

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.weights.transfer import Rendezvous, WeightDestination
+    from agentrl.engines.weights.gloo import Rendezvous
+    from agentrl.engines.weights.senders import WeightDestination
 
 PATIENCE_S = 60.0
 """Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
@@ -156,7 +157,7 @@ class TrainerRank:
 
     def serve(self) -> Rendezvous:
         """Serve, as rank 0, the store through which the group forms."""
-        from agentrl.engines.weights.transfer import serve_rendezvous
+        from agentrl.engines.weights.gloo import serve_rendezvous
 
         rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous

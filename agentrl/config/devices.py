@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from agentrl.core.errors import ConfigError, TrainerLostError
 from agentrl.core.machine import GIB, Gpu, Memory
@@ -32,9 +32,6 @@ SHARED_SHARE = 0.45
 """Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
 CONTEXT = 450 << 20
 """Bytes that the CUDA context of a process takes on a GPU, which no allocator counts. An estimate."""
-
-Transfer = Literal["ipc", "nccl", "gloo"]
-"""Backend of vLLM's weight-transfer API that carries a full set of weights from a trainer to an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +69,6 @@ class DevicePlan:
         """Whether a trainer rank or another engine computes on a GPU of an engine."""
         other_gpus = {at for engine, gpus in enumerate(self.engines) if engine != number for at in gpus}
         return not {*self.ranks, *other_gpus}.isdisjoint(self.engines[number])
-
-    def transfer_to(self, number: int) -> Transfer | None:
-        """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
-        `nccl` if it shares no GPU with rank 0; None otherwise: it loads the published file."""
-        if not (self.ranks and self.engines):
-            return None
-        gpus = self.engines[number]
-        if gpus == self.ranks[:1]:
-            return "ipc"
-        return None if self.ranks[0] in gpus else "nccl"
 
     def share_of_rank(self, rank: int) -> float:
         """The share of its GPU's memory that a trainer rank may allocate."""

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,13 +31,8 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
-from agentrl.engines.weights.transfer import (
-    GlooSender,
-    PublishedWeightSource,
-    WeightDestination,
-    WeightSenders,
-    WeightTransferConnection,
-)
+from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
+from agentrl.engines.weights.transports import transport_named
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit
 from agentrl.learn.storage import converting_write_errors, write_tensors
@@ -65,7 +60,7 @@ class Publisher:
         template that shows a conversation as the settings do."""
         self._root = run_directory / "versions"
         self._settings = settings or ModelConfig()
-        self._outbox = WeightSenders(_sender)
+        self._outbox = WeightSenders()
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version. Publishing the same weights again under the same id changes nothing.
@@ -105,7 +100,7 @@ class Publisher:
             TrainerError: the engine did not accept them.
         """
         file = Path(weights.path) / FULL_FILE
-        device = "cuda" if recipient.transfer in ("ipc", "nccl") else "cpu"
+        device = transport_named(recipient.transport).device
         try:
             with safe_open(file, framework="pt", device=device) as tensors_file:  # mapped, and still in the page cache
                 tensors = ((name, tensors_file.get_tensor(name)) for name in layout)
@@ -165,15 +160,6 @@ class Publisher:
                 os.link(file, target)
             except OSError:  # the file system has no hard links
                 shutil.copyfile(file, target)
-
-
-def _sender(recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
-    """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
-    if recipient.transfer == "gloo":
-        return GlooSender(recipient, link, source)
-    from agentrl.engines.weights.vllm_senders import connect_sender
-
-    return connect_sender(recipient, link, source)
 
 
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from agentrl.core.errors import AgentRLError, ModelError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
 from agentrl.engines.models import outermost_layers
-from agentrl.engines.weights.transfer import JOIN_TIMEOUT, Rendezvous
+from agentrl.engines.weights.gloo import Rendezvous
+from agentrl.engines.weights.senders import JOIN_TIMEOUT
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:

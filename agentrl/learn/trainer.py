@@ -39,7 +39,7 @@ from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, Super
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.weights.transfer import WeightDestination
+from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, compiles_attention

@@ -16,15 +16,10 @@ from agentrl.core.files import WEIGHT_FILES, read_safetensors_header, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.engines.weights.gloo import GlooBroadcast, Rendezvous, join_broadcast
 from agentrl.engines.weights.reading import read_metadata
-from agentrl.engines.weights.transfer import (
-    PIECE_BYTES,
-    GlooBroadcast,
-    IncomingTransfer,
-    Rendezvous,
-    WeightReceiver,
-    join_broadcast,
-)
+from agentrl.engines.weights.receiver import IncomingTransfer, WeightReceiver
+from agentrl.engines.weights.version_files import PIECE_BYTES
 
 HOST = "127.0.0.1"
 START = {"solver": PolicyVersion("solver", 0, 0)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from agentrl.engines.weights.transfer import (
+from agentrl.engines.weights.senders import (
     PublishedWeightSource,
     WeightDestination,
     WeightTransferConnection,

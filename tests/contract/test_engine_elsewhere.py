@@ -20,15 +20,10 @@ from agentrl.engines import protocol
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
 from agentrl.engines.remote.connection import EngineConnection
-from agentrl.engines.weights import transfer
-from agentrl.engines.weights.transfer import (
-    PIECE_BYTES,
-    GlooSender,
-    PublishedWeightSource,
-    VersionFiles,
-    WeightDestination,
-    WeightSenders,
-)
+from agentrl.engines.weights import version_files
+from agentrl.engines.weights.gloo import GlooSender
+from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
+from agentrl.engines.weights.version_files import PIECE_BYTES, VersionFiles
 from tests.contract.elsewhere import START, Elsewhere, asking_program, program, tensors_of, written, written_full
 
 REQUEST = GenerateRequest(
@@ -128,7 +123,7 @@ class Trainer:
             raise TrainerError("it is busy")
         tensors = tensors_of(version.step)
         source = PublishedWeightSource(tensors, iter(tensors.items()))
-        recipient = WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=60.0)
+        recipient = WeightDestination(number=0, address=address, transport="gloo", processes=1, silence_s=60.0)
         await asyncio.to_thread(self._senders.send, source, version, recipient)
         self.sent.append(version.step)
 
@@ -263,7 +258,7 @@ class IsFull(Keeps):
 
 
 def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(version_files, "PIECE_BYTES", 1 << 16)
 
     async def main() -> None:
         connection, weights = IsFull(), written_full(tmp_path / "1", 1)
@@ -272,7 +267,7 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
         await files.send([weights], pieces)
         await asyncio.gather(*pieces)
         await files.send_remainder(weights.version)
-        assert connection.asked == 1 + transfer.PIECES
+        assert connection.asked == 1 + version_files.PIECES
         (error,) = files.take_failures([weights]).values()
         assert isinstance(error, EngineStorageError)
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.weights import transfer
-from agentrl.engines.weights.transfer import (
-    GlooSender,
+from agentrl.engines.weights import senders, transfer, transports
+from agentrl.engines.weights.gloo import GlooSender
+from agentrl.engines.weights.senders import (
     PublishedWeightSource,
     WeightDestination,
     WeightSenders,
@@ -58,7 +59,7 @@ class TrainerEnd:
             return
         try:
             source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=60.0)
+            recipient = WeightDestination(number=0, address=address, transport="gloo", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -71,7 +72,7 @@ def test_weights_that_a_trainer_sends_serve_as_those_of_its_file_would(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """The published files are of no use but for their canaries: what serves is what was sent."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -133,7 +134,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
     half: str,
 ) -> None:
     """It dies before, or in the middle, while vLLM stands still; it offers another model; it sends half of it."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -167,7 +168,7 @@ def test_half_of_the_weights_never_serve_when_the_file_fails_too(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer dies in the middle, and the published file is damaged: the version before serves again."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -224,7 +225,7 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
-IPC = WeightDestination(number=0, address="", transfer="ipc", processes=1, silence_s=60.0)
+IPC = WeightDestination(number=0, address="", transport="ipc", processes=1, silence_s=60.0)
 
 
 class Listens(WeightTransferConnection):
@@ -245,34 +246,32 @@ HANDLE = (0, b"memory handle", 64, 0, False, b"counter", 8, b"event", True)
 
 
 @IN_SUITE
-def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way() -> None:
+def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
-    from agentrl.engines.weights import vllm_senders, vllm_worker
+    from agentrl.engines.weights import ipc
 
     link, source = Listens(), PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = vllm_senders.trainer_init_info(IPC, source)
-    assert (found.backend, found.packed, found.packed_buffer_size_bytes) == (
-        "agentrl_ipc",
-        True,
-        transfer.CHUNK_BYTES,
-    )
-    assert found.is_sender
-    sender: Any = vllm_senders.IpcSender.__new__(vllm_senders.IpcSender)  # its __init__ asks CUDA for the card
-    sender.client = link
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-1"))
+    sender: Any = ipc.make_sender(IPC, link, source)
+    assert (sender.packed, sender.packed_buffer_size_bytes) == (True, senders.CHUNK_BYTES)
+    assert link.asked.pop() == ("init", {"transport": "ipc", "info": {"packed": True}})
     sender._do_send(
         ["a.weight", "b.bias"], ["bfloat16", "float32"], [[4, 2], [3]], {"GPU-1": SHARED + HANDLE}, [16, 12]
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._REQUEST.decode(rpc.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
+    sent = transfer.REQUEST_DECODER.decode(rpc.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
     assert isinstance(sent, transfer.TransferCall)
-    handles = {gpu: vllm_worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
+    handles = {gpu: ipc.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
     taken = IPCWeightTransferUpdateInfo(**{**sent.info, "ipc_handles": handles})
     assert (taken.names, taken.tensor_sizes) == (["a.weight", "b.bias"], [16, 12])
     with pytest.raises(ValueError, match="bytes in one dimension"):
-        vllm_senders.plain_cuda_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
+        ipc.plain_cuda_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
 
 
 @IN_SUITE
@@ -280,19 +279,15 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-    from agentrl.engines.weights import vllm_senders
+    from agentrl.engines.weights import nccl
 
     source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = vllm_senders.trainer_init_info(
-        WeightDestination(number=0, address="", transfer="nccl", processes=4, silence_s=60.0), source
-    )
-    assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
-    assert found.interface == "lo"
-    payload = vllm_senders.nccl_join_message(bytes(range(128)), found)
+    sender: Any = SimpleNamespace(packed=True, packed_buffer_size_bytes=source.buffer_bytes, packed_num_buffers=2)
+    payload = nccl.nccl_join_message(bytes(range(128)), 5, sender)
     taken = NCCLWeightTransferInitInfo(**payload)
     assert taken.nccl_unique_id_bytes == bytes(range(128))
     assert (taken.master_address, taken.rank_offset, taken.world_size, taken.packed) == (None, 1, 5, True)
-    assert taken.packed_buffer_size_bytes == found.packed_buffer_size_bytes
+    assert taken.packed_buffer_size_bytes == senders.CHUNK_BYTES
     described = source.metadata()
     offer = source.offer(version(1), 60.0)
     assert [(each.name, each.dtype, each.shape) for each in described] == [
@@ -308,18 +303,17 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
 
 @IN_SUITE
 def test_one_backend_takes_files_and_what_vllm_s_own_take() -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from agentrl.engines.weights import vllm_senders, vllm_worker
+    from agentrl.engines.weights import vllm_worker
 
     assert WeightTransferEngineFactory._registry[vllm_worker.BACKEND]() is vllm_worker.VersionTransferEngine
-    assert WeightTransferEngineFactory._registry[vllm_worker.GLOO]() is vllm_worker.GlooTransferEngine
-    assert WeightTransferTrainerFactory._registry[vllm_senders.IPC]() is vllm_senders.IpcSender
-    assert WeightTransferTrainerFactory._registry[vllm_senders.NCCL]() is vllm_senders.NcclSender
+    for each in transports.TRANSPORTS.values():
+        assert {"make_sender", "make_receiver"} <= vars(each.load()).keys()
     backend = vllm_worker.VersionTransferEngine.__new__(vllm_worker.VersionTransferEngine)
     assert backend.parse_update_info({"path": "/file", "is_last": False}).path == "/file"
     assert backend.parse_update_info({}).sent is None
     assert backend.parse_update_info({"names": ["a"]}).sent == {"names": ["a"]}
-    assert backend.parse_init_info({"backend": "nccl", "info": {"world_size": 2}}).backend == "nccl"
+    assert backend.parse_init_info({"transport": "nccl", "info": {"world_size": 2}}).transport == "nccl"
     with pytest.raises(ValueError, match="Invalid init_info"):
         backend.parse_init_info({"port": 1})

@@ -24,6 +24,7 @@ from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import Gpu, Memory, gpus, install_command, machine_memory
 from agentrl.engines.weights.reading import device_memory
+from agentrl.engines.weights.transports import local_transport
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.ranks import rank_device
 
@@ -170,12 +171,12 @@ def test_weights_go_by_where_trainer_and_engine_stand(
     ranks: int, replicas: int, size: int, count: int, expected: list[str | None]
 ) -> None:
     plan = planned(ranks, replicas, size, count, 0)
-    assert [plan.transfer_to(number) for number in range(replicas)] == expected
+    assert [local_transport(plan, number) for number in range(replicas)] == expected
 
 
 def test_weights_go_by_file_on_cpus_and_to_engines_without_a_trainer_beside() -> None:
-    assert plan_devices(configuration(), []).transfer_to(0) is None
-    assert plan_devices(configuration(), machine(1), ranks=False).transfer_to(0) is None
+    assert local_transport(plan_devices(configuration(), []), 0) is None
+    assert local_transport(plan_devices(configuration(), machine(1), ranks=False), 0) is None
 
 
 def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:
@@ -456,7 +457,7 @@ def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
     plan = plan_devices(config, machine(1))
     assert (plan.ranks, plan.engines, plan.shares) == ((0,), ((0,), (0,)), (0.225, 0.225))
     assert plan.share_of_rank(0) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
-    assert [plan.transfer_to(number) for number in range(2)] == ["ipc", "ipc"]
+    assert [local_transport(plan, number) for number in range(2)] == ["ipc", "ipc"]
     assert plan.lines()[0].count("engine ") == 2
     with pytest.raises(ConfigError, match="CUDA contexts"):
         plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}), machine(1))

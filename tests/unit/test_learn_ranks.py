@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.core.errors import TrainerLostError
-from agentrl.engines.weights.transfer import Rendezvous, serve_rendezvous
+from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
 from agentrl.learn import ranks
 from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, buckets
 

@@ -20,10 +20,7 @@ pytestmark = pytest.mark.skipif(_SPEC is None, reason="vllm is not installed (ex
 USED = {
     "v1/worker/lora_model_runner_mixin.py": {"LoRAModelRunnerMixin.add_lora", "LoRAModelRunnerMixin.lora_manager"},
     "lora/worker_manager.py": {"WorkerLoRAManager.add_dummy_lora", "WorkerLoRAManager.lora_config"},
-    "distributed/weight_transfer/factory.py": {
-        "WeightTransferEngineFactory._registry",
-        "WeightTransferTrainerFactory._registry",
-    },
+    "distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory._registry"},
     "distributed/weight_transfer/nccl_common.py": {"uid_init_process_group", "worker_init_payload"},
     "distributed/weight_transfer/ipc_engine.py": {
         "IPCTrainerWeightTransferEngine._do_send",

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,22 +23,16 @@ from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.network import Address
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.models import read_meta_model
-from agentrl.engines.weights import transfer
+from agentrl.engines.weights import gloo, receiver, senders, transports
 from agentrl.engines.weights.reading import map_weights_to_state
-from agentrl.engines.weights.transfer import (
-    GlooBroadcast,
-    GlooSender,
-    IncomingTransfer,
+from agentrl.engines.weights.receiver import IncomingTransfer, WeightReceiver
+from agentrl.engines.weights.senders import (
     PublishedWeightSource,
-    Rendezvous,
-    TransferCall,
     WeightDestination,
-    WeightOffer,
-    WeightReceiver,
     WeightSenders,
     WeightTransferConnection,
-    join_broadcast,
 )
+from agentrl.engines.weights.transfer import TransferCall, TransferReply, WeightOffer
 from agentrl.learn.ranks import RankGroup, SingleRankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from tests.contract.engine_kinds import ModelZoo
@@ -52,7 +47,7 @@ VERSION = PolicyVersion("policy", 0, 0)
 @pytest.fixture(autouse=True)
 def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that start as processes of their own may take a while until they offer anything."""
-    monkeypatch.setattr(transfer, "OFFER_S", 120.0)
+    monkeypatch.setattr(receiver, "OFFER_S", 120.0)
 
 
 class Engine:
@@ -61,7 +56,7 @@ class Engine:
     def __init__(self, directory: Path, *, host: str = "") -> None:
         self.address = str(directory / "weights")
         self._host = host
-        self._group: GlooBroadcast | None = None
+        self._receiver: transports.TransportReceiver | None = None
         self.received: dict[str, Tensor] = {}
         self.asked: list[str] = []
         self.offer: WeightOffer | None = None
@@ -89,7 +84,7 @@ class Engine:
         assert delivery is not None
         self.offer = delivery.offer
         delivery.answer(error=self.refused)
-        with contextlib.suppress(transfer.TransferError):
+        with contextlib.suppress(receiver.TransferError):
             while True:
                 self._do(delivery, await delivery.next_call())
         delivery.close()
@@ -98,24 +93,26 @@ class Engine:
     def _do(self, delivery: IncomingTransfer, asked: TransferCall) -> None:
         self.asked.append(asked.method)
         if asked.method == "init":
-            found = asked.info["info"]
-            self._group = join_broadcast(Rendezvous(found["host"], found["port"]), rank=1, size=found["size"])
+            transport = transports.transport_named(asked.info["transport"]).load()
+            self._receiver = transport.make_receiver(self._worker(), asked.info["info"])
         if asked.method == "update":
-            self.received |= self._received(asked.info)
+            self._receive(asked.info)
         delivery.answer()
 
-    def _received(self, info: dict[str, Any]) -> dict[str, Tensor]:
-        if self._group is None:
-            return load_file(info["path"])
-        dtypes = [getattr(torch, name) for name in info["dtype_names"]]
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(info["shapes"], dtypes, strict=True)]
-        for each in self._group.start(tensors):
-            each.wait()
-        return dict(zip(info["names"], tensors, strict=True))
+    def _receive(self, info: dict[str, Any]) -> None:
+        if self._receiver is None:
+            self.received |= load_file(info["path"])
+        else:
+            self._receiver.receive(info)
+
+    def _worker(self) -> Any:
+        """As much of a worker of vLLM as receivers use."""
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        return SimpleNamespace(parallel_config=parallel, model=SimpleNamespace(load_weights=self.received.update))
 
 
-def recipient(address: str, silence_s: float = 60.0) -> WeightDestination:
-    return WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=silence_s)
+def recipient(address: str, silence_s: float = 60.0, transport: str = "gloo") -> WeightDestination:
+    return WeightDestination(number=0, address=address, transport=transport, processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
@@ -125,7 +122,7 @@ def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
 def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 100)
     tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(9)}
     seen: list[str] = []
 
@@ -145,17 +142,68 @@ def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still
     }
 
 
+class FileReceiver:
+    """With `make_sender` and `make_receiver`, this module is a transport."""
+
+    def __init__(self, worker: Any, info: dict[str, Any]) -> None:
+        self._worker = worker
+        assert info == {"directory": "any"}
+
+    def receive(self, update: dict[str, Any]) -> None:
+        self._worker.model.load_weights(load_file(update["path"]))
+
+    def end_transfer(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+made: list[FileSender] = []
+
+
+def make_sender(
+    recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
+) -> FileSender:
+    link.init_weight_transfer_engine({"directory": "any"})
+    made.append(FileSender(recipient, link, source))
+    return made[-1]
+
+
+make_receiver = FileReceiver
+
+
+@pytest.mark.parametrize("keeps_sender", [True, False])
+def test_new_transport_needs_one_table_line_and_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_sender: bool
+) -> None:
+    transport = transports.WeightTransport(__name__, "cpu", keeps_sender=keeps_sender, rejoin_s=1.0)
+    monkeypatch.setattr(transports, "TRANSPORTS", {**transports.TRANSPORTS, "files": transport})
+    made.clear()
+    outbox = WeightSenders()
+    with Engine(tmp_path) as engine:
+        destination = recipient(engine.address, transport="files")
+        outbox.send(source({"a": torch.ones(2)}), VERSION, destination)
+    assert engine.asked == ["init", "start", "update", "finish"]
+    assert torch.equal(engine.received["a"], torch.ones(2))
+    with Engine(tmp_path) as engine:
+        outbox.send(source({"a": torch.zeros(2)}), VERSION, destination)
+    assert torch.equal(engine.received["a"], torch.zeros(2))
+    assert len(made) == 2 - keeps_sender
+    made[-1].shutdown()
+    with pytest.raises(ValueError, match="'pigeon'; there are ipc, nccl, gloo, files"):
+        outbox.send(source({}), VERSION, recipient(engine.address, transport="pigeon"))
+
+
 HOST = "127.0.0.1"
 
 
 def test_tensors_arrive_over_the_network_at_an_engine_that_is_told_its_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(senders, "CHUNK_BYTES", 100)
     tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(5)}
     tensors |= {"odd": torch.arange(5).half(), "turned": torch.randn(3, 5).t(), "none": torch.zeros(0)}
     with Engine(tmp_path, host=HOST) as engine:
-        WeightSenders(GlooSender).send(source(tensors), VERSION, recipient(engine.address))
+        WeightSenders().send(source(tensors), VERSION, recipient(engine.address))
     assert engine.asked == ["init", "start", "update", "update", "finish"]
     assert engine.received.keys() == tensors.keys()
     assert all(torch.equal(engine.received[name], tensor) for name, tensor in tensors.items())
@@ -166,9 +214,9 @@ def test_a_trainer_with_a_wrong_token_sends_nothing_and_is_not_told_the_right_on
         address = Address.parse(engine.address)
         wrong = str(address._replace(token="0" * len(address.token)))
         with pytest.raises(TrainerError, match=HOST) as found:
-            WeightSenders(GlooSender).send(source({"a": torch.zeros(2)}), VERSION, recipient(wrong))
+            WeightSenders().send(source({"a": torch.zeros(2)}), VERSION, recipient(wrong))
         assert wrong not in str(found.value)
-        WeightSenders(GlooSender).send(source({"a": torch.ones(2)}), VERSION, recipient(engine.address))
+        WeightSenders().send(source({"a": torch.ones(2)}), VERSION, recipient(engine.address))
     assert torch.equal(engine.received["a"], torch.ones(2))
 
 
@@ -183,10 +231,10 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
             self.asked.append(asked.method)
             delivery.answer(error="no route to the trainer's store")
 
-    sender = WeightSenders(GlooSender)
+    sender = WeightSenders()
     refused = pytest.raises(TrainerError, match="no route")
     with BehindAFirewall(tmp_path, host=HOST) as engine, refused, monkeypatch.context() as quickly:
-        quickly.setattr(transfer, "STALL_S", 1.0)  # of the rank's own attempt
+        quickly.setattr(gloo, "STALL_S", 1.0)  # of the rank's own attempt
         sender.send(source(tensors), VERSION, recipient(engine.address))
     with pytest.raises(TrainerError, match="no route"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
@@ -194,7 +242,7 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
     with Engine(tmp_path, host=HOST) as restarted:
         sender.send(source(tensors), VERSION, recipient(restarted.address))
     assert torch.equal(restarted.received["a"], tensors["a"])
-    later = SystemClock.monotonic() + transfer.REJOIN_S
+    later = SystemClock.monotonic() + transports.REJOIN_S
     monkeypatch.setattr(SystemClock, "monotonic", staticmethod(lambda: later))
     with pytest.raises(TrainerError, match=HOST):
         sender.send(source(tensors), VERSION, recipient(engine.address))
@@ -208,17 +256,17 @@ def test_a_rank_that_cannot_join_says_so_beside_the_engine() -> None:
         raise TrainerError("the engine refused the weights: nobody came")
 
     with pytest.raises(TrainerError, match=r"nobody came.*no device"):
-        transfer.join_with_engine(join, ask_engine, grace_s=60.0)
+        senders.join_with_engine(join, ask_engine, grace_s=60.0)
     with pytest.raises(TrainerError, match="no device"):
-        transfer.join_with_engine(join, lambda: None, grace_s=60.0)
+        senders.join_with_engine(join, lambda: None, grace_s=60.0)
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers, and does not receive: more than the connection holds is on the way."""
-    monkeypatch.setattr(transfer, "STALL_S", 1.0)
-    monkeypatch.setattr(Engine, "_received", lambda engine, info: {})
+    monkeypatch.setattr(gloo, "STALL_S", 1.0)
+    monkeypatch.setattr(Engine, "_receive", lambda engine, info: None)
     with Engine(tmp_path, host=HOST) as engine:
-        sender = WeightSenders(GlooSender)
+        sender = WeightSenders()
         with pytest.raises(RuntimeError, match="Timed out"):
             sender.send(source({"a": torch.zeros(1 << 25)}), VERSION, recipient(engine.address))
     assert engine.asked == ["init", "start", "update"]
@@ -250,7 +298,7 @@ def test_a_destination_tells_its_place_but_not_its_token() -> None:
 
 def test_a_trainer_that_offers_nothing_holds_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is busy; when it comes, the engine has loaded the file and takes no offer."""
-    monkeypatch.setattr(transfer, "OFFER_S", 0.05)
+    monkeypatch.setattr(receiver, "OFFER_S", 0.05)
 
     async def main() -> None:
         inbox, address = WeightReceiver(), str(tmp_path / "weights")
@@ -306,7 +354,7 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = rpc.encode_frame(transfer.TransferReply())
+    said = rpc.encode_frame(TransferReply())
 
     def hang() -> None:
         connection, _ = listening.accept()
@@ -363,7 +411,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         writer.write(rpc.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
-        with pytest.raises(transfer.TransferError, match="nothing"):
+        with pytest.raises(receiver.TransferError, match="nothing"):
             await delivery.next_call()
         delivery.close()
         writer.close()

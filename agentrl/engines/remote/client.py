@@ -35,7 +35,7 @@ from agentrl.engines import protocol
 from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.remote.connection import EngineConnection
 from agentrl.engines.version_table import VersionRow, VersionSet, in_loading_order
-from agentrl.engines.weights.transfer import VersionFiles
+from agentrl.engines.weights.version_files import VersionFiles
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence

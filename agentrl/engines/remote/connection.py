@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.weights.transfer import VersionFiles
+    from agentrl.engines.weights.version_files import VersionFiles
 
 
 class EngineConnection(rpc.Connection):

