@@ -1,4 +1,4 @@
-"""Shared by all tests: pytest's own tester for plugins, the repository's root, and a judge of the runs they leave."""
+"""Shared by all tests: pytest's own tester for plugins, the suites over vLLM, the root, and a judge of left runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from tests.journal_oracle import judge
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 
 # Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")

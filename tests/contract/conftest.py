@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,46 +10,33 @@ import torch
 
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.store import SqliteJournal
-from tests.contract import vllm_suite
 from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeReplicas, MakeScripted, ModelZoo
 from tests.contract.journal_kinds import INFO, AnyJournal, OnJournal, Scenario
+from tests.contract.vllm_server import chosen
+from tests.contract.vllm_suite import VllmSuite, suite_params
 
-IN_VLLM_SUITE = vllm_suite.SWITCH in os.environ
-KINDS = (
-    ["vllm"]
-    if IN_VLLM_SUITE
-    else ["scripted", "replicas", "embedded", "scripted in a process", "embedded in a process"]
-)
+KINDS = ("scripted", "replicas", "embedded", "scripted in a process", "embedded in a process")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In vLLM's process only what vLLM answers: the rest of its files runs outside of it."""
-    if IN_VLLM_SUITE:
-        asking = {"make_vllm", "make_engine", "rounded"}
-        items[:] = [item for item in items if asking & set(getattr(item, "fixturenames", ()))]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make_engine" in metafunc.fixturenames:
+        kinds = [*KINDS, *suite_params(metafunc.config, metafunc.definition.path)]
+        metafunc.parametrize("make_engine", kinds, indirect=True)
 
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> ModelZoo:
     """Random tiny models."""
     torch.set_num_threads(1)
-    _, architecture = vllm_suite.chosen()
+    _, architecture = chosen()
     return ModelZoo(tmp_path_factory.mktemp("models"), architecture)
 
 
-@pytest.fixture(scope="session")
-def make_vllm(zoo: ModelZoo) -> Iterator[vllm_suite.MakeVllm]:
-    """Engines over one real vLLM."""
-    if not IN_VLLM_SUITE:
-        pytest.skip("run by test_engine_vllm_process.py, in a process of its own")
-    yield from vllm_suite.started(zoo)
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     """Every engine behind the port."""
-    if request.param == "vllm":
-        vllm: MakeEngine = request.getfixturevalue("make_vllm")
+    if isinstance(request.param, VllmSuite):
+        vllm: MakeEngine = request.getfixturevalue("vllm")
         return vllm
     scripted, replicas, embedded = MakeScripted(), MakeReplicas(), MakeEmbedded(zoo)
     made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, replicas, embedded)}

@@ -25,15 +25,13 @@ from tests.contract.engine_kinds import (
     write_adapter,
     write_full,
 )
-from tests.contract.vllm_suite import PLACES, chosen
+from tests.contract.vllm_suite import VllmSuite, suite_params
 
 K3 = 1e-3
 """Bound of the mean k3 estimate of KL(engine || trainer), over 800 tokens; 2.4e-4 was seen, 1e-13 in float32."""
 CALLS, TOKENS = 8, 100
 UPDATE = 0.05
 """How far a version is from the one before: deviations of each tensor."""
-SUITE = chosen()[0]
-KINDS = ("adapter", "full") if not SUITE else ("adapter",) if PLACES[SUITE] else ("full",)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -136,9 +134,17 @@ class Rounded:
         return write_full(self._root / f"{self._written}", version(step), tensors, canary=canary)
 
 
-@pytest.fixture(params=KINDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kinds = ["adapter", "full", *suite_params(metafunc.config, metafunc.definition.path)]
+    metafunc.parametrize("rounded", kinds, indirect=True)
+
+
+@pytest.fixture
 def rounded(request: pytest.FixtureRequest, zoo: ModelZoo, tmp_path: Path) -> Rounded:
-    return Rounded(zoo, request.param, tmp_path, request.getfixturevalue("make_vllm") if SUITE else None)
+    if isinstance(request.param, VllmSuite):
+        kind = "adapter" if "adapters" in request.param.name else "full"
+        return Rounded(zoo, kind, tmp_path, request.getfixturevalue("vllm"))
+    return Rounded(zoo, request.param, tmp_path, None)
 
 
 def test_what_an_engine_says_of_its_tokens_is_within_rounding_of_its_trainer(rounded: Rounded) -> None:

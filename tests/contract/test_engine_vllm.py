@@ -24,7 +24,7 @@ from tests.contract.engine_kinds import (
     write_adapter,
 )
 from tests.contract.test_engine_adapters import versions_over_turns, with_adapter
-from tests.contract.vllm_suite import ADAPTER_PLACES, MakeVllm
+from tests.contract.vllm_server import ADAPTER_PLACES, MakeVllm
 
 
 def adapter(zoo: ModelZoo, directory: Path, step: int, policy: str = "solver", **options: Any) -> WeightsRef:

@@ -10,7 +10,7 @@ import pytest
 from agentrl.core.errors import EngineCapabilityError
 from tests.contract.engine_kinds import prompt, request
 from tests.contract.test_engine_vllm import in_flight
-from tests.contract.vllm_suite import SLOTS, MakeVllm
+from tests.contract.vllm_server import SLOTS, MakeVllm
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from tests.contract.engine_kinds import ModelZoo, prompt, request
-from tests.contract.vllm_suite import MakeVllm, vllm_settings
+from tests.contract.vllm_server import MakeVllm, vllm_settings
 
 LENGTH = 480
 """Of a context, in whole blocks."""

@@ -18,7 +18,7 @@ from tests.contract.test_engine_capture import plain_routing
 from tests.contract.test_engine_routing_rows import conversation
 from tests.contract.test_engine_to_trainer import difference, model_of, trained
 from tests.contract.test_engine_vllm_full import in_flight
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_server import MakeVllm
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Int32Array

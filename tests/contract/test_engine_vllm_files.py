@@ -19,7 +19,7 @@ from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from tests.contract.engine_kinds import ModelZoo, check_logprobs, check_refused, prompt, request, version
 from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, with_adapter
 from tests.contract.test_engine_vllm import adapter, in_flight, steps, unloaded
-from tests.contract.vllm_suite import ADAPTER_PLACES, MakeVllm
+from tests.contract.vllm_server import ADAPTER_PLACES, MakeVllm
 
 FILE = "adapter_model.safetensors"
 COPIES = Path(os.environ.get(PRIVATE_DIRECTORY_VARIABLE, ""))

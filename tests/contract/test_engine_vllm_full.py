@@ -30,7 +30,7 @@ from tests.contract.engine_kinds import (
 )
 from tests.contract.test_engine_updates import SPOILT
 from tests.contract.test_engine_vllm_files import COPIES
-from tests.contract.vllm_suite import SLOTS, MakeVllm
+from tests.contract.vllm_server import SLOTS, MakeVllm
 
 SOLVER = START["solver"]
 

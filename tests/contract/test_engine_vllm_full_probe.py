@@ -13,7 +13,7 @@ import torch
 from agentrl.core.errors import EngineError
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_server import MakeVllm
 
 
 @pytest.mark.parametrize("refresh", ["token", "turn"])

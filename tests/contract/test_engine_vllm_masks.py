@@ -12,7 +12,7 @@ from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_embedded import filtered_logprobs
 from tests.contract.test_engine_vllm_experts import whole
 from tests.contract.test_engine_vllm_full import in_flight
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_server import MakeVllm
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Int32Array

@@ -17,7 +17,7 @@ from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_probe import moved, publish_adapter, vanished
 from tests.contract.test_engine_vllm import check_spans, steps
 from tests.contract.test_engine_vllm_files import COPIES, copies
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_server import MakeVllm
 
 
 class Calls:

