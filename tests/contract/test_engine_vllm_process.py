@@ -156,7 +156,6 @@ _PARENT = """
 import asyncio, json, sys
 from pathlib import Path
 from tests.contract.test_engine_vllm_process import START, ProcessEngine, program
-from tests.contract.vllm_suite import MISSING
 from tests.processes import session_of
 
 async def main():
