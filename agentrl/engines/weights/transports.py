@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
-    from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightTransferConnection
 
 REJOIN_S = 600.0
 
@@ -53,11 +52,11 @@ class TransportReceiver(Protocol):
 class TransportModule(Protocol):
     """A transport's module."""
 
-    def make_sender(
-        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
-    ) -> WeightSender:
-        """Make a sender that is connected to the engine: `link.init_weight_transfer_engine` passes what each of its
-        processes needs for `make_receiver`."""
+    def make_sender(self, recipient: Any, link: Any, source: Any) -> WeightSender:
+        """Make a sender that is connected to the engine; for the parameters, see `senders.make_sender`.
+
+        `link.init_weight_transfer_engine` passes what each of the engine's processes needs for `make_receiver`.
+        """
         ...
 
     def make_receiver(self, worker: Any, info: dict[str, Any]) -> TransportReceiver:
