@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 
 from agentrl.app.memory_estimate import with_chosen_token_limits
-from agentrl.cli.sample_run import write_sample_run
 from agentrl.core.errors import InputError
+from agentrl.testing.sample_run import write_sample_run
 from benchmarks.processes import ProcessTree, children_cpu_seconds
 from tests.default_starts import CASES, default_config, write_model
 from tests.model_families import FAMILIES

@@ -111,6 +111,6 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that `agentrl demo --journal-only` writes; tests that change it make a copy."""
-    from agentrl.cli.sample_run import write_sample_run
+    from agentrl.testing.sample_run import write_sample_run
 
     return write_sample_run(tmp_path_factory.mktemp("runs")).path

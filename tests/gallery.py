@@ -27,9 +27,6 @@ NOT_HERE = ("agentrl demo", "agentrl run serve")
 SLOW = ("  time ", "  released ")
 """How `episode why` begins what it says of acts that took long, and of whom the group waited for: who is chance."""
 
-UNKNOWN = ", · not known"
-"""How a lane of `run timeline` ends that has parts in which nothing was measured: not every run has them."""
-
 
 class Session(NamedTuple):
     """A command of a page, and what it says the command prints."""
@@ -72,7 +69,6 @@ def shape(line: str) -> str:
     """A line without what differs from one sample run to the next: numbers, plots, spaces; nothing of what was slow."""
     if line.startswith(SLOW):
         return ""
-    line = line.removesuffix(UNKNOWN)
     line = re.sub(r"[█▓▒·◆★↻│├└▁-█⠀-⣿]+", " ", line)
     line = re.sub(r"\b[0-9a-f]{32}\b|-?\d[\d.,]*(?:e-?\d+)?", "0", line)
     return " ".join(line.split())
@@ -105,7 +101,7 @@ def _block(command: str, shown: tuple[str, ...]) -> str:
 
 
 def _refresh(page: Path) -> None:
-    from agentrl.cli.sample_run import write_sample_run
+    from agentrl.testing.sample_run import write_sample_run
 
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as directory:
         workplace(Path(directory), write_sample_run(made).path)

@@ -39,8 +39,6 @@ from agentrl.app.forks import fork
 from agentrl.app.training import run_training
 from agentrl.cli.commands import READING
 from agentrl.cli.main import main
-from agentrl.cli.sample_environment import Propose, held_out_tasks
-from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, RemotePolicy
@@ -57,6 +55,8 @@ from agentrl.inspection.viewer.served_runs import ServedRuns
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import EntryBody, entry_checksum
 from agentrl.journal.run_log import RunStart
+from agentrl.testing.sample_environment import Propose, held_out_tasks
+from agentrl.testing.sample_run import sample_run_config, sample_run_factories
 from tests.support.counting_listener import CountingListener
 
 NAME = "agentrl.received"
@@ -766,7 +766,6 @@ def commands(run: ReceivedRun, directory: Path) -> Iterator[tuple[str, Callable[
         "episode replay": [[path, run.episode], [path, run.unfinished]],
         "episode fork": [[path, run.episode, "--at", "0"]],
         "step list": [[path]],
-        "step show": [[path, "1", "--policy", "solver"]],
         "step replay": [[path], [path, "1", "--policy", "solver"]],
     }
     late = []

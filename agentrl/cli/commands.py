@@ -111,12 +111,6 @@ READING = (
             ),
             Command("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
             Command(
-                "timeline",
-                "show when episodes, engine and trainers were busy or idle",
-                "runs:run_timeline",
-                (_RUN, _argument("--parts", type=_bounded_int, default=60, help="parts of equal length; default 60")),
-            ),
-            Command(
                 "curve",
                 "plot the reward over the steps",
                 "runs:run_curve",
@@ -304,7 +298,6 @@ READING = (
                 "episodes:episode_why",
                 _EPISODE,
             ),
-            Command("timeline", "show what an episode did and when", "episodes:episode_timeline", _EPISODE),
             Command(
                 "diff",
                 "compare two episodes, or a fork with its parent, up to where they differ",
@@ -376,20 +369,9 @@ READING = (
     ),
     CommandGroup(
         "step",
-        "list optimizer steps, or show one",
+        "list optimizer steps, or repeat one",
         (
             Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY, _FOLLOW)),
-            Command(
-                "show",
-                "show the inputs and the result of a step",
-                "episodes:step_show",
-                (
-                    _argument("run", type=expand_path, help="directory or name of a run"),
-                    _argument("step", type=_bounded_int, help="step number: that of the version it produced"),
-                    _POLICY,
-                    _LINEAGE,
-                ),
-            ),
             Command(
                 "replay",
                 "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",

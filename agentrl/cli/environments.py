@@ -173,7 +173,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
     """Check a loss, an advantage or a scorer; returns the exit code."""
 
     def check() -> tuple[bool, str]:
-        from agentrl.learn.function_check import FunctionReport, check_advantage, check_loss, check_scorer
+        from agentrl.testing.function_check import FunctionReport, check_advantage, check_loss, check_scorer
 
         checks: dict[str, Callable[[str], FunctionReport]] = {
             "loss": check_loss,

@@ -162,16 +162,6 @@ def episode_why(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 
 @make_run_command
-def episode_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl episode timeline [RUN] [ID] [--attempt N]`."""
-    from agentrl.inspection import timelines
-    from agentrl.inspection.render_episode import timeline_page
-
-    line = timelines.episode_timeline(reader, chosen_episode(reader, options), options.attempt)
-    return RunAnswer(line, lambda: timeline_page(line))
-
-
-@make_run_command
 def episode_forks(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode forks [RUN]`."""
     from agentrl.inspection.comparisons import fork_tree
@@ -288,7 +278,7 @@ def _factories(reader: RunReader) -> RunFactories | None:
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: its journal contains no configuration, so its episodes cannot be re-executed")
-    from agentrl.cli.sample_run import is_sample_run, sample_run_factories
+    from agentrl.testing.sample_run import is_sample_run, sample_run_factories
 
     return sample_run_factories() if is_sample_run(config) else None
 
@@ -331,16 +321,6 @@ def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | Non
 
     lines = steps.step_list(reader, options.policy)
     return RunAnswer(lines, lambda: step_table(lines))
-
-
-@make_run_command
-def step_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl step show RUN N [--policy NAME] [--lineage N]`."""
-    from agentrl.inspection import steps
-    from agentrl.inspection.render import step_page
-
-    view = steps.step_view(reader, options.step, options.policy, options.lineage)
-    return RunAnswer(view, lambda: step_page(view))
 
 
 @make_run_command

@@ -154,18 +154,6 @@ def run_stats(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 
 @make_run_command
-def run_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl run timeline [RUN] [--parts N]`."""
-    from agentrl.inspection import timelines
-    from agentrl.inspection.render import run_timeline_page
-
-    if not 1 <= options.parts <= 10_000:
-        raise InputError("--parts must be a number from 1 to 10000")
-    line = timelines.run_timeline(reader, options.parts)
-    return RunAnswer(line, lambda: run_timeline_page(line))
-
-
-@make_run_command
 def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
     from agentrl.inspection.render import metric_curves_page, reward_curves_page

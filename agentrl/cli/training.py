@@ -119,7 +119,7 @@ def demo(options: argparse.Namespace) -> int:
 def _sample(options: argparse.Namespace) -> int:
     if options.overrides or options.dry_run:
         raise InputError("--journal-only takes no settings, because its sample run is fixed; remove them")
-    from agentrl.cli.sample_run import write_sample_run
+    from agentrl.testing.sample_run import write_sample_run
 
     with spinner("writing runs/sample", sys.stderr):
         path = str(write_sample_run().path)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine, RewardCurvePoint, RunLine
     from agentrl.inspection.run_comparison import CurvePoint, RunsComparison
     from agentrl.inspection.statistics import EpisodeDistribution, OpponentResult, RunStatistics
-    from agentrl.inspection.steps import StepLine, StepView
-    from agentrl.inspection.timelines import RunTimeline
+    from agentrl.inspection.steps import StepLine
     from agentrl.journal.port import PruneTotals
     from agentrl.observe.run_state import RunState
 
@@ -47,7 +46,6 @@ EPISODE_COLUMNS = (
 )
 """Default columns of `episode list`, with `reward/SEAT` instead of `reward` if several seats are rewarded."""
 _NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns", "tokens", "seconds"}
-_SHADES = " ▁▂▃▄▅▆▇█"
 
 
 class TerminalPage:
@@ -384,42 +382,6 @@ def step_table(lines: Sequence[StepLine]) -> TerminalPage:
     return page
 
 
-def step_page(view: StepView) -> TerminalPage:
-    """Make a page about a step: its result and its inputs."""
-    page, line = TerminalPage(), view.line
-    page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
-    facts = [("reward", format_rewards(line)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
-    facts.append(
-        (
-            "fed",
-            f"{plural(line.units, 'episode')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}",
-        )
-    )
-    facts.append(("normalizer", f"{view.normalizer:g}"))
-    facts.append(("digest", view.input_digest))
-    facts.append(("columns", view.columns_file or "none were written"))
-    facts += [(name, _small(value)) for name, value in view.metrics.items()]
-    if not line.survives:
-        facts.append(("undone", "a rollback undid it: its episodes were ready again"))
-    page.facts(facts)
-    rows = [
-        [
-            trajectory.episode if not trajectory.attempt else f"{trajectory.episode} (attempt {trajectory.attempt})",
-            f"{trajectory.seat}[{trajectory.agent}]",
-            *(format_number(value) for value in (trajectory.reward, trajectory.baseline, trajectory.advantage)),
-            "" if trajectory.tokens is None else str(trajectory.tokens),
-            format_number(trajectory.mean_ratio),
-            "" if trajectory.largest_lag is None else str(trajectory.largest_lag),
-        ]
-        for trajectory in view.fed
-    ]
-    page.heading("what it was fed")
-    headings = ["episode", "agent", "reward>", "baseline>", "advantage>", "tokens>", "mean ratio>", "lag>"]
-    page.table(headings, rows)
-    page.problems(view.problems)
-    return page
-
-
 def step_replays_page(steps: Sequence[Mapping[str, Any]]) -> TerminalPage:
     """Make a page about repeated steps, each a `StepReplayResult` as a dictionary: whether they are equal, and if not,
     why.
@@ -494,50 +456,6 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
     for action in figures.controls:
         page.line(f"control: {action}")
     return page
-
-
-def run_timeline_page(line: RunTimeline) -> TerminalPage:
-    """Make a page about a run over its seconds: a row per process, a column per part."""
-    page = TerminalPage()
-    page.line(f"{_small(line.seconds)} s in parts of {line.part:.3g} s")
-    for stopped_at, resumed_at in line.stopped:
-        page.line(f"stopped after {_small(stopped_at)} s, resumed after {_small(resumed_at)} s; not counted as idle")
-    rows: list[list[str]] = []
-    for name, counts in line.in_flight.items():
-        rows.append([f"in flight: {name}", _shades(counts), f"at most {max(counts):.0f}"])
-    rows.append(["committed", _shades([float(count) for count in line.committed]), f"{sum(line.committed):,}"])
-    rows.append(["dropped", _shades([float(count) for count in line.dropped]), f"{sum(line.dropped):,}"])
-    for policy, shares in line.trainers.items():
-        rows.append([f"trainer of {policy}", _shades(shares, maximum=1.0), _idle(line, f"trainer of {policy}")])
-    if any(share is not None for share in line.engine):
-        shades = _shades([share or 0.0 for share in line.engine], maximum=1.0)
-        engine_shades = "".join(
-            "·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True)
-        )
-        rows.append(["engine", engine_shades, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
-    times_by_policy: dict[str, list[float]] = {}
-    for at, version in line.versions:
-        times_by_policy.setdefault(version.rpartition("@")[0], []).append(at)
-    for policy, times in times_by_policy.items():
-        marks = [" "] * len(line.committed)
-        for at in times:
-            marks[min(int(at / line.part), len(marks) - 1)] = "│"
-        rows.append([f"versions of {policy}", "".join(marks), f"{len(times)} published"])
-    page.table(["", "", ""], rows)
-    for node, processes in line.nodes.items():
-        page.line(f"{f'node {node}' if node else 'this machine'}: {', '.join(processes)}")
-    page.problems(line.problems)
-    return page
-
-
-def _idle(line: RunTimeline, name: str) -> str:
-    return f"idle {line.idle[name]:.0%}" if name in line.idle else ""
-
-
-def _shades(values: Sequence[float], *, maximum: float | None = None) -> str:
-    top = maximum or max(values, default=0.0) or 1.0
-    places = [min(round(value / top * (len(_SHADES) - 1)), len(_SHADES) - 1) for value in values]
-    return "".join(_SHADES[max(place, 1 if value > 0 else 0)] for place, value in zip(places, values, strict=True))
 
 
 def _spread(spread: EpisodeDistribution) -> list[str]:

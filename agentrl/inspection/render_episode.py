@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     )
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
-    from agentrl.inspection.timelines import EpisodeTimeline
     from agentrl.inspection.tokens import EpisodeToken, EpisodeTokens, TokenRow
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -51,7 +50,6 @@ DRIFT_TEXTS = {
     "retokenised": "its text would be tokenized differently; the tokens are kept and trained as sampled",
     "undecodable": "its tokens are no valid text; they are kept and trained as sampled",
 }
-_MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
 def conversation_page(view: ConversationView) -> TerminalPage:
@@ -291,35 +289,6 @@ def reasons_page(episode: str, reasons: Sequence[Reason]) -> TerminalPage:
             page.block("\n".join(others), style, indent=12)
         if reason.advice:
             page.line(("            try: ", "dim"), reason.advice)
-    return page
-
-
-def _column(place: float, width: int) -> int:
-    return int(min(max(0.0, place), width))  # in this order, so that NaN becomes 0
-
-
-def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> TerminalPage:
-    """Make a page about an episode over its seconds, with a lane per agent and kind of act."""
-    page = TerminalPage()
-    page.line((line.episode, "bold"), f" · attempt {line.attempt} · {format_number(line.seconds)} s")
-    scale = width / (line.seconds or 1.0)
-    rows = []
-    for lane in line.lanes:
-        cells = [" "] * (width + 1)
-        for bar in lane.bars:
-            start, stop = (_column(at * scale, width) for at in (bar.start, bar.stop))
-            for place in range(start, max(stop, start + 1)):
-                cells[place] = _MARKS.get(bar.kind, "?")
-        rows.append([lane.name, "".join(cells), str(sum(bar.kind != "wait" for bar in lane.bars))])
-    if line.updates:
-        cells = [" "] * (width + 1)
-        for at, _ in line.updates:
-            cells[_column(at * scale, width)] = "↻"
-        rows.append(["updates", "".join(cells), ", ".join(version for _, version in line.updates)])
-    page.table(["", "", ""], rows)
-    page.line(("  ".join(f"{mark} {label}" for label, mark in _MARKS.items()), "dim"))
-    page.line("spent on: " + ", ".join(f"{label} {seconds:.3f} s" for label, seconds in line.busy.items()))
-    page.problems(line.problems)
     return page
 
 

@@ -83,13 +83,6 @@ MIN_EPISODES = 16
 """Minimum number of episodes for a meaningful share."""
 MIN_DROPPED = 8
 """Minimum number of dropped episodes for an alarm."""
-FORMAT_EPISODES = 64
-"""Minimum number of episodes that break the format, and of those that keep it, for comparing their rewards."""
-FORMAT_ERRORS = 4.0
-"""Standard errors by which the reward of broken formats must be higher; large, because the comparison is repeated at
-every step."""
-FORMAT_MARGIN = 0.05
-"""Share of the spread of all steps' mean rewards by which the reward of broken formats must also be higher."""
 SELECTION_BIAS_BOUND = 0.05
 """Maximum deviation of trained units from dispatched ones, as a share of their length and in standard deviations of
 reward."""
@@ -133,9 +126,6 @@ MEANINGS = {
     f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
     "context_full": f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
     "empty_output": f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",
-    "format_pays": "over the whole run, episodes that break the format earn more than others, by "
-    f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
-    "each kind)",
     "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
     f"falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do not count",
     "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, at least "
@@ -178,7 +168,7 @@ MEANINGS = {
 }
 """Condition that raises each alarm, for docs/metrics.md; over the newest `WINDOW` steps unless it names others."""
 _REASON = re.compile(r"--where '(?:metric\.(?P<metric>\S+) > 0|\w+_reason = (?P<reason>\w+))'")
-_OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens|timeline)(?=`)")
+_OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
@@ -220,7 +210,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
         alarms += _tool_errors(policy, state.status, all_raise=True)
         alarms += _context_full(policy, with_episodes[-WINDOW:])
         alarms += _empty_output(policy, with_episodes[-WINDOW:])
-        about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
+        about_format = list(_illegal_output(policy, with_episodes[-WINDOW:]))
         alarms += about_format
         alarms += _tool_errors(policy, state.status, all_raise=False)
         alarms += _max_lag(policy, window)
@@ -269,46 +259,6 @@ def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
             f"{place} blocked the event loop for {share:.0%} of the time, in which no episode makes progress",
             REMEDY,
         )
-
-
-def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    broken_steps: list[tuple[float, float]] = []
-    formatted_steps: list[tuple[float, float]] = []
-    for values in policy.steps.values():
-        episodes, share = values.get("format/episodes", 0.0), values.get("format/broken_share", 0.0)
-        if "format/reward_broken" in values:
-            broken_steps.append((episodes * share, values["format/reward_broken"]))
-        if "format/reward_kept" in values:
-            formatted_steps.append((episodes * (1.0 - share), values["format/reward_kept"]))
-    counts = sum(count for count, _ in broken_steps), sum(count for count, _ in formatted_steps)
-    if min(counts) < FORMAT_EPISODES or min(len(broken_steps), len(formatted_steps)) < WINDOW:
-        return
-    (mean_broken, error_broken), (mean_kept, error_kept) = _pool_means(broken_steps), _pool_means(formatted_steps)
-    means = [mean for _, mean in (*broken_steps, *formatted_steps)]
-    min_difference = max(
-        FORMAT_ERRORS * math.hypot(error_broken, error_kept), FORMAT_MARGIN * (max(means) - min(means))
-    )
-    if mean_broken - mean_kept > max(min_difference, 1e-9):
-        yield Alarm(
-            "format_pays",
-            policy.name,
-            f"episodes that break the format earn {mean_broken:.3f} on average, and those that keep it "
-            f"{mean_kept:.3f}, over {sum(counts):.0f} episodes: the policy will learn to break it",
-            "reward a broken format below every legal end (`illegal_reward`, a penalty in `reward`), then start a new "
-            "run",
-        )
-
-
-def _pool_means(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the mean over all episodes and its standard error, from pairs (episodes, mean) of each step.
-
-    The mean of c rewards of variance v has variance v / c, so c times its squared deviation estimates v at every step.
-    A reward that rises over these steps increases the error.
-    """
-    total = sum(count for count, _ in steps)
-    mean = sum(count * value for count, value in steps) / total
-    variance = sum(count * (value - mean) ** 2 for count, value in steps) / (len(steps) - 1)
-    return mean, math.sqrt(variance / total)
 
 
 def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
@@ -585,7 +535,7 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
             "selection_bias",
             policy.name,
             f"{held_shares[-1]:.0%} of the started episodes were still not trained {LENGTH_STEPS} steps later",
-            "find out with `agentrl episode timeline` what they wait for; a larger step_size, or a shorter "
+            "find out with `agentrl episode why` what they wait for; a larger step_size, or a shorter "
             "@tool(timeout_s=…) or sampling.max_turns, if they are that long",
         )
 

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 from agentrl.app.training import run_training
-from agentrl.cli import sample_run
-from agentrl.cli.sample_environment import Propose, held_out_tasks
 from agentrl.config.run import RunConfig
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import FORMAT
+from agentrl.testing import sample_run
+from agentrl.testing.sample_environment import Propose, held_out_tasks
 from tests.golden.read_run import archive_path, summarize, summary_path
 
 STEPS = 2

@@ -56,7 +56,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Seeded
         for policy, step, metrics in run.seen.steps:
             state.record(policy, step, metrics)
         names = {alarm.name for alarm in find_alarms(state)}
-        assert {"format_pays", "illegal_output"} <= names
+        assert "illegal_output" in names
         first, last = run.seen.steps[0][2], run.seen.steps[-1][2]
         assert first["format/broken_turns"] < 0.3 < last["format/broken_turns"] <= 1.0
         assert last["tool/bad_arguments"] > 0

@@ -15,14 +15,12 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.export import exporting
-from agentrl.inspection.export.atif import file_name
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
 from agentrl.inspection.viewer.queries import answer_episode_queries, as_json
 from agentrl.journal.rows import assemble_trajectories
-from tests.atif_rules import check_trajectory
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -160,72 +158,6 @@ def test_what_a_damaged_run_lacks_is_said(sample_run: Path, tmp_path: Path, caps
     (episode,) = lines_of(run / "episodes.jsonl")
     assert episode["problems"]
     assert episode["agents"][0]["rows"] == []
-
-
-# --- ATIF -------------------------------------------------------------------------------------------------------------
-
-
-def test_trajectories_keep_the_rules_of_their_format(sample_run: Path, tmp_path: Path) -> None:
-    for run in (sample_run, sample_run / "forks"):
-        out = tmp_path / run.name
-        assert main(["run", "export", str(run), "--to", "atif", "--out", str(out)]) == 0
-        files = sorted(out.iterdir())
-        reader = RunReader(run)
-        assert len(files) == reader.count()
-        reader.close()
-        for file in files:
-            check_trajectory(json.loads(file.read_text()))
-
-
-def test_a_trajectory_has_tools_tokens_and_versions_where_the_format_has_them(sample_run: Path, tmp_path: Path) -> None:
-    reader = RunReader(sample_run)
-    line = reader.episodes("environment ~ Solve and status = trained and turns > 3", limit=1)[0]
-    export(reader, "atif", tmp_path / "out", where=f"episode = '{line.episode}'")
-    (file,) = (tmp_path / "out").iterdir()
-    whole = json.loads(file.read_text())
-    (solver,) = (part for part in whole["subagent_trajectories"] if part["agent"]["name"] == "solver")
-    said = [step for step in solver["steps"] if step["source"] == "agent"]
-    known = next(row for row in episode_tokens(reader, line.episode).rows if row.seat == "solver")
-    assert sum(len(step["metrics"]["completion_token_ids"]) for step in said) == sum(t.loss_mask for t in known.tokens)
-    last = said[-1]["metrics"]
-    assert last["prompt_token_ids"] + last["completion_token_ids"] == [token.id for token in known.tokens]
-    assert {version for step in said for *_, version in step["metrics"]["extra"]["versions"]} == {
-        token.version for token in known.tokens if token.version
-    }
-    called = next(step for step in said if "tool_calls" in step)
-    assert called["tool_calls"][0]["function_name"] == "add"
-    assert called["observation"]["results"][0]["content"].isdecimal()
-    assert whole["extra"]["reward"] == line.reward
-    reader.close()
-
-
-def test_the_part_of_a_fork_that_was_taken_over_is_marked(sample_run: Path, tmp_path: Path) -> None:
-    reader = RunReader(sample_run / "forks")
-    export(reader, "atif", tmp_path / "out", where="episode = f0")
-    reader.close()
-    whole = json.loads((tmp_path / "out" / "f0.0.json").read_text())
-    steps = [step for part in whole["subagent_trajectories"] for step in part["steps"] if step["source"] == "agent"]
-    assert {step.get("is_copied_context", False) for step in steps} == {True, False}
-
-
-def test_a_directory_is_never_replaced(sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("mine")
-    command = ["run", "export", str(sample_run), "--to", "atif", "--where", "episode = e1", "--out", str(out)]
-    assert main([*command, "--force"]) == 2
-    assert "exists; remove it" in capsys.readouterr().err
-    assert (out / "mine").read_text() == "mine"
-    assert not (tmp_path / ".tmp-out").exists()
-
-
-@pytest.mark.parametrize("episode", ["../../escape", "a/b", "x" * 5000, "\0\n", "."])
-def test_no_name_leads_a_file_elsewhere(episode: str) -> None:
-    name = file_name(episode, 0)
-    assert "/" not in name
-    assert "\0" not in name
-    assert len(name) < 200
-    assert name not in (".", "..")
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------

@@ -65,31 +65,21 @@ def test_two_exports_to_one_file_at_once_are_each_whole(sample_run: Path, tmp_pa
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_of_two_exports_to_one_directory_the_first_to_end_stays(sample_run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(InputError, match="exists"):
-        export_between(sample_run, out, "atif", force=True)
-    assert [file.name for file in out.iterdir()] == ["e1.0.json"]
-    assert list(tmp_path.iterdir()) == [out]
-
-
 def test_only_a_file_is_replaced(sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
-    (tmp_path / "file").write_text("mine")
     for out, format, why in (
         (tmp_path / "pipe", "jsonl", "exists; name another place"),
         (tmp_path / "directory", "jsonl", "exists; remove it"),
-        (tmp_path / "file", "atif", "exists; remove it"),
         (Path("."), "jsonl", "is a directory"),
         (Path("/"), "jsonl", "is a directory"),
-        (tmp_path / "..", "atif", "is a directory"),
+        (tmp_path / "..", "jsonl", "is a directory"),
         (tmp_path / ("n" * 300), "jsonl", "choose a shorter name"),
     ):
         command = ["run", "export", str(sample_run), "--to", format, "--where", "episode = e1", "--out", str(out)]
         assert main([*command, "--force"]) in (2, 74)
         assert why in capsys.readouterr().err, out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "pipe"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "pipe"]
 
 
 KILLED = """
@@ -101,9 +91,8 @@ export(Interrupted(Path(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKIL
 """
 
 
-@pytest.mark.parametrize("format", ["jsonl", "atif"])
-def test_what_a_killed_export_leaves_is_gone_after_the_next(sample_run: Path, tmp_path: Path, format: str) -> None:
-    out = tmp_path / "out"
+def test_what_a_killed_export_leaves_is_gone_after_the_next(sample_run: Path, tmp_path: Path) -> None:
+    out, format = tmp_path / "out", "jsonl"
     killed = subprocess.run([sys.executable, "-c", KILLED, sample_run, format, out], check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
@@ -123,12 +112,10 @@ def test_what_is_built_may_be_read_by_whom_the_user_lets(sample_run: Path, tmp_p
     reader, before = RunReader(sample_run), os.umask(0o022)
     try:
         export(reader, "jsonl", tmp_path / "lines", where="episode = e1")
-        export(reader, "atif", tmp_path / "trajectories", where="episode = e1")
     finally:
         os.umask(before)
         reader.close()
     assert (tmp_path / "lines").stat().st_mode & 0o777 == 0o644
-    assert (tmp_path / "trajectories").stat().st_mode & 0o777 == 0o755
 
 
 def limited(*arguments: str | Path, size: int) -> subprocess.CompletedProcess[str]:
@@ -170,9 +157,8 @@ def refused(*arguments: str | Path) -> str:
 def test_an_export_without_the_right_to_write_is_named(sample_run: Path, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(0o555)
-    for format in ("jsonl", "atif"):
-        message = refused("export", sample_run, "--to", format, "--out", closed / "out")
-        assert f"{closed / 'out'}: " in message
+    message = refused("export", sample_run, "--to", "jsonl", "--out", closed / "out")
+    assert f"{closed / 'out'}: " in message
     assert list(closed.iterdir()) == []
 
 

@@ -36,8 +36,8 @@ from agentrl.credit.estimators import make_advantage_estimator
 from agentrl.credit.group import Group
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, gigpo_state_hash
-from agentrl.learn.function_check import check_advantage
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.testing.function_check import check_advantage
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for

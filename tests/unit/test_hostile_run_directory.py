@@ -25,8 +25,6 @@ from agentrl.app.received import FORK, STEP_REPLAY, ReceivedRun
 from agentrl.app.recorded_turns import find_recorded_turns
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
-from agentrl.cli.sample_environment import Propose
-from agentrl.cli.sample_run import sample_run_config
 from agentrl.cluster.mirror import LINK_DIRECTORIES, MIRRORED_DIRECTORIES
 from agentrl.config.sections import EnvironmentConfig
 from agentrl.core.errors import AgentRLError, ConfigError, InputError, JournalError, StorageError
@@ -57,6 +55,8 @@ from agentrl.observe.run_state import (
     write_run_snapshot,
 )
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
+from agentrl.testing.sample_environment import Propose
+from agentrl.testing.sample_run import sample_run_config
 from tests.journal_cases import spec, step_of, weights, write_run
 from tests.received_runs import edit_table
 
@@ -355,8 +355,8 @@ def altered(run: Path, table: str, column: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("table", "column", "value", "command", "message"),
     [
-        ("versions", "published_at", 1e308, ("run", "timeline"), "`published_at`.*impossible time"),
-        ("steps", "seconds", 1e308, ("run", "timeline"), "`seconds`.*impossible time"),
+        ("versions", "published_at", 1e308, ("run", "export", "--to=html"), "`published_at`.*impossible time"),
+        ("steps", "seconds", 1e308, ("run", "export", "--to=html"), "`seconds`.*impossible time"),
         ("step_units", "turn_advantages", "[[1, 2]]", ("step", "replay"), "advantages by turn cannot be read"),
     ],
 )

@@ -7,10 +7,8 @@ import contextlib
 import dataclasses
 import io
 import math
-import re
 import shutil
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +30,7 @@ from agentrl.inspection.render import (
     MAX_BLOCK,
     TerminalPage,
     episode_table,
-    run_timeline_page,
     statistics_page,
-    step_page,
     step_table,
 )
 from agentrl.inspection.render_episode import (
@@ -43,15 +39,11 @@ from agentrl.inspection.render_episode import (
     events_page,
     fork_tree_page,
     reasons_page,
-    timeline_page,
     tokens_page,
 )
 from agentrl.inspection.statistics import run_state, run_statistics
 from agentrl.inspection.steps import step_list, step_view
 from agentrl.inspection.timelines import (
-    EpisodeTimeline,
-    TimelineBar,
-    TimelineLane,
     episode_timeline,
     run_timeline,
     span_occupancy,
@@ -236,7 +228,6 @@ def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
     assert {"solver[0]", "checker[0]", "tools", "effects", "rewards"} <= set(lanes)
     assert all(0 <= bar.start <= bar.stop <= found.seconds + 0.05 for bars in lanes.values() for bar in bars)
     assert found.busy["turn"] <= found.seconds + 0.05
-    assert "solver[0]" in shown(timeline_page(found))
 
 
 def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunReader) -> None:
@@ -363,15 +354,7 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert [0.0 < at < found.seconds for at in found.resumes] == [True], "after the lost trainer"
     assert run_overview(reader).resumed == 1
     assert found.nodes == {}
-    elsewhere = {"": ["worker 0"], "10.0.0.2": ["engine 0 on GPU 1", "\x1b[31mworker 1"]}
-    page = shown(run_timeline_page(msgspec.structs.replace(found, nodes=elsewhere)))
-    assert "this machine: worker 0\nnode 10.0.0.2: engine 0 on GPU 1, " in page
-    assert "\x1b[31m" not in page
-    assert "trainer of solver" in page
-    published = Counter(version.partition("@")[0] for _, version in found.versions)
-    assert published.keys() == {"solver", "proposer"}
-    for policy, number in published.items():
-        assert re.search(rf"versions of {policy} .*\b{number} published", page)
+    assert {version.partition("@")[0] for _, version in found.versions} == {"solver", "proposer"}
 
 
 def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_path: Path) -> None:
@@ -400,7 +383,6 @@ def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_p
     in_flight = [sum(counts) for counts in zip(*line.in_flight.values(), strict=True)]
     assert [in_flight[part] for part in (0, 2, 3, 4, 8)] == pytest.approx([7, 0, 0, 0, 4], abs=0.01)
     assert line.idle["trainer of policy"] == pytest.approx(1.0 - seconds / (line.seconds - 50.0), abs=1e-6)
-    assert "stopped after 10 s, resumed after 60 s" in shown(run_timeline_page(line))
 
 
 def test_the_stops_of_a_run_are_found_in_one_pass_and_leave_no_negative_duration(tmp_path: Path) -> None:
@@ -461,7 +443,6 @@ def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reade
         for value in (0.25, 0.25, None, 1.0, 1.0, 0.75, 0.5, None, None, None)
     ]
     assert line.idle["engine"] == pytest.approx(1 - (0.25 + 0.25 + 1 + 1 + 0.75 + 0.5) / 6, abs=0.01)
-    assert "▂▂·██▆▄···" in shown(run_timeline_page(line))
 
 
 def test_steps_are_listed_with_those_a_rollback_undid(reader: RunReader) -> None:
@@ -478,7 +459,6 @@ def test_a_step_shows_what_it_was_fed(reader: RunReader) -> None:
     assert view.line.units == len(view.fed) == 16
     assert sum(fed.tokens or 0 for fed in view.fed) == view.line.tokens
     assert all(fed.advantage == pytest.approx(fed.reward - fed.baseline) for fed in view.fed)
-    assert "what it was fed" in shown(step_page(view))
     with pytest.raises(InputError, match="proposer and solver"):
         step_view(reader, 3)
     with pytest.raises(InputError, match="77"):
@@ -555,10 +535,10 @@ def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_erro
 def test_hostile_content_in_every_view_reaches_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(write_run(tmp_path / "run", text=HOSTILE, name=HOSTILE))
     run = str(tmp_path / "run")
-    commands = [["episode", verb, run, "e1"] for verb in ("show", "tokens", "why", "timeline")]
+    commands = [["episode", verb, run, "e1"] for verb in ("show", "tokens", "why")]
     commands += [["episode", "tokens", run, "e1", "--details"], ["episode", "diff", run, "e1", "e2"]]
-    commands += [["run", verb, run] for verb in ("stats", "timeline")] + [["episode", "forks", run]]
-    commands += [["step", "list", run], ["step", "show", run, "1"], ["episode", "list", run, "--match", "script"]]
+    commands += [["run", "stats", run], ["episode", "forks", run], ["step", "list", run]]
+    commands += [["episode", "list", run, "--match", "script"]]
     commands += [["episode", "list", run, "--columns", "episode,environment,detail,drop_reason"]]
     for command in commands:
         for arguments in (command, [*command, "--json"]):
@@ -626,17 +606,6 @@ def test_only_the_user_names_a_runs_tokenizer(tmp_path: Path) -> None:
     assert found(model, "solver", "judge", "past") == [model, model, model]
 
 
-def test_times_beyond_all_floats_are_drawn_at_the_edge() -> None:
+def test_times_beyond_all_floats_fill_the_timeline() -> None:
     """A journal of anybody's may hold them."""
-    bar = TimelineBar(float("inf"), float("nan"), "turn", "turn 0")
-    line = EpisodeTimeline(
-        episode="e",
-        attempt=0,
-        seconds=float("inf"),
-        lanes=[TimelineLane("a[0]", [bar])],
-        updates=[],
-        busy={},
-        problems=[],
-    )
-    assert timeline_page(line).__rich__() is not None
     assert span_occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]

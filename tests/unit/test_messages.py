@@ -127,7 +127,7 @@ COMMANDS = {
     "episode list demo --columns rewrd": Answer("--columns", "'rewrd' is not a column", "did you mean reward"),
     "run curve demo --metric norm": Answer("norm", "no metric", "did you mean grad_norm"),
     "step list demo --policy bogus": Answer("demo", "policy 'bogus'", "there are: proposer, solver"),
-    "step show demo 99999": Answer("demo", "99999", "agentrl step list"),
+    "step replay demo 99999": Answer("demo", "99999", "agentrl step list"),
     "run export demo --to html --out demo.html": Answer("demo.html", "exists", "--force"),
     # environments
     "env new Bad-Name": Answer("'Bad-Name'", "name", "letters"),

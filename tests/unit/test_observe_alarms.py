@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,7 +88,6 @@ def test_a_run_that_goes_well_raises_none() -> None:
     ("name", "changes"),
     [
         ("illegal_output", {"format__broken_turns": 0.9}),
-        ("format_pays", {"format__reward_broken": 0.75}),
         ("tool_errors", {"tool__ok": 0.66, "tool__error": 0.34}),
         ("collapse", {"advantage__zero_share": 1.0, "reward__mean": 0.0, "entropy": 0.001}),
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
@@ -101,8 +99,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
-    steps, before = (11, 0) if name == "format_pays" else (5, 10)
-    (alarm,) = find_alarms(a_run(steps, before=before, **changes))
+    (alarm,) = find_alarms(a_run(5, before=10, **changes))
     assert alarm.name == name
     assert alarm.policy == "solver"
     assert alarm.name in MEANINGS
@@ -199,22 +196,6 @@ def test_children_that_nobody_proposed_may_all_succeed() -> None:
     assert names(a_run(10, pass_rate__groups=14.0, pass_rate__frontier=0.0, pass_rate__0=0.0, pass_rate__1=1.0)) == []
     few = {**PROPOSING, "pass_rate__groups": 2.0, "pass_rate__frontier": 0.0, "pass_rate__1": 1.0}
     assert names(a_run(10, **few)) == [], "ten proposals say nothing"
-
-
-def by_chance(seed: int, *, broken_wins: float) -> RunState:
-    """Forty steps of 64 episodes, six of which break the format; rewards are 0 or 1, and 1 half of the time if kept."""
-    draw, state = random.Random(seed), RunState(plan=PLAN)
-    for step in range(1, 41):
-        broken = sum(draw.random() < broken_wins for _ in range(6)) / 6
-        kept = sum(draw.random() < 0.5 for _ in range(58)) / 58
-        rewards = {"format/reward_broken": broken, "format/reward_kept": kept, "format/broken_share": 6 / 64}
-        state.record("solver", step, {**HEALTHY, **rewards, "reward/mean": kept})
-    return state
-
-
-def test_breaking_the_format_pays_only_where_it_does_so_beyond_chance() -> None:
-    assert [seed for seed in range(40) if names(by_chance(seed, broken_wins=0.5))] == []
-    assert all(names(by_chance(seed, broken_wins=0.75)) == ["format_pays"] for seed in range(40))
 
 
 def test_one_odd_step_raises_nothing() -> None:

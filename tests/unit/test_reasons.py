@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from agentrl.app.training import run_training
-from agentrl.cli.sample_environment import Propose, Solve
-from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
@@ -20,6 +18,8 @@ from agentrl.environment.context import EpisodeContext, LimitReachedError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import explain_episode
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.testing.sample_environment import Propose, Solve
+from agentrl.testing.sample_run import sample_run_config, sample_run_factories
 
 
 def told(reader: RunReader, episode_id: str, about: str) -> list[str]:

@@ -17,7 +17,6 @@ from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tas
 from agentrl.app.replays import ReplayResult, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import sample_run_factories
 from agentrl.core.errors import InputError
 from agentrl.core.records import EpisodeSpec, Task
 from agentrl.environment.registry import name_of
@@ -25,6 +24,7 @@ from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.rollout import runner
+from agentrl.testing.sample_run import sample_run_factories
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
 
@@ -254,7 +254,7 @@ def test_a_policy_that_the_run_does_not_have_is_named(copied: Path, solved: Epis
 
 
 def test_a_fork_is_named_in_the_run_it_belongs_to(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["show"], ["tokens"], ["why"], ["timeline"], ["replay", "--step"], ["rescore"]):
+    for command in (["show"], ["tokens"], ["why"], ["replay", "--step"], ["rescore"]):
         shown = []
         for run, name in ((copied, "forks/f0"), (copied / "forks", "f0")):
             assert main(["episode", *command, str(run), name]) == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import is_sample_run, sample_run_config, write_sample_run
 from agentrl.core.errors import RunDirectoryError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.testing.sample_run import is_sample_run, sample_run_config, write_sample_run
 
 
 def test_it_holds_one_of_everything(sample_run: Path) -> None:

@@ -17,8 +17,6 @@ from agentrl.app.evaluation import EvaluatedEpisode
 from agentrl.app.recipes import RECIPES
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.cli.sample_environment import Propose
-from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import RunDirectoryError
 from agentrl.core.ports import ChatFormat, Engine
@@ -26,6 +24,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.journal.run_process import RunLock
 from agentrl.testing.execution import PlayResult
+from agentrl.testing.sample_environment import Propose
+from agentrl.testing.sample_run import sample_run_config, sample_run_factories
 
 ENVIRONMENT = """
 import agentrl

@@ -16,7 +16,7 @@ from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimat
 from agentrl.credit.group import Group, Piece
 from agentrl.credit.to_go import advantages_to_go
 from agentrl.credit.trees import AgentKey, Probed, tree_credits, tree_pieces
-from agentrl.learn.function_check import check_advantage
+from agentrl.testing.function_check import check_advantage
 from tests.markdown_pages import ROOT, python_of
 from tests.support import user_functions
 

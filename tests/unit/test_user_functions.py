@@ -26,10 +26,10 @@ from agentrl.credit.group import Group
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.run_log import RunStart
-from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.trainer import PolicyTrainer
 from agentrl.orchestrator.buffer import EpisodeBuffer
+from agentrl.testing.function_check import check_advantage, check_loss
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.loss_cases import batch_of
 from tests.markdown_pages import ROOT, python_of

@@ -1,1 +1,1 @@
-"""Exports of episodes to other formats: HTML, JSON lines, Parquet, ATIF."""
+"""Exports of episodes to other formats: HTML, JSON lines, Parquet."""

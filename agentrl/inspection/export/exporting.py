@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.core.files import LOCAL, os_error_advice, rename_durably
+from agentrl.core.files import LOCAL, os_error_advice
 from agentrl.core.text import plural
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.export.formats import EXPORTS
@@ -90,7 +90,7 @@ def export(
     Args:
         reader: reader of the run.
         format: one of `EXPORTS`.
-        out: file or directory to create; by default in the run's directory.
+        out: file to create; by default in the run's directory.
         where: filter, as in `RunReader.episodes`.
         match: search term, as in `search.episodes_with_words`.
         limit: maximum number of episodes; by default that of the format.
@@ -102,7 +102,7 @@ def export(
         StorageError: the run cannot be read, or the disk failed.
     """
     target = out or reader.path / EXPORTS[format].file
-    _check(target, format, force=force)
+    _check(target, force=force)
     limit = EXPORTS[format].limit if limit is None else limit
     if limit is not None and limit < 1:
         raise InputError("--limit must be 1 or more")
@@ -115,7 +115,7 @@ def export(
     try:
         with staging_path(target) as built, reader.remembering():
             write(selection, built)
-            _settle(built, target, format, force=force)
+            _settle(built, target, force=force)
     except OSError as error:
         problem = os.strerror(error.errno) if error.errno else str(error)
         other = ", or name another place with --out" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
@@ -131,13 +131,9 @@ def export(
     )
 
 
-def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
+def _settle(built: Path, target: Path, *, force: bool) -> None:
     """Rename the finished export to its target."""
     try:
-        if built.is_dir():
-            _check(target, format)
-            rename_durably(built, target)
-            return
         LOCAL.sync(built)
         if force:
             os.replace(built, target)
@@ -145,10 +141,10 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
             os.link(built, target)  # unlike a rename, a link never replaces a file
         LOCAL.sync(target.parent)
     except FileExistsError:  # created by someone else in the meantime
-        _check(target, format)
+        _check(target)
 
 
-def _check(target: Path, format: str, *, force: bool = False) -> None:
+def _check(target: Path, *, force: bool = False) -> None:
     """Refuse an existing target, or one in no existing directory; with `force`, a file may replace a file or a link."""
     if target.name in ("", ".."):
         raise InputError(f"{target}: is a directory; give a path inside it with --out")
@@ -161,10 +157,8 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
     if not os.path.lexists(target):
         return
     is_file = target.is_symlink() or target.is_file()
-    may_replace = is_file and not EXPORTS[format].is_directory
-    if not (force and may_replace):
-        removable = is_file or target.is_dir()  # never remove a device
-        remedy = "use --force to replace it, or " if may_replace else "remove it, or " if removable else ""
+    if not (force and is_file):
+        remedy = "use --force to replace it, or " if is_file else "remove it, or " if target.is_dir() else ""
         raise InputError(f"{target}: exists; {remedy}name another place with --out")
 
 

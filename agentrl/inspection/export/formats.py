@@ -16,11 +16,9 @@ class ExportFormat(NamedTuple):
     file: str
     """Default file name of the export in the run's directory."""
     write: str
-    """Reference `module:function`; called with a `ExportSelection` and the path of the file or directory to create."""
+    """Reference `module:function`; called with a `ExportSelection` and the path of the file to create."""
     limit: int | None = None
     """Maximum number of episodes unless the user gives one; None: all."""
-    is_directory: bool = False
-    """Whether the export is a directory; a directory never replaces an existing path."""
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
@@ -35,11 +33,5 @@ EXPORTS: Mapping[str, ExportFormat] = {
     ),
     "parquet": ExportFormat(
         "a table with a line per token row", "rows.parquet", "agentrl.inspection.export.episodes:write_parquet_table"
-    ),
-    "atif": ExportFormat(
-        "a directory with a trajectory file per episode, ATIF 1.8",
-        "trajectories",
-        "agentrl.inspection.export.atif:write",
-        is_directory=True,
     ),
 }

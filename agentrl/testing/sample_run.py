@@ -17,7 +17,6 @@ import numpy as np
 from agentrl.app.forks import fork
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.cli.sample_environment import Propose, held_out_tasks, scripted_reply_tokens
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
@@ -31,6 +30,7 @@ from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.step_columns import TokenColumns
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.testing.sample_environment import Propose, held_out_tasks, scripted_reply_tokens
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, Trainer
