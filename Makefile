@@ -54,7 +54,7 @@ test: $(DEV_STAMP)  ## the tests, on three processes; those that need Chromium, 
 	@$(PYTEST) -m 'not exhaustive'
 
 test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release
-	@$(PYTEST)
+	@AGENTRL_SIM_SEEDS=10 $(PYTEST)
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the tests without Ray, vLLM and processes: a few minutes
 	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }

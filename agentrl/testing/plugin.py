@@ -1,7 +1,7 @@
 """The pytest plugin, active wherever agentrl is installed, with the fixtures `simulated_loop` and `always_replay`.
 
 `AGENTRL_SIM_SEED=n` runs only seed n, which repeats the schedule of the failure that printed it; `AGENTRL_SIM_SEEDS=n`
-runs every test with seeds 0 … n-1.
+runs every test with n seeds, from `AGENTRL_SIM_FIRST` on (default 0). pytest's header names the seeds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class SeededSimulation:
         self._is_fixed = is_fixed
 
     def seeds(self, default: int = DEFAULT_SEEDS) -> range:
-        """Return the seeds to run: from the environment variables, else `0 … default-1`."""
-        return self._seeds if self._is_fixed else range(max(default, len(self._seeds)))
+        """Return the seeds to run: those of the environment variables, and at least `default` of them."""
+        first = self._seeds.start
+        return self._seeds if self._is_fixed else range(first, first + max(default, len(self._seeds)))
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], *, seeds: int = 0, max_steps: int = 2_000_000) -> list[T]:
         """Return the results of `main()` under each seed; a failure names its seed.
@@ -60,12 +61,7 @@ def simulated_loop() -> SeededSimulation:
         ...     async def main() -> None: ...
         ...     simulated_loop.run(main, seeds=200)
     """
-    from agentrl.testing.virtual_time import SEED_VARIABLE
-
-    seed = _number(SEED_VARIABLE)
-    if seed is not None:
-        return SeededSimulation(range(seed, seed + 1), is_fixed=True)
-    return SeededSimulation(range(_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS))
+    return _simulation()
 
 
 @pytest.fixture
@@ -89,6 +85,20 @@ def always_replay(simulated_loop: SeededSimulation) -> Callable[..., None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker for projects that use `--strict-markers`."""
     config.addinivalue_line("markers", "sim: runs under the simulated loop over many seeds (AGENTRL_SIM_SEEDS widens)")
+
+
+def pytest_report_header() -> str:
+    """Name the seeds of simulated tests."""
+    seeds = _simulation().seeds(0)
+    return f"simulated tests: seeds {', '.join(map(str, seeds)) if len(seeds) < 4 else f'{seeds[0]} to {seeds[-1]}'}"
+
+
+def _simulation() -> SeededSimulation:
+    seed = _number("AGENTRL_SIM_SEED")
+    if seed is not None:
+        return SeededSimulation(range(seed, seed + 1), is_fixed=True)
+    first = _number("AGENTRL_SIM_FIRST") or 0
+    return SeededSimulation(range(first, first + (_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS)))
 
 
 def _number(variable: str) -> int | None:

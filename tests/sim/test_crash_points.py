@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.checkpoints import CheckpointWriter
+from tests.sim import MANY_SEEDS
 from tests.sim.crash_cases import (
     MUTANTS,
     CursorInItsOwnFile,
@@ -54,7 +54,7 @@ class Total(agentrl.ToolEnvironment):
         return [agentrl.Task(id=f"{start}", data={"start": start}) for start in range(100)]
 
 
-EVERY_POINT = "AGENTRL_SIM_SEEDS" in os.environ
+EVERY_POINT = MANY_SEEDS
 SHARE = 1 if EVERY_POINT else 12
 """Every twelfth crash point, unless many seeds are asked for."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -19,11 +18,12 @@ from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
+from tests.sim import MANY_SEEDS
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
-POINTS = 24 if "AGENTRL_SIM_SEEDS" not in os.environ else 400
+POINTS = 400 if MANY_SEEDS else 24
 """Of the grid."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
+from tests.sim import MANY_SEEDS
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
 from tests.support.crash_scenario import CrashScenario
@@ -25,7 +25,7 @@ from tests.support.crashes import crash_everywhere
 
 pytestmark = pytest.mark.sim
 
-SHARE = 3 if "AGENTRL_SIM_SEEDS" in os.environ else 30
+SHARE = 3 if MANY_SEEDS else 30
 """Of the crash points."""
 
 

@@ -259,6 +259,8 @@ def test_the_environment_picks_the_seed(pytester: pytest.Pytester, monkeypatch: 
     pytester.runpytest_inprocess("-s").stdout.fnmatch_lines(["*seeds [[]138[]]*"])
     monkeypatch.delenv("AGENTRL_SIM_SEED")
     monkeypatch.setenv("AGENTRL_SIM_SEEDS", "3")
-    pytester.runpytest_inprocess("-s").stdout.fnmatch_lines(["*seeds [[]0, 1, 2[]]*"])
+    monkeypatch.setenv("AGENTRL_SIM_FIRST", "70")
+    lines = ["simulated tests: seeds 70, 71, 72", "*seeds [[]70, 71, 72[]]*"]
+    pytester.runpytest_inprocess("-s").stdout.fnmatch_lines(lines)
     monkeypatch.setenv("AGENTRL_SIM_SEEDS", "many")
     assert pytester.runpytest_inprocess().ret != 0
