@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from agentrl.cli import sample_environment
 from agentrl.cli.main import main
+from agentrl.testing import sample_environment
 from tests.markdown_pages import blocks
 
 PROMPT = "$ "

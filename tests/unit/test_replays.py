@@ -15,7 +15,6 @@ import agentrl
 from agentrl.app.forks import fork
 from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tasks
 from agentrl.app.replays import ReplayResult, replay
-from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.core.records import EpisodeSpec, Task
@@ -24,6 +23,7 @@ from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.rollout import runner
+from agentrl.testing import sample_environment
 from agentrl.testing.sample_run import sample_run_factories
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
