@@ -490,22 +490,6 @@ def private_words(modules: Sequence[Module]) -> list[str]:
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def names_in(module: Module) -> Iterator[str]:
-    """Names a module defines, and the values of its literals that are names: kinds, reasons, settings."""
-    yield module.name.rpartition(".")[2]
-    for node in ast.walk(module.tree):
-        if isinstance(node, _DEFINITIONS):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield node.value
-
-
 def source_figures() -> dict[str, list[str] | int]:
     """What the source holds, by figure: names, or a count."""
     modules = modules_of(PACKAGE)

@@ -116,26 +116,6 @@ def gradient_variance(
     return second - first**2
 
 
-def advantage_squares(
-    rule: Rule,
-    size: int = 8,
-    share_long: float = 0.5,
-    *,
-    reward: Mapping[int, float] = REWARD,
-    speed: Mapping[int, float] = SPEED,
-) -> float:
-    """E[Σ advantage²]: what the metric `advantage/variance_ratio` is made of."""
-    total = 0.0
-    for answers, probability in finishing_orders(size, share_long, speed=speed).items():
-        for rewards in itertools.product((0.0, 1.0), repeat=size):
-            chance = math.prod(
-                reward[answer] if given else 1 - reward[answer] for answer, given in zip(answers, rewards, strict=True)
-            )
-            if chance:
-                total += probability * chance * sum(value**2 for value in rule(rewards))
-    return total
-
-
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 

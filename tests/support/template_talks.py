@@ -27,7 +27,6 @@ from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.template_checks import RewriteCause
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from tests.reply_samples import FIRST, SECOND
 
 MARK = re.compile(
     r"<\|[^|<>\n{}'\"]{1,40}\|?>|<[a-z_]{1,30}\|>|<｜[^｜\n]{1,40}｜>|</?(?:start_of_turn|end_of_turn|bos|eos|s|unk)>"
@@ -43,7 +42,6 @@ BEGIN_AND_END = {
     "gpt": ("<|startoftext|>", "<|return|>"),
     "glm": ("", "<|endoftext|>"),
 }
-PACKAGES = {"trl": "chat_templates", "vllm": "transformers_utils/chat_templates"}
 
 CHATML = """
 {%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}
@@ -70,24 +68,6 @@ PLANTED: Mapping[RewriteCause, str] = {
     "history": f"<|im_start|>system\n{{{{ messages | length }}}}<|im_end|>\n{CHATML}",
 }
 """Templates that rewrite history in one way each."""
-
-
-class Forecast(agentrl.ToolEnvironment):
-    """Asks for the weather twice."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    @agentrl.tool
-    def weather(self, city: str, days: int = 0, hours: list[int] | None = None, zip: str | None = None) -> str:
-        """The weather."""
-        given = {"city": city, "days": days, "hours": hours, "zip": zip}
-        self.asked.append({key: value for key, value in given.items() if value})
-        return f"rain in {city}"
-
-    def reward(self, task: Task, episode: agentrl.ToolEpisode) -> float:
-        """1 if both calls came with their arguments, and the answer was read."""
-        return float(self.asked == [FIRST, SECOND] and episode.answer.endswith("Rain."))
 
 
 class Talk(agentrl.Environment):
