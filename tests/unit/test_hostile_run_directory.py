@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -352,36 +351,23 @@ def altered(run: Path, table: str, column: str, value: object) -> None:
 
 
 @pytest.mark.damages_journal
-@pytest.mark.parametrize(
-    ("table", "column", "value", "command", "message"),
-    [
-        ("versions", "published_at", 1e308, ("run", "export", "--to=html"), "`published_at`.*impossible time"),
-        ("steps", "seconds", 1e308, ("run", "export", "--to=html"), "`seconds`.*impossible time"),
-        ("step_units", "turn_advantages", "[[1, 2]]", ("step", "replay"), "advantages by turn cannot be read"),
-    ],
-)
-def test_a_record_that_no_run_writes_is_named(
-    tmp_path: Path,
-    table: str,
-    column: str,
-    value: object,
-    command: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_advantages_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(write_run(tmp_path))
-    altered(tmp_path, table, column, value)
-    noun, verb, *more = command
-    code = main([noun, verb, str(tmp_path), *more])
-    printed = capsys.readouterr()
-    assert code in (1, 74)
-    assert re.search(message, printed.out + printed.err)
+    altered(tmp_path, "step_units", "turn_advantages", "[[1, 2]]")
+    assert main(["step", "replay", str(tmp_path)]) == 1
+    assert "advantages by turn cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.damages_journal
-def test_the_viewer_refuses_a_record_of_another_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [("admissions", "admitted_at", "yesterday"), ("versions", "published_at", 1e308), ("steps", "seconds", 1e308)],
+)
+def test_the_viewer_answers_or_refuses_a_record_that_no_run_writes(
+    tmp_path: Path, table: str, column: str, value: object
+) -> None:
     asyncio.run(write_run(tmp_path))
-    altered(tmp_path, "admissions", "admitted_at", "yesterday")
+    altered(tmp_path, table, column, value)
     with contextlib.closing(ServedRuns(tmp_path)) as runs:
         for question in ("runs", *QUESTIONS):
             with contextlib.suppress(AgentRLError):
