@@ -145,7 +145,7 @@ def _decoder(variant: str, layers: int, directory: Path, count: Any) -> Any:
             "policies": {"policy": PolicyConfig(learning_rate=1e-4, lora=LoraConfig(rank=RANK, alpha=32.0))},
         }
     )
-    policy = load_models(config, torch.device("cpu"))["policy"]
+    policy = load_models(config.trainer_plan, torch.device("cpu"))["policy"]
     policy.model.set_attn_implementation("sdpa")
     if variant == "fused":
         layers_fused = fuse_layers(policy.model, counting_kernels(count))

@@ -39,7 +39,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as received:
         root = Path(scratch)
         config = default_config(_write_model(root / "model", quick), adapter=False, dtype="bfloat16")
-        trainer = PolicyTrainer(config, root / "run")
+        trainer = PolicyTrainer(config.trainer_plan, root / "run")
         trainer.start()
         model = trainer._learner("policy").model
         engine = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.published_layout().items()}

@@ -114,7 +114,7 @@ def _measure(name: str) -> _Seen:
 
 
 def _loaded(path: Path, policy: PolicyConfig) -> PolicyModel:
-    return load_models(long_run(path, policies={"policy": policy}), torch.device("cpu"))["policy"]
+    return load_models(long_run(path, policies={"policy": policy}).trainer_plan, torch.device("cpu"))["policy"]
 
 
 def _adapters(path: Path) -> str:

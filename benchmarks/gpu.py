@@ -106,9 +106,11 @@ def _with_tokenizer(path: Path) -> Path:
 
 def _train(bench: Bench, example: str, *overrides: str, model: Path | None = None, steps: int) -> None:
     """Some steps of an example."""
-    from agentrl.app.engines import device_plan, make_engine, with_chosen_engine
+    from agentrl.app.engines import make_engine
+    from agentrl.app.plan import with_chosen_engine
     from agentrl.app.run_parts import RunFactories
     from agentrl.app.training import run_training
+    from agentrl.config.devices import device_plan
     from agentrl.config.load import load
     from agentrl.environment.registry import resolve
 
@@ -120,7 +122,7 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
     if model.parent != MODELS:  # earns nothing; a bonus on entropy lets every row be trained all the same
         name.append("--trainer.entropy_bonus=1e-6")
     config = load(ROOT / "examples" / example, [*name, *overrides])
-    bench.put(model=model.name, devices=device_plan(with_chosen_engine(config, {})[0]).lines())
+    bench.put(model=model.name, devices=device_plan(with_chosen_engine(config, {})[0].device_demand).lines())
     began, ready = time.perf_counter(), 0.0
 
     async def timed_engine(*arguments: Any) -> Any:
@@ -210,7 +212,7 @@ def _our_step(bench: Bench, path: Path, tokens: np.ndarray, trained: int, recomp
             for row in tokens
         ]
     )
-    trainer = PolicyTrainer(config, bench.temporary / f"ours-{recompute}", read=rows.read, publishes=False)
+    trainer = PolicyTrainer(config.trainer_plan, bench.temporary / f"ours-{recompute}", read=rows.read, publishes=False)
     bench.put(start=trainer.start())
     step_ids = iter(range(1, 1000))
 
@@ -282,7 +284,7 @@ def _engine(bench: Bench) -> None:
         settings = [f"--model.path={path}", f"--engine.max_context={prompt + new + 1}", f"--engine.vllm={vllm}"]
         config = load(ROOT / "examples" / "08_smollm2.toml", [*settings, "--model.dtype=auto"])
         began = time.perf_counter()
-        engine: Any = await make_engine(config, {"solver": PolicyVersion("solver", 0, 0)}, print)
+        engine: Any = await make_engine(config.engine_plan, {"solver": PolicyVersion("solver", 0, 0)}, print)
         bench.put(engine=config.engine.kind, start_s=time.perf_counter() - began)
         load_of = embedded_engine.EngineLoad(engine, bench.shape["vocab_size"])
         try:

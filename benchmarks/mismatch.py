@@ -164,7 +164,7 @@ def trainer_model(path: Path) -> PolicyModel:
         engine=EngineConfig(capture_routing=True),
         policies={"policy": PolicyConfig()},
     )
-    return load_models(config, torch.device("cpu"))["policy"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

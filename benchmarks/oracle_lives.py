@@ -25,6 +25,7 @@ import msgspec
 
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.config.plans import EnginePlan
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import Engine, GenerateRequest
@@ -68,13 +69,13 @@ def train(environment: str, directory: Path, steps: int, *, resume: bool) -> int
     )
     script = getattr(found, "script", says_words)
 
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Any, log: Any) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Any, log: Any) -> Engine:
         return ScriptedEngine(script, versions=versions, seconds_per_token=1e-3, max_context=4096)
 
     factories = RunFactories(
         engine=engine,
         trainer=lambda config, directory: RecordingTrainer([POLICY], versions=directory / "versions"),
-        chat_format=lambda config: PlainChatFormat(),
+        chat_format=lambda model: PlainChatFormat(),
     )
     try:
         asyncio.run(run_training(config, found, factories=factories, resume=resume))

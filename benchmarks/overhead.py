@@ -26,6 +26,7 @@ from typing import Literal
 
 import agentrl
 from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.plan import resolve
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
@@ -124,7 +125,7 @@ async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wir
         clock=SystemClock(),
         tasks=TASKS,
     )
-    orchestrator = assemble_orchestrator(config, Arithmetic, parts)
+    orchestrator = assemble_orchestrator(resolve(config, Arithmetic), parts)
     return Wired(orchestrator=orchestrator, engine=engine, trainer=trainer, journal=journal, asked=asked)
 
 

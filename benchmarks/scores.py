@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -129,12 +130,12 @@ class Watch:
 def _scripted(directory: Path, environment: type[agentrl.Environment], steps: int, scored: dict[str, Any]) -> float:
     """Run with real waits; returns seconds per step."""
 
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> ScriptedEngine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> ScriptedEngine:
         return ScriptedEngine(_say, versions=versions, seconds_per_token=TURN_S / TOKENS)
 
-    def trainer(config: RunConfig, *rest: Any) -> RecordingTrainer:
+    def trainer(plan: TrainerPlan, *rest: Any) -> RecordingTrainer:
         return RecordingTrainer(
-            list(config.trained), clock=LoopClock(), step_seconds=0.05, versions=rest[0] / "versions"
+            list(plan.policies), clock=LoopClock(), step_seconds=0.05, versions=rest[0] / "versions"
         )
 
     config = RunConfig(
@@ -153,7 +154,7 @@ def _scripted(directory: Path, environment: type[agentrl.Environment], steps: in
         else {},
     )
     watch = Watch()
-    factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
+    factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
     asyncio.run(run_training(config, environment, quiet=True, factories=factories, observers=[watch]))
     return watch.step_s
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import agentrl
-from agentrl.app.policies import units_per_root_group
+from agentrl.app.plan import resolve
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import GROUPINGS
@@ -188,7 +188,7 @@ class Combination(NamedTuple):
             "max_in_flight": 64,
         })  # fmt: skip
         try:
-            units_per_root_group(config, Branching)
+            resolve(config, Branching)
         except ConfigError as error:
             return str(error)
         return ""

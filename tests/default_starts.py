@@ -77,7 +77,7 @@ def start(config: RunConfig, directory: Path) -> Start:
     predicted_s = time.process_time() - began
     unpredicted = next((str(each.message) for each in warned if "predict" in str(each.message)), "")
     episodes = Episodes(make_rows(0, 4, prefix=4, longest=8))
-    trainer = PolicyTrainer(chosen, directory, read=episodes.read)
+    trainer = PolicyTrainer(chosen.trainer_plan, directory, read=episodes.read)
     try:
         trainer.start()
     except InputError as error:
@@ -87,7 +87,7 @@ def start(config: RunConfig, directory: Path) -> Start:
         trainer.forward_backward(episodes.batch(step))
         steps += trainer.optim_step("policy", step).samples == 4
     began = time.process_time()
-    load_models(chosen, torch.device("cpu"))
+    load_models(chosen.trainer_plan, torch.device("cpu"))
     return Start(
         steps=steps,
         unpredicted=unpredicted,

@@ -150,7 +150,7 @@ class TwoPolicies:
                 found = [replace(item, rows=tuple(part for row in item.rows for part in split(row))) for item in found]
             return [(item,) for item in found]
 
-        return PolicyTrainer(config, self._directory, ranks=ranks, read=read)
+        return PolicyTrainer(config.trainer_plan, self._directory, ranks=ranks, read=read)
 
     def _batch(self, policy: str, *, step: int = 2) -> TrainBatch:
         return self._episodes[policy].batch(step)
@@ -174,7 +174,7 @@ def update_beside(model: Path, directory: Path, seed: int, *, beside: bool) -> d
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
 
-    trainer = PolicyTrainer(config, directory, read=read)
+    trainer = PolicyTrainer(config.trainer_plan, directory, read=read)
     trainer.start()
     for step in (1, 2):
         batch = episodes["solver"].batch(step)

@@ -356,10 +356,10 @@ async def _verdicts(count: int, url: str, endpoint: FailingJudge) -> Verdicts:
         policies={"guesser": {"step_size": 8}, "critic": critic},
         scorers={name: common | section for name, section in sections.items()},
     )
-    external = external_policies(config, print)
+    external = external_policies(config.engine_plan.external, print)
     engine = EngineRouter([ScriptedEngine(lambda *_: [], versions={})], external=external)
-    settings = rollout_settings(config, PlainChatFormat(), 1 << 16)
-    scorers = make_scorers(config, engine, PlainChatFormat(), settings, _NoWaiting())
+    settings = rollout_settings(config.rollout_plan, PlainChatFormat(), 1 << 16)
+    scorers = make_scorers(config.rollout_plan, engine, PlainChatFormat(), settings, _NoWaiting())
     rng, wrong, dropped = random.Random(0), 0, 0
 
     async def ask(number: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
@@ -234,9 +235,16 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
     return entries
 
 
+def plans(config: RunConfig) -> tuple[EnginePlan, TrainerPlan]:
+    """What `estimate_memory` takes."""
+    return config.engine_plan, config.trainer_plan
+
+
 def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     """The memory of a run's trainer with the sizes of its configuration."""
 
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor  # imports torch
 
-    return TrainerMemoryPredictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)
+    return TrainerMemoryPredictor(config.trainer_plan).predict(
+        config.engine.max_context, config.trainer.micro_batch_tokens
+    )

@@ -110,7 +110,7 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
 
-    trainer = PolicyTrainer(config, directory, ranks=ranks, read=read)
+    trainer = PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read)
     trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
     gradients: dict[str, Tensor] = {}
     for name in policies:

@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from agentrl.app.plan import RunPlan
 from agentrl.app.policies import (
     check_engine_capabilities,
     lease_limits,
     pinned_policy_step_lags,
     rollout_settings,
-    units_per_root_group,
 )
 from agentrl.app.recovery import ResumeState
 from agentrl.app.scoring import NO_SCORES, kept_scores, make_scorers, with_scorers
 from agentrl.cluster.worker_pool import WorkerPool
-from agentrl.config.policies import OpponentPoolPolicy
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import RolloutPlan
+from agentrl.config.policies import OpponentPoolPolicy, PolicyConfig
+from agentrl.config.scorers import ScorerConfig
+from agentrl.config.sections import BestConfig, CheckpointConfig, CreditConfig, EvaluationConfig, JournalConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
@@ -46,7 +48,6 @@ from agentrl.orchestrator.scheduler import (
     BoundedStaleness,
     FreezePhase,
     FreezeSchedule,
-    GroupDemand,
     Scheduler,
     SynchronousBatchScheduler,
 )
@@ -111,30 +112,33 @@ class RunParts:
     """Number of resumes that found changed environment code."""
 
 
-def assemble_orchestrator(config: RunConfig, environment: type[Environment], parts: RunParts) -> Orchestrator:
+def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     """Build a run's loop in its event loop, and submit the episodes that a previous process left (`restore`).
 
     Raises:
         ConfigError: sections contradict each other.
     """
-    check_engine_capabilities(config, parts.served.engine.capabilities)
+    config, trained = plan.settings, plan.trained
+    check_engine_capabilities(plan.engine, parts.served.engine.capabilities)
     condition = ChangeCondition()
-    buffer = _buffer(config, parts)
+    buffer = _buffer(trained, config.credit, parts, deterministic=config.deterministic)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
-    board = PolicyBoard(versions, config.trained, parts.parents)
-    dispatcher = make_dispatcher(config, environment, buffer, parts.store, condition, resume_state=parts.resume_state)
-    dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
-    dispatcher.score_limits = _score_limits(config, parts)
+    board = PolicyBoard(versions, trained, parts.parents)
+    dispatcher = make_dispatcher(
+        *(plan.rollout, plan.environment, buffer, parts.store, condition),
+        resume_state=parts.resume_state,
+    )
+    dispatcher.group_scoring = _group_scoring(plan.rollout, parts, dispatcher)
+    dispatcher.score_limits = _score_limits(config.scorers, parts)
     dispatcher.tell = parts.tell
     dispatcher.activity = ActivityClock(parts.clock)
     if dispatcher.group_scoring is not None:
         dispatcher.group_scoring.activity = dispatcher.activity
     dispatcher.leases = TreeLeases(
-        served=parts.served, published=parts.published, limits=lease_limits(config), changed=condition
+        served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition
     )
-    plan = _plan(config, environment)
-    opponents = _opponents(config, parts, dispatcher)
-    scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
+    opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, dispatcher)
+    scheduler = _scheduler(plan, dispatcher, opponents, board)
     dispatcher.govern(scheduler)
     curriculum = Curriculum(
         parts.tasks,
@@ -146,9 +150,9 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         recorded_share=config.environment.recorded_share,
     )
     buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)
-    best = _best_checkpoint_tracker(config, parts.running_best)
+    best = _best_checkpoint_tracker(config.best, config.evaluation, trained, parts.running_best)
     orchestrator = Orchestrator(
-        plan=plan,
+        plan=_loop_settings(plan),
         curriculum=curriculum,
         dispatcher=dispatcher,
         scheduler=scheduler,
@@ -173,12 +177,14 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
             clock=parts.clock,
             tell=parts.tell,
         ),
-        retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
-        journal_retention=_journal_retention(config, parts),
+        retention=VersionRetention(
+            keep=_kept_versions(config.checkpoint, trained, deterministic=config.deterministic), disk=parts.disk
+        ),
+        journal_retention=_journal_retention(config.journal, parts),
         opponents=opponents,
         best=best,
-        roles=_roles(config, parts.role_means),
-        step_advantages=_step_advantages(config, parts.estimator),
+        roles=RoleMeans(parts.role_means) if config.credit.advantage.name == "role_mean" else None,
+        step_advantages=_step_advantages(config.credit, parts.estimator),
         tell=parts.tell,
         code_changes=parts.code_changes,
     )
@@ -187,7 +193,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         dispatcher.worker, dispatcher.fail = parts.workers, orchestrator.fail
     else:
         attach_local_worker(
-            *(config, environment, dispatcher, parts.served.engine, parts.chat_format),
+            *(plan.rollout, plan.environment, dispatcher, parts.served.engine, parts.chat_format),
             *(parts.store, parts.clock, orchestrator.fail),
         )
     if dispatcher.group_scoring is not None:
@@ -200,12 +206,12 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     return orchestrator
 
 
-def _journal_retention(config: RunConfig, parts: RunParts) -> JournalRetention:
+def _journal_retention(journal: JournalConfig, parts: RunParts) -> JournalRetention:
     return JournalRetention(
         parts.store,
         parts.checkpoints,
-        keep=config.journal.keep,
-        budget_mib=config.journal.budget_mib,
+        keep=journal.keep,
+        budget_mib=journal.budget_mib,
         size=parts.journal_size,
         warn=parts.tell,
         disk=parts.disk,
@@ -218,28 +224,25 @@ def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, he
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 
 
-def change_orchestrator(orchestrator: Orchestrator, config: RunConfig, environment: type[Environment]) -> None:
-    """Give a running loop the settings of a configuration that may change while it runs."""
-    orchestrator.change(
-        _plan(config, environment),
-        max_in_flight=config.max_in_flight,
-        steps={name: config.steps_of(name) for name in config.trained},
-    )
+def change_orchestrator(orchestrator: Orchestrator, plan: RunPlan) -> None:
+    """Give a running loop the settings of a plan that may change while it runs."""
+    max_in_flight = plan.settings.max_in_flight
+    orchestrator.change(_loop_settings(plan), max_in_flight=max_in_flight, steps=plan.trainer.steps)
     if isinstance(pool := orchestrator.dispatcher.worker, WorkerPool):
-        pool.limit(config.max_in_flight)
+        pool.limit(max_in_flight)
 
 
-def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSettings:
+def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
     return TrainingLoopSettings(
-        step_size={name: policy.step_size for name, policy in config.trained.items()},
-        tokens_per_unit=config.trainer.loss.tokens_per_unit,
-        demands=units_per_root_group(config, environment),
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpoint.every,
+        step_size={name: policy.step_size for name, policy in plan.trained.items()},
+        tokens_per_unit=plan.trainer.trainer.loss.tokens_per_unit,
+        demands=plan.demands,
+        evaluate_every=plan.settings.evaluation.every,
+        checkpoint_every=plan.settings.checkpoint.every,
     )
 
 
-def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
+def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts) -> ScoreLimits | None:
     """Return what scorers may spend, less what the journal says was spent.
 
     Raises:
@@ -247,7 +250,7 @@ def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
     """
     limits = {
         prefix + name: float(limit)
-        for name, scorer in config.scorers.items()
+        for name, scorer in scorers.items()
         for prefix, limit in ((SCORE_REQUESTS, scorer.limit.requests), (SCORE_TOKENS, scorer.limit.tokens))
         if limit
     }
@@ -259,15 +262,15 @@ def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
     return usage
 
 
-def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:
+def _group_scoring(plan: RolloutPlan, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
-    names = [name for name, scorer in config.scorers.items() if scorer.per == "group"]
+    names = [name for name, scorer in plan.scorers.items() if scorer.per == "group"]
     past_scores = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
     if not names and not past_scores:
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
-    settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
-    scorers = make_scorers(with_scorers(config, names), engine, chat_format, settings, parts.clock, workers=1)
+    settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
+    scorers = make_scorers(with_scorers(plan, names), engine, chat_format, settings, parts.clock, workers=1)
 
     def chat_format_of(policy: str) -> ChatFormat:
         policy_format = settings.policies.get(policy)
@@ -278,8 +281,8 @@ def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -
         scored=settings.scored,
         chat_format_of=chat_format_of,
         store=parts.store,
-        weights=config.credit.reward_weights,
-        run_seed=config.seed,
+        weights=plan.credit.reward_weights,
+        run_seed=plan.seed,
         clock=parts.clock,
         known=past_scores,
         on_release=dispatcher.changed.notify,
@@ -288,7 +291,9 @@ def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -
     )
 
 
-def _opponents(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> OpponentPools:
+def _opponents(
+    policies: Mapping[str, OpponentPoolPolicy], seed: int, parts: RunParts, dispatcher: Dispatcher
+) -> OpponentPools:
     pools = {
         name: OpponentPool(
             name=name,
@@ -298,7 +303,7 @@ def _opponents(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> Op
             choose=pool.choose,
             served=list(parts.opponents[name]),
         )
-        for name, pool in config.of_kind(OpponentPoolPolicy).items()
+        for name, pool in policies.items()
     }
     for header in parts.resume_state.against:
         for pool in pools.values():
@@ -306,43 +311,46 @@ def _opponents(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> Op
     return OpponentPools(
         pools=pools,
         versions=parts.served,
-        run_seed=config.seed,
+        run_seed=seed,
         pinned=dispatcher.pinned,
         counts=dispatcher.buffer.counts,
         checkpoints=KEPT_CHECKPOINTS,
     )
 
 
-def _buffer(config: RunConfig, parts: RunParts) -> EpisodeBuffer:
+def _buffer(
+    trained: Mapping[str, PolicyConfig], credit: CreditConfig, parts: RunParts, *, deterministic: bool
+) -> EpisodeBuffer:
     resume_state = parts.resume_state
-    step_sizes = {name: policy.step_size for name, policy in config.trained.items()}
+    step_sizes = {name: policy.step_size for name, policy in trained.items()}
     return EpisodeBuffer(
-        config.trained,
-        _release(config, parts),
+        trained,
+        _release(trained, credit, parts, deterministic=deterministic),
         resolved_before=resume_state.resolved,
         selection_bias={**selection_bias_by_policy(step_sizes), **resume_state.selection_bias},
-        drops_no_signal=config.credit.dynamic_sampling,
+        drops_no_signal=credit.dynamic_sampling,
     )
 
 
-def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
-    credit, trainable = config.credit, config.trained
+def _release(
+    trained: Mapping[str, PolicyConfig], credit: CreditConfig, parts: RunParts, *, deterministic: bool
+) -> GroupReleasePolicy:
     if credit.release == "group":
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
             function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]
-            return WholeGroupRelease(trainable, function, to_go=credit.turn_credit == "to_go")
+            return WholeGroupRelease(trained, function, to_go=credit.turn_credit == "to_go")
         # A deterministic run must not depend on the order in which episodes end, which determines this history.
-        history = None if config.deterministic else parts.resume_state.history
+        history = None if deterministic else parts.resume_state.history
         return WholeGroupRelease(
-            trainable,
+            trained,
             estimator,
             to_go=credit.turn_credit == "to_go",
             history=history,
             weights=credit.reward_weights,
         )
     return FirstFinishersRelease(
-        trainable,
+        trained,
         GroupReleaseRule() if credit.release == "late" else GroupReleaseRule(share=0.0),
         history=parts.resume_state.history,
         freeze=parts.store.record,
@@ -351,63 +359,55 @@ def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
     )
 
 
-def _step_advantages(config: RunConfig, estimator: AdvantageEstimator | None) -> OptimizerStepCreditAssigner | None:
+def _step_advantages(credit: CreditConfig, estimator: AdvantageEstimator | None) -> OptimizerStepCreditAssigner | None:
     if estimator is None or estimator.mark.over != "step":
         return None
-    return OptimizerStepCreditAssigner(
-        estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights
-    )
+    return OptimizerStepCreditAssigner(estimator, group_size=credit.group_size, weights=credit.reward_weights)
 
 
-def _roles(config: RunConfig, means: Mapping[SeatRole, Sequence[MeanAtStep]]) -> RoleMeans | None:
-    return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
-
-
-def _best_checkpoint_tracker(config: RunConfig, running_mean: BestRunningMean) -> BestCheckpointTracker:
-    best = config.best
-    policy, metric = best.measured(config.trained)
+def _best_checkpoint_tracker(
+    best: BestConfig, evaluation: EvaluationConfig, trained: Mapping[str, PolicyConfig], running_mean: BestRunningMean
+) -> BestCheckpointTracker:
+    policy, metric = best.measured(trained)
     is_of_steps = bool(metric) and not metric.startswith("evaluation/")
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
-        over=_held_out_of(config) if metric and not is_of_steps else "",
+        over=_held_out_of(evaluation) if metric and not is_of_steps else "",
         smallest=best.metric.startswith("-"),
         window=best.window,
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
         checkpoints=KEPT_CHECKPOINTS,
         # a policy may have stepped once more on the episodes that the metric's policy trains on next
-        lags={name: config.trained[name].max_staleness + 1 for name in config.trained} if is_of_steps else {},
+        lags={name: policy.max_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
     )
 
 
-def _held_out_of(config: RunConfig) -> str:
+def _held_out_of(evaluation: EvaluationConfig) -> str:
     """Describe the tasks of an evaluation."""
-    splits = ", ".join(
-        f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in config.evaluation.splits
-    )
-    return f"{splits} x {config.evaluation.attempts}"
+    splits = ", ".join(f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in evaluation.splits)
+    return f"{splits} x {evaluation.attempts}"
 
 
-def _kept_versions(config: RunConfig) -> int:
+def _kept_versions(checkpoint: CheckpointConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> int:
     """Return how many published versions stay on disk; a deterministic run plays old ones again after a rollback."""
-    keep = config.checkpoint.versions
-    if not (config.deterministic and keep):
+    keep = checkpoint.versions
+    if not (deterministic and keep):
         return keep
-    return max(keep, config.checkpoint.every + 2 + max(policy.max_staleness for policy in config.trained.values()))
+    return max(keep, checkpoint.every + 2 + max(policy.max_staleness for policy in trained.values()))
 
 
-def _scheduler(
-    config: RunConfig, demand: GroupDemand, dispatcher: Dispatcher, opponents: OpponentPools, board: PolicyBoard
-) -> Scheduler:
+def _scheduler(plan: RunPlan, dispatcher: Dispatcher, opponents: OpponentPools, board: PolicyBoard) -> Scheduler:
+    config, demand = plan.settings, plan.demands[0]
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
-        for name, policy in config.trained.items()
+        for name, policy in plan.trained.items()
     }
     phases = FreezeSchedule(
         board=board,
-        steps={name: config.steps_of(name) for name in config.trained},
+        steps=plan.trainer.steps,
         cycle=[
             FreezePhase(frozenset([policies] if isinstance(policies, str) else policies), steps)
             for policies, steps in config.freeze
@@ -426,7 +426,7 @@ def _scheduler(
         )
     return SynchronousBatchScheduler(
         demand=demand,
-        pinned=pinned_policy_step_lags(config),
+        pinned=pinned_policy_step_lags(plan.trained, deterministic=True),
         dispatcher=dispatcher,
         opponents=opponents,
         board=board,
@@ -437,7 +437,7 @@ def _scheduler(
 
 
 def make_dispatcher(
-    config: RunConfig,
+    plan: RolloutPlan,
     environment: type[Environment],
     buffer: EpisodeBuffer,
     store: JournalStore,
@@ -448,10 +448,10 @@ def make_dispatcher(
     """Make the host of a run's episodes, still without its worker."""
     return Dispatcher(
         environment=environment,
-        policy_of=config.policy_of,
-        run_seed=config.seed,
-        group_size=config.credit.group_size,
-        max_in_flight=config.max_in_flight,
+        policy_of=plan.seats.policy_of,
+        run_seed=plan.seed,
+        group_size=plan.credit.group_size,
+        max_in_flight=plan.max_in_flight,
         buffer=buffer,
         store=store,
         changed=condition,
@@ -462,7 +462,7 @@ def make_dispatcher(
 
 
 def attach_local_worker(
-    config: RunConfig,
+    plan: RolloutPlan,
     environment: type[Environment],
     dispatcher: Dispatcher,
     engine: Engine,
@@ -472,10 +472,10 @@ def attach_local_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
-    choose_driver(config.sandbox.driver)
-    settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
-    recorded_scores = kept_scores(config, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
-    scorers = make_scorers(config, engine, chat_format, settings, clock, kept=recorded_scores)
+    choose_driver(plan.sandbox.driver)
+    settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
+    recorded_scores = kept_scores(plan, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
+    scorers = make_scorers(plan, engine, chat_format, settings, clock, kept=recorded_scores)
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,

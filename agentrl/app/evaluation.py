@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.engines import check_endpoints, make_engine, with_chosen_engine
+from agentrl.app.engines import check_endpoints, make_engine
 from agentrl.app.hub import check_local_models, with_downloaded_models
-from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
+from agentrl.app.memory_estimate import check_gpu_memory
+from agentrl.app.plan import with_chosen_settings
 from agentrl.app.policies import (
     check_tokenizers,
     frozen_policy_weights,
@@ -40,7 +41,8 @@ from agentrl.app.run_parts import (
     unproved_sandbox_promises,
 )
 from agentrl.cluster.session import gpu_reservation
-from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
+from agentrl.config.plans import RolloutPlan
+from agentrl.config.policies import AnyPolicy, ExternalPolicyConfig, FrozenPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
@@ -190,9 +192,11 @@ def evaluate(
     trained = config.trained
     config, weights = prepare_evaluation(config, policy)
     environment_class = environment_of(config, environment)
-    own_loop.run(unproved_sandbox_promises(config, environment_class))
+    own_loop.run(unproved_sandbox_promises(config.sandbox, environment_class))
     splits = (
-        [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, environment_class)[0]
+        [HeldOutSplit("held_out", tasks)]
+        if tasks is not None
+        else held_out_task_splits(config.evaluation, config.environment, config.seed, environment_class)[0]
     )
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
@@ -218,7 +222,7 @@ def evaluate(
                 running.cancel()
 
         headers = own_loop.run(play_in_new_run(config, environment_class, weights, run_path, play))
-        episodes = _episodes(config, run_path)
+        episodes = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
     metrics_by_episode = {episode.id: episode.metrics for episode in episodes}
     dropped_headers = [header for header in headers if not header.committed]
     if dropped_headers:
@@ -285,9 +289,13 @@ async def _models(policy: RemotePolicy) -> list[str]:
         await endpoint.close()
 
 
-def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
-    """Return the episodes in the journal of an evaluation, each in its last attempt."""
-    external = config.of_kind(ExternalPolicyConfig)
+def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode]:
+    """Return the episodes in the journal of an evaluation, each in its last attempt.
+
+    Args:
+        external: policies that return messages.
+        journal: directory of the run.
+    """
     reader = RunReader(journal)
     try:
         episodes = []
@@ -334,17 +342,19 @@ def _remote_message(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
+def _by_policy(
+    policies: Mapping[str, AnyPolicy], policy: Directory | Mapping[str, Directory] | None
+) -> Mapping[str, Directory]:
     """Return the directory of weights of each policy."""
     if policy is None:
         return {}
-    known_policies = ", ".join(config.policies)
+    known_policies = ", ".join(policies)
     if isinstance(policy, Mapping):
-        unknown = [name for name in policy if name not in config.policies]
+        unknown = [name for name in policy if name not in policies]
         if unknown:
             raise InputError(f"no policy {unknown[0]!r} to load weights into; policies: {known_policies}")
         return policy
-    names = list(config.trained or config.policies)
+    names = [name for name in policies if isinstance(policies[name], PolicyConfig)] or list(policies)
     if len(names) > 1:
         raise InputError(
             f"{policy} is given without a policy, and the run has several; write NAME=DIR. Policies: {known_policies}"
@@ -362,14 +372,13 @@ def prepare_evaluation(
         InputError: `policy` gives weights that cannot be used.
     """
     config = with_frozen_policies(
-        config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
+        config, [weights_from_directory(name, path) for name, path in _by_policy(config.policies, policy).items()]
     )
     check_local_models(config)
-    check_endpoints(config)
-    config, _ = with_chosen_engine(with_downloaded_models(config, {}), {})
-    config = with_chosen_token_limits(config, {})
-    check_tokenizers(config)
-    return config, frozen_policy_weights(config)
+    check_endpoints(config.policies)
+    config, _ = with_chosen_settings(with_downloaded_models(config, {}), {})
+    check_tokenizers(config.engine_plan)
+    return config, frozen_policy_weights(config.bases)
 
 
 async def play_in_new_run(
@@ -382,16 +391,16 @@ async def play_in_new_run(
     """Play episodes with the engine of a configuration, into the journal of a new run; see `play_without_training`."""
     from agentrl.journal.store import SqliteJournal
 
-    chat_format = make_chat_format(config)
-    if hidden := hidden_tools(config, environment, chat_format):
+    chat_format = make_chat_format(config.model)
+    if hidden := hidden_tools(config.rollout_plan, environment, chat_format):
         warnings.warn(hidden, stacklevel=1)
-    for line in await asyncio.to_thread(check_gpu_memory, config):
+    for line in await asyncio.to_thread(check_gpu_memory, config.engine_plan, config.trainer_plan):
         warnings.warn(line, stacklevel=1)
     async with contextlib.AsyncExitStack() as stack:
         remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
         weights_text = ", ".join(
             [weights.path for weights in frozen_weights]
-            or [base.model.path for base in config.bases]
+            or [base.path for base in config.bases]
             or dict.fromkeys(remote)
         )
         info = {
@@ -405,11 +414,11 @@ async def play_in_new_run(
         stack.enter_context(recording_process_state(run))
         await stack.enter_async_context(gpu_reservation())
         engine = await make_engine(
-            config, {name: PolicyVersion(name, 0, 0) for name in config.policies}, lambda line: None
+            config.engine_plan, {name: PolicyVersion(name, 0, 0) for name in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        await serve_configured_weights(config, ServedVersions(engine), store, frozen_weights)
-        headers = await play_without_training(config, environment, engine, chat_format, store, play)
+        await serve_configured_weights(config.bases, ServedVersions(engine), store, frozen_weights)
+        headers = await play_without_training(config.rollout_plan, environment, engine, chat_format, store, play)
         record_process_state(run, "finished")
         return headers
 
@@ -420,7 +429,7 @@ def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]
     frozen = {
         name: FrozenPolicy(
             kind="frozen",
-            model=_base_of_policy(config, name),
+            model="" if (base := config.base_of(name)) == config.model.path else base,
             path=path,
             sampling=config.sampling_of(name).model_dump(),
         )
@@ -429,13 +438,8 @@ def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
 
 
-def _base_of_policy(config: RunConfig, policy: str) -> str:
-    base = config.base_of(policy)
-    return "" if base == config.model.path else base
-
-
 async def play_without_training(
-    config: RunConfig,
+    plan: RolloutPlan,
     environment: type[Environment],
     engine: Engine,
     chat_format: ChatFormat,
@@ -455,8 +459,8 @@ async def play_without_training(
             failure.set_exception(error)
 
     buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
-    dispatcher = make_dispatcher(config, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
-    attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
+    dispatcher = make_dispatcher(plan, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
+    attach_local_worker(plan, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
     episodes = loop.create_task(play(dispatcher))
     try:
         first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)

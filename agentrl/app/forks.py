@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
-from agentrl.app.model_files import check_models_unchanged
+from agentrl.app.model_files import check_models_unchanged, model_paths
 from agentrl.app.policies import (
     check_tokenizers,
     frozen_policy_weights,
@@ -29,7 +29,7 @@ from agentrl.app.policies import (
 from agentrl.app.received import FORK, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
-from agentrl.config.policies import OpponentPoolPolicy
+from agentrl.config.policies import AnyPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core import ids, own_loop
 from agentrl.core.errors import InputError, JournalError
@@ -169,12 +169,12 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         code_hash=parent.begin.code_hash,
     )
     config = received.config(recorded_settings, use, command, lambda command: choose_code(command=command))
-    check_models_unchanged(config, info.get("models"), ignored=use.ignored)
+    check_models_unchanged(model_paths(config), info.get("models"), ignored=use.ignored)
     environment_class = choose_code(command=command)
     parent = replace(parent, task=received.task(environment_class, parent.task, command))
     parent_directory = path if info.get("forks") else path / FORKS
     refuse_links(parent_directory)
-    policies = fork_policies(config, parent, replacements, received)
+    policies = fork_policies(config.policies, parent, replacements, received)
     received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
     return own_loop.run(
@@ -265,7 +265,7 @@ def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]]
 
 
 def fork_policies(
-    config: RunConfig, parent: ForkParent, requested: Sequence[str | Path], received: ReceivedRun
+    known: Mapping[str, AnyPolicy], parent: ForkParent, requested: Sequence[str | Path], received: ReceivedRun
 ) -> ForkPolicies:
     """Return the policies of a fork: its parent's, with their weights as of the turn, or those in `requested`.
 
@@ -281,28 +281,30 @@ def fork_policies(
         InputError: there is no such seat, policy, version or directory, or weights are no longer on disk.
     """
     for policy in [*parent.begin.seats.values(), *(turn.policy for turn in parent.turns)]:
-        _check_known(policy, config, "the episode")
+        _check_known(policy, known, "the episode")
     seats: dict[str, str] = {}
     weights_by_policy: dict[str, WeightsRef | None] = {}
     for request in requested:
         seat, source = _split(parent, request)
         policy = parent.turns[-1].policy if seat is None else parent.begin.seats[seat]
-        if source in config.policies:
+        if source in known:
             policy = str(source)
         elif match := _VERSION.fullmatch(str(source)):
             policy = match["policy"]
-            _check_known(policy, config, "--policy")
+            _check_known(policy, known, "--policy")
             weights_by_policy[policy] = _weights(
                 parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"]))
             )
         else:
             weights_by_policy[policy] = weights_from_directory(policy, source)
-        if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
+        if isinstance(pool := known[policy], OpponentPoolPolicy):
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
     other_weights = weights_at_fork_point(
-        parent, [name for name in config.trained if name not in weights_by_policy], leave_out=weights_by_policy
+        parent,
+        [name for name, policy in known.items() if isinstance(policy, PolicyConfig) and name not in weights_by_policy],
+        leave_out=weights_by_policy,
     )
     for weights in other_weights:
         policy = weights.version.policy
@@ -317,9 +319,9 @@ def fork_policies(
     )
 
 
-def _check_known(policy: str, config: RunConfig, origin: str) -> None:
-    if policy not in config.policies:
-        raise InputError(f"{origin}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
+def _check_known(policy: str, known: Collection[str], origin: str) -> None:
+    if policy not in known:
+        raise InputError(f"{origin}: the run has no policy {policy!r}; it has {', '.join(known)}")
 
 
 def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | Path]:
@@ -432,19 +434,21 @@ async def _fork(
     # The turn determines the weights. Paths into the run would be wrong once it is moved.
     recorded = with_frozen_policies(config, ())
     chosen = {weights.version.policy for weights in policies.weights}
-    unchanged = {name: policy for name, policy in config.policies.items() if name not in chosen}
-    other_weights = frozen_policy_weights(config.model_copy(update={"policies": unchanged}))
+    other_weights = frozen_policy_weights(
+        base._replace(policies={name: policy for name, policy in base.policies.items() if name not in chosen})
+        for base in config.bases
+    )
     config = with_frozen_policies(config, policies.weights)
-    check_tokenizers(config)
-    chat_format = factories.chat_format(config)
+    check_tokenizers(config.engine_plan)
+    chat_format = factories.chat_format(config.model)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(directory / "journal", info={**info_fields, "config": recorded.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
         await stack.enter_async_context(gpu_reservation())
-        engine = await factories.engine(config, versions, lambda death: None, directory / ENGINE_LOG)
+        engine = await factories.engine(config.engine_plan, versions, lambda death: None, directory / ENGINE_LOG)
         stack.push_async_callback(engine.close)
-        await serve_configured_weights(config, ServedVersions(engine), store, [*policies.weights, *other_weights])
+        await serve_configured_weights(config.bases, ServedVersions(engine), store, [*policies.weights, *other_weights])
         first = store.next_number("f")
         journal = directory / "journal"
         specs = [
@@ -452,7 +456,7 @@ async def _fork(
         ]
         ended_children = ended_child_episodes(parent)
         return await play_without_training(
-            config,
+            config.rollout_plan,
             environment,
             engine,
             chat_format,

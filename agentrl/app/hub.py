@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.app.model_files import model_paths, with_model_paths
-from agentrl.config.load import value_at
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.files import check_model_directory
+from agentrl.core.setting_paths import value_at
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")

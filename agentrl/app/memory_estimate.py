@@ -13,17 +13,20 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.engines import device_plan, slots, weight_file_bytes
+from agentrl.app.engines import weight_file_bytes
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.config.load import value_at
+from agentrl.config.devices import device_plan
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_memory_bytes
+from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
+    from agentrl.config.plans import BaseModelPlan, EnginePlan, TrainerPlan
+    from agentrl.config.scorers import ScorerConfig
     from agentrl.engines.weights.reading import EngineMemoryEstimate
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor
 
@@ -129,69 +132,60 @@ class MemoryEstimate:
         return sorted(bytes_by_setting, key=lambda setting: -bytes_by_setting[setting])
 
 
-def estimate_memory(config: RunConfig) -> MemoryEstimate:
-    """Predict the memory of a run's trainer and engines, with the longest rows and all slots full.
+def estimate_memory(engine: EnginePlan, trainer: TrainerPlan) -> MemoryEstimate:
+    """Predict the memory of a run's engines and trainer, with the longest rows and all slots full.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
-    devices = device_plan(config)
-    trainer = _trainer(config, on_gpu=bool(devices.gpus))
-    parts = list(trainer)
-    for number, base in enumerate(config.bases):
-        engine_parts = _engine(base, devices, number * config.engine.count)
-        parts += engine_parts if len(config.bases) == 1 else [_of_base(part, base.base_name) for part in engine_parts]
-    for scorer in config.reward_models:
-        parts += _reward_model(config, scorer, devices)
+    devices = device_plan(engine.demand)
+    trainer_parts = _trainer(trainer, on_gpu=bool(devices.gpus))
+    parts = list(trainer_parts)
+    for number, base in enumerate(engine.bases):
+        engine_parts = _engine(engine, base, devices, number * engine.engine.count)
+        parts += engine_parts if len(engine.bases) == 1 else [_of_base(part, base.name) for part in engine_parts]
+    for scorer, section in engine.reward_models.items():
+        parts += _reward_model(scorer, section, devices)
     if devices.gpus:
         gpu_indices = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
         free = sum(devices.gpus[at].memory.free for at in gpu_indices)
         gpu_parts = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
         host_estimate = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
-        of_rank = tuple(part for part in trainer if not part.offloaded)
+        of_rank = tuple(part for part in trainer_parts if not part.offloaded)
         return MemoryEstimate(parts=gpu_parts, free=free, offloaded=host_estimate, of_rank=of_rank)
     return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
 
 
-def memory_line(config: RunConfig) -> str:
-    """Describe the memory that a run will take, for its start."""
-    try:
-        plan = estimate_memory(config)
-    except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
-        return f"memory: cannot be predicted ({error})"
-    return f"memory: about {plan.total / GIB:.1f} GiB of the {plan.free / GIB:.1f} GiB that are free"
-
-
-def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryNeed]:
+def gpu_memory_needs(engine: EnginePlan, memory: MemoryEstimate) -> list[GpuMemoryNeed]:
     """Return the needs of a run's trainer ranks and vLLMs, GPU by GPU; empty without GPUs.
 
     Args:
-        config: configuration of the run.
-        plan: its memory; to predict it again would compute another step of each model.
+        engine: engines of the run.
+        memory: memory of the run.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
         ConfigError: there are too few GPUs.
     """
-    devices = device_plan(config)
-    if not devices.gpus or not config.bases:
+    devices = device_plan(engine.demand)
+    if not devices.gpus or not engine.bases:
         return []
     needs = []
-    is_vllm = config.engine.kind == "vllm"
+    is_vllm = engine.engine.kind == "vllm"
     for rank, at in enumerate(devices.ranks):
         gpu = devices.gpus[at]
-        limit = 1.0 if config.engine_in_process else devices.share_of_rank(rank)
+        limit = 1.0 if engine.demand.engine_in_process else devices.share_of_rank(rank)
         # Held by other processes, outside the shares that vLLM reserves.
         used_bytes = gpu.memory.total - gpu.memory.free if is_vllm else 0
-        settings = "; or ".join(part.setting for part in sorted(plan.of_rank, key=lambda part: -part.bytes))
+        settings = "; or ".join(part.setting for part in sorted(memory.of_rank, key=lambda part: -part.bytes))
         needs.append(
             GpuMemoryNeed(
                 user=f"trainer rank {rank}",
                 gpu=gpu,
-                needed=sum(part.bytes for part in plan.of_rank),
-                least=sum(part.bytes for part in plan.of_rank if part.is_exact),
+                needed=sum(part.bytes for part in memory.of_rank),
+                least=sum(part.bytes for part in memory.of_rank if part.is_exact),
                 allowed=int(limit * gpu.memory.total) - used_bytes,
                 setting=settings,
             )
@@ -201,9 +195,8 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (indices, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         total = min(devices.gpus[at].memory.total for at in indices)
-        needed_bytes = _vllm_least(
-            config.bases[number // config.engine.count], total, shared=devices.shares_gpu(number)
-        )
+        base = engine.bases[number // engine.engine.count]
+        needed_bytes = _vllm_least(engine, base, total, shared=devices.shares_gpu(number))
         for at in indices:
             gpu = devices.gpus[at]
             user, limit_bytes = devices.name_of_engine(number), int(share * gpu.memory.total)
@@ -215,32 +208,42 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     return needs
 
 
-def _vllm_least(base: RunConfig, total: int, *, shared: bool) -> int:
+def _vllm_least(plan: EnginePlan, base: BaseModelPlan, total: int, *, shared: bool) -> int:
     """Return the minimum bytes with which a base model's vLLM starts, on each of its GPUs.
 
     Args:
-        base: one of `RunConfig.bases`.
+        plan: engines of the run.
+        base: the base model.
         total: memory of the smallest of its GPUs.
         shared: whether other processes of the run compute there, so that agentrl chooses the size of the KV cache.
     """
     from agentrl.engines.vllm.gpu_memory import least_bytes_of_share
 
-    footprint, arguments = _engine_memory(base), base.engine.vllm or {}
+    footprint, arguments = _engine_memory(plan, base), plan.engine.vllm or {}
     if shared:
-        path, limit = Path(base.model.path).resolve(), base.engine.max_context
+        path, limit = Path(base.path).resolve(), plan.engine.max_context
         return least_bytes_of_share(
             path,
             footprint,
-            dtype=base.model.dtype,
-            slots=slots(base),
+            dtype=plan.dtype,
+            slots=plan.slots,
             max_context=limit,
             total=total,
             arguments=arguments,
         )
-    return (footprint.weights + footprint.adapters + footprint.keys_and_values // slots(base)) // base.engine.devices
+    return (footprint.weights + footprint.adapters + footprint.keys_and_values // plan.slots) // plan.engine.devices
 
 
-def check_gpu_memory(config: RunConfig) -> list[str]:
+def memory_line(engine: EnginePlan, trainer: TrainerPlan) -> str:
+    """Describe the memory that a run will take, for its start."""
+    try:
+        memory = estimate_memory(engine, trainer)
+    except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
+        return f"memory: cannot be predicted ({error})"
+    return f"memory: about {memory.total / GIB:.1f} GiB of the {memory.free / GIB:.1f} GiB that are free"
+
+
+def check_gpu_memory(engine: EnginePlan, trainer: TrainerPlan) -> list[str]:
     """Refuse a run if a GPU is certainly too small for it, or too full; call it before anything is loaded.
 
     Returns:
@@ -249,25 +252,25 @@ def check_gpu_memory(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: the message says what is needed, what is there, and what to change.
     """
-    devices = device_plan(config)
-    if not devices.gpus or not config.bases:
+    devices = device_plan(engine.demand)
+    if not devices.gpus or not engine.bases:
         return []
-    if config.engine.kind == "vllm" and (gpu_conflicts := devices.memory_conflicts()):
+    if engine.engine.kind == "vllm" and (gpu_conflicts := devices.memory_conflicts()):
         raise ConfigError("\n  ".join(gpu_conflicts))
     try:
-        plan = estimate_memory(config)
-        needs = gpu_memory_needs(config, plan)
+        memory = estimate_memory(engine, trainer)
+        needs = gpu_memory_needs(engine, memory)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
         return [f"whether the run fits its GPUs cannot be predicted ({error!r})"]
     if too_small := [str(need) for need in needs if need.least > need.allowed]:
         raise ConfigError("\n  ".join(too_small))
-    if plan.least > plan.free:
+    if memory.least > memory.free:
         raise ConfigError(
-            f"the run needs at least {plan.least / GIB:.1f} GiB of its GPUs, and {plan.free / GIB:.1f} are free: "
-            f"{(plan.least - plan.free) / GIB:.1f} GiB are missing. Set {'; or '.join(plan.settings_to_turn())}, stop "
-            "what else computes there, or use a larger GPU"
+            f"the run needs at least {memory.least / GIB:.1f} GiB of its GPUs, and {memory.free / GIB:.1f} are free: "
+            f"{(memory.least - memory.free) / GIB:.1f} GiB are missing. Set {'; or '.join(memory.settings_to_turn())}, "
+            "stop what else computes there, or use a larger GPU"
         )
     return [
         f"{need.user} may need {need.needed / GIB:.1f} GiB of GPU {need.gpu.id}, and may take "
@@ -307,11 +310,12 @@ def _with_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfi
     if not config.bases or (context and (tokens or not config.trained)):
         return config.with_token_limits(context, tokens)
     try:
-        return _fitting_sizes(config, context, tokens)
+        sizes = _fitting_sizes(config.engine_plan, config.trainer_plan, context, tokens)
+        return config.with_token_limits(*sizes)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
-        context = context or min(_longest_context(config), FALLBACK_CONTEXT)
+        context = context or min(_longest_context(config.engine_plan), FALLBACK_CONTEXT)
         tokens = tokens or (context if config.trained else 0)
         reason = (
             error if isinstance(error, PredictionError) else f"the memory of this run cannot be predicted ({error!r})"
@@ -330,53 +334,57 @@ def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
     return value if type(value) is int and 0 < value <= 10**8 else 0
 
 
-def _longest_context(config: RunConfig) -> int:
+def _longest_context(engine: EnginePlan) -> int:
     """Return the longest context for which every model has positions."""
     from agentrl.engines.models import longest_context
 
-    embedded = config.engine.kind == "embedded"
-    return min(longest_context(base.model.path, embedded=embedded) or MAX_CONTEXT for base in config.bases)
+    embedded = engine.engine.kind == "embedded"
+    return min(longest_context(base.path, embedded=embedded) or MAX_CONTEXT for base in engine.bases)
 
 
-def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
-    """Return the configuration with the longest context, and the largest micro-batches of it, that fit into memory.
+def _fitting_sizes(engine: EnginePlan, trainer: TrainerPlan, context: int, tokens: int) -> tuple[int, int]:
+    """Return the longest context, and the largest micro-batches of it, that fit into memory.
 
     Args:
-        config: configuration of the run.
+        engine: engines of the run.
+        trainer: its trainer.
         context: `engine.max_context`; 0: the longest for which a micro-batch of one row fits.
         tokens: `trainer.micro_batch_tokens`; 0: at least one row of full length.
     """
-    shortest = context or min(MIN_CONTEXT, _longest_context(config))
-    length = context or _longest_context(config)
-    plan = estimate_memory(config.with_token_limits(length, length))
-    while length > shortest and _needed_bytes(plan) > _limit(plan):
+
+    def estimate(length: int) -> MemoryEstimate:
+        return estimate_memory(engine.with_max_context(length), trainer.with_token_limits(length, length))
+
+    shortest = context or min(MIN_CONTEXT, _longest_context(engine))
+    length = context or _longest_context(engine)
+    memory = estimate(length)
+    while length > shortest and _needed_bytes(memory) > _limit(memory):
         # No part grows faster than the square of the context, so no context between the two fits.
-        max_length = int(length * math.sqrt(_limit(plan) / _needed_bytes(plan)))
+        max_length = int(length * math.sqrt(_limit(memory) / _needed_bytes(memory)))
         length = max(shortest, 1 << (max(max_length, 1).bit_length() - 1))
-        plan = estimate_memory(config.with_token_limits(length, length))
-    if not context and _needed_bytes(plan) > _limit(plan):
+        memory = estimate(length)
+    if not context and _needed_bytes(memory) > _limit(memory):
         raise ConfigError(
             f"not enough memory: with contexts of {length} tokens the run would need "
-            f"{_needed_bytes(plan) >> 20:,} MiB, and it may take {_limit(plan) >> 20:,}, {USED_SHARE:.0%} of the free "
-            "memory. Set "
-            f"{', or '.join(plan.settings_to_turn())}"
+            f"{_needed_bytes(memory) >> 20:,} MiB, and it may take {_limit(memory) >> 20:,}, {USED_SHARE:.0%} of the "
+            f"free memory. Set {', or '.join(memory.settings_to_turn())}"
         )
-    if not tokens and config.trained:
-        tokens = _fitting_tokens(plan, length)
-    return config.with_token_limits(length, tokens)
+    if not tokens and trainer.policies:
+        tokens = _fitting_tokens(memory, length)
+    return length, tokens
 
 
 _predictors: dict[tuple[object, ...], TrainerMemoryPredictor] = {}
 """The newest predictor, keyed by what it depends on: a start asks several times."""
 
 
-def _predictor(config: RunConfig) -> TrainerMemoryPredictor:
+def _predictor(trainer: TrainerPlan) -> TrainerMemoryPredictor:
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor
 
-    files = (Path(base.model.path, "config.json") for base in config.bases)
-    key = (config.with_token_limits(0, 0).model_dump_json(), *(os.stat(file).st_mtime_ns for file in files))
+    files = (Path(base.path, "config.json") for base in trainer.bases)
+    key = (repr(trainer.with_token_limits(0, 0)), *(os.stat(file).st_mtime_ns for file in files))
     if key not in _predictors:
-        predictor = TrainerMemoryPredictor(config)
+        predictor = TrainerMemoryPredictor(trainer)
         _predictors.clear()
         _predictors[key] = predictor
     return _predictors[key]
@@ -406,24 +414,24 @@ def _limit(plan: MemoryEstimate) -> int:
     return int(USED_SHARE * (plan.free - vllm_bytes))
 
 
-def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
-    if not config.trained:
+def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
+    if not plan.policies:
         return []
-    prediction = _predictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)
-    if config.trains_in_process:
+    prediction = _predictor(plan).predict(plan.max_context, plan.trainer.micro_batch_tokens)
+    if plan.in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
-        part = partial(MemoryPart, process="trainer rank", processes=config.trainer.ranks)
-    offloads = on_gpu and config.trainer.sharding == "offload"
+        part = partial(MemoryPart, process="trainer rank", processes=plan.trainer.ranks)
+    offloads = on_gpu and plan.trainer.sharding == "offload"
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
-    if not config.trainer.recompute:
+    if not plan.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     label = "trained parameters, their gradients and AdamW's moments in float32"
     shard = f"1/{prediction.shards} of " if prediction.shards > 1 else ""
     fewer = ["a smaller policies.NAME.lora.rank, or a lora if there is none"]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
-    if prediction.shards == 1 and config.trainer.ranks > 1:
+    if prediction.shards == 1 and plan.trainer.ranks > 1:
         fewer.insert(0, "trainer.sharding = 'full'")
     is_offloaded = offloads and prediction.shards > 1
     exact = partial(part, is_exact=True)
@@ -449,10 +457,10 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     return parts
 
 
-def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPart]:
+def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: int) -> list[MemoryPart]:
     """Predict the engines of one base model, whose numbers in the device plan begin at `first`."""
-    section = config.engine
-    if config.engine_in_process:
+    section = plan.engine
+    if plan.demand.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
         part = partial(MemoryPart, process=_ENGINE, processes=section.count)
@@ -471,8 +479,8 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
                 )
             )
         return vllm_parts
-    adapters, memory = adapter_slots_needed(config), _engine_memory(config)
-    contexts = f"keys and values of {slots(config)} contexts of {section.max_context:,} tokens"
+    adapters, memory = adapter_slots_needed(base.policies), _engine_memory(plan, base)
+    contexts = f"keys and values of {plan.slots} contexts of {section.max_context:,} tokens"
     parts = [
         part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True),
         part(name=contexts, bytes=memory.keys_and_values, setting=_CONTEXTS, is_exact=True),
@@ -481,22 +489,22 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
     if adapters:
         name = plural(adapters, "adapter")
         parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
-    if copies := sum(policy.served_adapter is None for policy in config.trained.values()):
+    if copies := sum(policy.served_adapter is None for policy in base.trained.values()):
         name = f"{plural(copies, 'copy', 'copies')} of the weights, for the next version of a fully trained policy"
         parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora, without merge"))
     return parts
 
 
-def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
-    path = Path(config.model.path).resolve()
+def _engine_memory(plan: EnginePlan, base: BaseModelPlan) -> EngineMemoryEstimate:
+    path = Path(base.path).resolve()
     return _predicted_engine_memory(
         path,
         os.stat(path / "config.json").st_mtime_ns if (path / "config.json").is_file() else 0,
-        dtype=config.model.dtype,
-        slots=slots(config),
-        max_context=config.engine.max_context,
-        adapter_slots=adapter_slots_needed(config),
-        max_rank=largest_lora_rank(config),
+        dtype=plan.dtype,
+        slots=plan.slots,
+        max_context=plan.engine.max_context,
+        adapter_slots=adapter_slots_needed(base.policies),
+        max_rank=largest_lora_rank(base.policies.values()),
     )
 
 
@@ -508,10 +516,9 @@ def _predicted_engine_memory(path: Path, changed_at: int, **sizes: Any) -> Engin
     return predict_engine_memory(path, **sizes)
 
 
-def _reward_model(config: RunConfig, scorer: str, devices: DevicePlan) -> list[MemoryPart]:
+def _reward_model(scorer: str, section: ScorerConfig, devices: DevicePlan) -> list[MemoryPart]:
     from agentrl.engines.models import reward_model_kv_bytes
 
-    section = config.scorers[scorer]
     on_cpu = devices.gpu_of_reward_model(scorer) is None
     part = partial(MemoryPart, process=reward_model_name(scorer), offloaded=bool(devices.gpus) and on_cpu)
     cache_bytes = section.cache_tokens * reward_model_kv_bytes(section.reward_model)

@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config.load import value_at
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.files import open_regular, read_at_most, refuse_links, replace_file, sha256_of
+from agentrl.core.setting_paths import value_at
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
@@ -161,12 +161,14 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, ModelFile]
 
 
-def record_models(config: RunConfig, before: object = (), *, ignored: Collection[str] = ()) -> list[ModelRecord]:
+def record_models(
+    paths: Mapping[Setting, str], before: object = (), *, ignored: Collection[str] = ()
+) -> list[ModelRecord]:
     """Return the models of a run with the digests of their files. Reading takes as long as SHA-256, over several files
     at once.
 
     Args:
-        config: configuration of the run.
+        paths: models by setting; see `model_paths`.
         before: result of an earlier call, as data. A file with the same size, modification time and inode is not read.
         ignored: patterns of settings to leave out.
 
@@ -178,9 +180,9 @@ def record_models(config: RunConfig, before: object = (), *, ignored: Collection
         for model in _decode(before)
         for name, file in model.files.items()
     }
-    paths = {".".join(setting): path for setting, path in model_paths(config).items()}
-    paths = {setting: path for setting, path in paths.items() if not any(fnmatchcase(setting, p) for p in ignored)}
-    directories = {path: Path(path) for path in paths.values() if Path(path).is_dir()}
+    used = {".".join(setting): path for setting, path in paths.items()}
+    used = {setting: path for setting, path in used.items() if not any(fnmatchcase(setting, p) for p in ignored)}
+    directories = {path: Path(path) for path in used.values() if Path(path).is_dir()}
     files = {path: sorted(_files_of(directory)) for path, directory in directories.items()}
     every = {str(file): file for listed in files.values() for file in listed}
 
@@ -196,7 +198,7 @@ def record_models(config: RunConfig, before: object = (), *, ignored: Collection
         raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
     return [
         ModelRecord(setting=setting, path=path, files={file.name: records[str(file)] for file in files[path]})
-        for setting, path in paths.items()
+        for setting, path in used.items()
         if path in files
     ]
 
@@ -213,11 +215,11 @@ def _decode(data: object) -> list[ModelRecord]:
         return []
 
 
-def check_models_unchanged(config: RunConfig, before: object, *, ignored: Collection[str] = ()) -> None:
+def check_models_unchanged(paths: Mapping[Setting, str], before: object, *, ignored: Collection[str] = ()) -> None:
     """Refuse to continue a run whose models have changed in place.
 
     Args:
-        config: configuration of the run.
+        paths: models by setting; see `model_paths`.
         before: result of `record_models` when the run began, as data; what cannot be read is not compared.
         ignored: patterns of settings whose models are not used now.
 
@@ -226,7 +228,7 @@ def check_models_unchanged(config: RunConfig, before: object, *, ignored: Collec
         InputError: a file cannot be read.
     """
     models = {(model.setting, model.path): model for model in _decode(before)}
-    for model in record_models(config, before, ignored=ignored) if models else ():
+    for model in record_models(paths, before, ignored=ignored) if models else ():
         then = models.get((model.setting, model.path))
         if then is None:
             continue

@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from agentrl.app.scoring import scored_policies
 from agentrl.config.fields import base_model_display_name
-from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.run import RunConfig, adapter_settings
+from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment
+from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
+from agentrl.config.run import adapter_settings
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, LossConfig, SamplingConfig
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, expand_path, sha256_of
-from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
+from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.estimators import advantage_declaration
-from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
-from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
+from agentrl.environment.mixture import root_environments
 from agentrl.environment.tools import ToolEnvironment
+from agentrl.journal.entries import SeatSettings
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_published_version
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
@@ -56,10 +54,10 @@ SPARE = 1
 # --- seats ------------------------------------------------------------------------------------------------------------
 
 
-def pinned_policy_step_lags(config: RunConfig) -> dict[str, int]:
+def pinned_policy_step_lags(trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> dict[str, int]:
     """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
     which are served at once), with the number of steps by which the oldest of them is behind the current one."""
-    policies = config.trained.items() if config.deterministic else ()
+    policies = trained.items() if deterministic else ()
     return {name: policy.max_staleness for name, policy in policies if policy.served_adapter is not None}
 
 
@@ -81,67 +79,41 @@ def seats_by_episode_kind(
             yield from seats_by_episode_kind(child, f"{child.__name__}.", times * number, depth + 1)
 
 
-def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[GroupDemand]:
-    """Return the units of each policy in a root group, for each line-up.
+def group_demands(
+    kinds: Sequence[EpisodeKindSeats], assignment: SeatAssignment, size: int, branches: int, trained: Collection[str]
+) -> list[GroupDemand]:
+    """Return the units of each policy that learns in a group of one environment, for each line-up.
 
-    Raises:
-        ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
+    Args:
+        kinds: seats of the root episodes and their children.
+        assignment: policies of the seats.
+        size: root episodes of the group.
+        branches: branches that each of them may start.
+        trained: policies that learn.
     """
-    kinds = {
-        root: list(seats_by_episode_kind(root, seat_prefix(environment, root)))
-        for root in root_environments(environment)
-    }
-    seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
-    _check_names(config, environment, seats)
-    for root in kinds:
-        _check_branches(config, root, [kind.seats for kind in kinds[root]])
-        _check_roulette(config, root)
-    size, trained_policies = config.credit.group_size, config.trained
-    policies = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
-    by_root = {
-        root: [_demand(config, kinds[root], group, root.branches) for group in range(config.line_ups)]
-        for root in trained_root_environments(environment)
-    }
-    first, demands = next(iter(by_root.items()))
-    for root, units in by_root.items():
-        if units != demands:
-            raise ConfigError(
-                f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
-                f"produces {demands[0].units} and {root.__name__} {units[0].units}. Bind their seats to the same "
-                "policies; an environment that spawns child episodes can only be mixed with others that spawn the "
-                "same number"
-            )
-    _check_held(config, environment, policies, seats)
-    for name, policy in trained_policies.items():
-        _check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
-    if size > config.max_in_flight:
-        raise ConfigError(
-            f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
-            "start: raise max_in_flight, or lower credit.group_size"
-        )
+    demands = []
+    for group in range(assignment.line_ups):
+        units: Counter[str] = Counter()
+        for kind in kinds:
+            holders = {assignment.policy_of(seat, group) for seat in kind.seats}
+            units.update({name: kind.times * size * (1 + branches) for name in holders if name in trained})
+        demands.append(GroupDemand(episodes=size, units=dict(units)))
     return demands
 
 
-def _demand(config: RunConfig, kinds: Sequence[EpisodeKindSeats], group: int, branches: int) -> GroupDemand:
-    """Return the units of each policy in a group of one environment, if each episode starts all its branches."""
-    units: Counter[str] = Counter()
-    episodes = config.credit.group_size * (1 + branches)
-    for kind in kinds:
-        holders = {config.policy_of(seat, group) for seat in kind.seats}
-        units.update({name: kind.times * episodes for name in holders if name in config.trained})
-    return GroupDemand(episodes=config.credit.group_size, units=dict(units))
-
-
-def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> Iterator[str]:
+def split_group_warnings(
+    trained: Mapping[str, PolicyConfig], release: str, demands: Sequence[GroupDemand]
+) -> Iterator[str]:
     """Yield a warning for each policy whose steps end inside groups: this works, but is rarely intended.
 
     Args:
-        config: configuration of the run.
-        demands: result of `units_per_root_group`.
+        trained: policies that learn.
+        release: `credit.release`.
+        demands: units of a group, for each line-up.
     """
-    for name, policy in config.trained.items():
+    for name, policy in trained.items():
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}
-        if config.credit.release == "group" and any(policy.step_size % units for units in brought):
+        if release == "group" and any(policy.step_size % units for units in brought):
             units = max(brought)
             whole_group_size = max(round(policy.step_size / units), 1) * units
             yield (
@@ -151,7 +123,7 @@ def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> I
             )
 
 
-def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
+def check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
     """Check that groups fit the bounds of a policy and, at staleness 0, fill its steps with whole groups."""
     largest, smallest = max(brought), min(brought)
     bound = (1 + policy.max_staleness) * policy.step_size
@@ -194,7 +166,15 @@ WITHIN_TURN: tuple[Grouping, ...] = ("token", "turn")
 """Groupings that `ctx.branch` leaves whole; of a conversation, a branch has only the end."""
 
 
-def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[Sequence[str]]) -> None:
+def check_branches(
+    root: type[Environment],
+    learners: Mapping[str, PolicyConfig],
+    credit: CreditConfig,
+    loss: LossConfig,
+    scorers: Mapping[str, ScorerConfig],
+    *,
+    on_cluster: bool,
+) -> None:
     """Refuse settings under which branches would be trained with a bias, or not at all.
 
     Raises:
@@ -217,16 +197,9 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             "be trained: set probes = 0, or remove fan_out"
         )
     declaration = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
-    trained_policies = config.trained
-    seat_policies = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
-    learners = sorted(seat_policies.intersection(trained_policies))
-    advantage, loss = config.credit.advantage.name, config.trainer.loss
-    full = [
-        name
-        for name in learners
-        if trained_policies[name].served_adapter is None and trained_policies[name].max_staleness
-    ]
-    several = f"seats of the policies {' and '.join(learners)}"
+    advantage = credit.advantage.name
+    full = [name for name, policy in learners.items() if policy.served_adapter is None and policy.max_staleness]
+    several = f"seats of the policies {' and '.join(sorted(learners))}"
     mark = loss_declaration(loss)
     grouping = mark.grouping(loss.options)
     reasons = {
@@ -234,8 +207,8 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             not _has_tree_form(advantage),
             "set 'leave_one_out' or 'none', or mark your function with @agentrl.advantage(over=\"tree\")",
         ),
-        f"credit.release = {config.credit.release!r}": (
-            config.credit.release != "group",
+        f"credit.release = {credit.release!r}": (
+            credit.release != "group",
             "a tree is released whole: set 'group'",
         ),
         f"trainer.loss.name = {loss.name!r}": (
@@ -253,15 +226,15 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
         "full weights at max_staleness above 0": (
             bool(full),
-            f"the engine serves one version of full weights: set {adapter_settings(config, full[:1])}, or "
+            f"the engine serves one version of full weights: set {adapter_settings(learners, sorted(full)[:1])}, or "
             "max_staleness = 0",
         ),
         "a scorer with per = 'group'": (
-            any(scorer.per == "group" for scorer in config.scorers.values()),
+            any(scorer.per == "group" for scorer in scorers.values()),
             "its judge would compare branches with whole episodes: set per = 'episode'",
         ),
         "cluster.address": (
-            config.on_cluster,
+            on_cluster,
             "workers on other machines cannot read the turns before a branch: remove it",
         ),
     }
@@ -272,7 +245,9 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             )
 
 
-def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
+def check_roulette(
+    root: type[Environment], credit: CreditConfig, loss: LossConfig, scorers: Mapping[str, ScorerConfig]
+) -> None:
     """Refuse settings under which `ctx.roulette` would change the expected gradient.
 
     Raises:
@@ -285,7 +260,7 @@ def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
         )
     if not root.roulette:
         return
-    advantage, loss = config.credit.advantage, config.trainer.loss
+    advantage = credit.advantage
     reasons = {
         f"trainer.loss.name = {loss.name!r}": (
             not loss_declaration(loss).linear,
@@ -305,7 +280,7 @@ def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
             "that its own reward does not change",
         ),
         "credit.dynamic_sampling = true": (
-            config.credit.dynamic_sampling,
+            credit.dynamic_sampling,
             "survivors and stopped episodes differ in reward where whole episodes do not: set it to false",
         ),
         **{
@@ -314,7 +289,7 @@ def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
                 "its scores compare conversations of which some were stopped: set per = 'episode', or mark your "
                 "function with @agentrl.scorer(linear=True) if a member's score does not depend on the others",
             )
-            for name, scorer in config.scorers.items()
+            for name, scorer in scorers.items()
         },
     }
     for setting, (is_refused, remedy) in reasons.items():
@@ -336,39 +311,42 @@ def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tup
         yield from _descendants(child, depth + 1)
 
 
-def lease_limits(config: RunConfig) -> dict[str, int]:
+def lease_limits(trained: Mapping[str, PolicyConfig]) -> dict[str, int]:
     """Return the number of versions of each policy that trees may lease at once; `adapter_slots_needed` has room for
     them, the current version and the next."""
-    return {name: policy.max_staleness + 1 for name, policy in config.trained.items()}
+    return {name: policy.max_staleness + 1 for name, policy in trained.items()}
 
 
-def _check_held(config: RunConfig, environment: type[Environment], policies: Collection[str], seats: list[str]) -> None:
-    """Check that every policy holds a seat, and that at least one learns."""
-    for name in config.policies:
-        if name not in policies and name not in config.judges:
+def check_held(
+    policies: Mapping[str, AnyPolicy], assignment: SeatAssignment, environment: type[Environment], seats: Sequence[str]
+) -> None:
+    """Check that every policy that is no judge holds a seat, and that at least one learns."""
+    holders = assignment.policies_of(seats)
+    for name in assignment.players:
+        if name not in holders:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
                 "declare in fan_out the child environment that seats it, or remove the policy"
             )
-    if not config.trained:
+    if not any(isinstance(policy, PolicyConfig) for policy in policies.values()):
         raise ConfigError(
             f"no seat of {environment.__name__} is held by a trained policy, so no policy would learn: bind a "
             "policy with kind = 'trained' to one"
         )
 
 
-def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
-    """Check that the engine has the capabilities that the configuration needs.
+def check_engine_capabilities(plan: EnginePlan, capabilities: EngineCapabilities) -> None:
+    """Check that the engine has the capabilities that the run needs.
 
     Raises:
         ConfigError: the engine lacks one; the message names the setting and the engine.
     """
-    adapters = adapter_slots_needed(config)
-    refreshes = {config.refresh_of(name) for name in config.trained}
+    adapters = adapter_slots_needed({name: policy for base in plan.bases for name, policy in base.policies.items()})
+    refreshes = {plan.refresh[name] for base in plan.bases for name in base.trained}
     needs = {
         **{f"engine.refresh = {refresh!r}": refresh in capabilities.refresh for refresh in sorted(refreshes)},
-        "engine.capture_routing": capabilities.expert_routing or not config.engine.capture_routing,
-        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
+        "engine.capture_routing": capabilities.expert_routing or not plan.engine.capture_routing,
+        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not plan.filtered,
         f"{adapters} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= adapters,
     }
     for need, is_available in needs.items():
@@ -376,10 +354,10 @@ def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilitie
             raise ConfigError(f"the engine {capabilities.name!r} does not support {need}")
 
 
-def _check_names(config: RunConfig, environment: type[Environment], known_names: list[str]) -> None:
+def check_names(seats: Iterable[str], environment: type[Environment], known_names: Sequence[str]) -> None:
     """Check the names in `[seats]`: a misspelled seat would silently be held by another policy."""
     names = {*known_names, *(seat.rsplit(".", 1)[-1] for seat in known_names)}
-    for seat in config.seats:
+    for seat in seats:
         if seat not in names:
             suggestions = difflib.get_close_matches(seat, sorted(names), n=1)
             hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"its seats: {', '.join(sorted(names))}"
@@ -389,64 +367,61 @@ def _check_names(config: RunConfig, environment: type[Environment], known_names:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
+def rollout_settings(plan: RolloutPlan, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
     """Make the settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens; without
     scorers.
     """
-    run = policy_settings(config.sampling, chat_format, max_context)
     return RolloutSettings(
-        sampling=run.sampling,
-        limits=run.limits,
-        policies=policy_overrides(config, chat_format, max_context),
-        episode_timeout_s=config.episode_timeout_s,
-        max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
-        reward_weights=config.credit.reward_weights,
-        compares_turns=config.credit.compares_turns,
-        scored=scored_policies(config),
+        seat=seat_settings(plan.sampling, max_context),
+        policies=policy_overrides(plan, chat_format, max_context),
+        episode_timeout_s=plan.episode_timeout_s,
+        max_staleness={name: policy.max_staleness for name, policy in plan.trained.items()},
+        reward_weights=plan.credit.reward_weights,
+        compares_turns=plan.credit.compares_turns,
+        scored=plan.scored,
     )
 
 
-def policy_overrides(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
+def policy_overrides(plan: RolloutPlan, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
     """Return the settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
-    external, formats = config.of_kind(ExternalPolicyConfig), base_model_chat_formats(config)
-    return {
-        name: _external_settings(config.sampling_of(name))
-        if name in external
-        else policy_settings(config.sampling_of(name), formats.get(name, chat_format), max_context)
-        for name in config.policies
-        if name in external or name in formats or config.sampling_of(name) != config.sampling
-    }
+    formats = base_model_chat_formats(plan.model, plan.bases)
+    overrides = {}
+    for name, sampling in plan.sampling_by_policy.items():
+        if name in plan.external:
+            seat = seat_settings(sampling, MAX_EXTERNAL_CONTEXT)
+            overrides[name] = PolicySettings(chat_format=JsonChatFormat(), seat=seat, is_external=True)
+        elif name in formats or sampling != plan.sampling:
+            seat = seat_settings(sampling, max_context)
+            overrides[name] = PolicySettings(chat_format=formats.get(name, chat_format), seat=seat)
+    return overrides
 
 
-def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
+def base_model_chat_formats(model: ModelConfig, bases: Iterable[BaseModelPlan]) -> dict[str, ChatFormat]:
     """Make the chat formats of the policies whose base model differs from `model.path`.
 
     Raises:
         ModelError: a base model's tokenizer or template cannot be used.
     """
-    main = os.path.realpath(config.model.path) if config.model.path else ""
-    other_bases = [base for base in config.bases if base.model.path != main]
+    main = os.path.realpath(model.path) if model.path else ""
+    other_bases = [base for base in bases if base.path != main]
     if not other_bases:
         return {}
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
-    model = config.model
     load = partial(
         TemplateChatFormat.load,
         history=model.history,
         tools_in=model.tools_in,
         template_variables=model.template_variables,
     )
-    return {
-        name: chat_format for base in other_bases for chat_format in [load(base.model.path)] for name in base.policies
-    }
+    return {name: chat_format for base in other_bases for chat_format in [load(base.path)] for name in base.policies}
 
 
-def hidden_tools(config: RunConfig, environment: type[Environment], chat_format: ChatFormat) -> str:
+def hidden_tools(plan: RolloutPlan, environment: type[Environment], chat_format: ChatFormat) -> str:
     """Return a warning if a chat template hides the environment's tools from a policy; empty if none does.
 
     Args:
-        config: the run's configuration.
+        plan: the workers' part of the run.
         environment: its environment; the tools of environments that are not a `ToolEnvironment` or a
             `HarnessEnvironment` are known only once an episode runs.
         chat_format: the chat format of `model.path`.
@@ -456,9 +431,9 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
         for member in root_environments(environment)
         if issubclass(member, ToolEnvironment | HarnessEnvironment)
     ]
-    external, formats = config.of_kind(ExternalPolicyConfig), base_model_chat_formats(config)
+    formats = base_model_chat_formats(plan.model, plan.bases)
     policies = [
-        name for name in config.policies if name not in external and not formats.get(name, chat_format).shows_tools
+        name for name in plan.policies if name not in plan.external and not formats.get(name, chat_format).shows_tools
     ]
     if not seats_with_tools or not policies:
         return ""
@@ -468,7 +443,7 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
     )
 
 
-def check_quantized_models(config: RunConfig) -> None:
+def check_quantized_models(bases: Iterable[BaseModelPlan]) -> None:
     """Refuse to train all weights of a quantized checkpoint, or to merge an adapter into them.
 
     Raises:
@@ -477,8 +452,9 @@ def check_quantized_models(config: RunConfig) -> None:
     """
     from agentrl.rollout.chat.chat_template import read_json
 
-    for name, policy in config.trained.items():
-        path = Path(config.base_of(name))
+    for name, policy, path in (
+        (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
+    ):
         settings = read_json(path / "config.json")
         text = settings.get("text_config")
         quantization = settings.get("quantization_config") or (text or {}).get("quantization_config")
@@ -492,7 +468,7 @@ def check_quantized_models(config: RunConfig) -> None:
         )
 
 
-def check_tokenizers(config: RunConfig) -> None:
+def check_tokenizers(plan: EnginePlan) -> None:
     """Refuse models that get a policy's token ids and have another tokenizer, before weights are loaded: references,
     weights of frozen policies, and draft models.
 
@@ -500,27 +476,26 @@ def check_tokenizers(config: RunConfig) -> None:
         ConfigError: two tokenizers differ; the message has the first token with different ids.
         InputError: a reference has no directory, no weights or another base model, or a tokenizer cannot be read.
     """
-    for name, policy in config.trained.items():
-        reference, base = Path(policy.reference), config.base_of(name)
-        if not policy.reference:
-            continue
-        if not reference.is_dir():
-            raise InputError(f"policies.{name}.reference: there is no directory {reference}")
-        if not any(reference.glob("*.safetensors")):
-            raise InputError(
-                f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the directory "
-                "of a model, or of an adapter such as another run's policies/NAME"
-            )
-        _check_tokenizer(f"policies.{name}.reference", reference, base, "a reference scores the policy's own tokens")
-    for name, frozen in config.of_kind(FrozenPolicy).items():
-        if frozen.path:
-            why = "the policy's conversations are written with the tokenizer of its base model"
-            _check_tokenizer(f"policies.{name}.path", Path(frozen.path), config.base_of(name), why)
-    draft = (config.engine.vllm or {}).get("speculative_config")
-    if isinstance(draft, Mapping) and isinstance(path := draft.get("model"), str):
-        for base_config in config.bases:
+    for base in plan.bases:
+        for name, policy in base.policies.items():
+            if isinstance(policy, PolicyConfig) and policy.reference:
+                reference = Path(policy.reference)
+                if not reference.is_dir():
+                    raise InputError(f"policies.{name}.reference: there is no directory {reference}")
+                if not any(reference.glob("*.safetensors")):
+                    raise InputError(
+                        f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the directory "
+                        "of a model, or of an adapter such as another run's policies/NAME"
+                    )
+                why = "a reference scores the policy's own tokens"
+                _check_tokenizer(f"policies.{name}.reference", reference, base.path, why)
+            elif isinstance(policy, FrozenPolicy) and policy.path:
+                why = "the policy's conversations are written with the tokenizer of its base model"
+                _check_tokenizer(f"policies.{name}.path", Path(policy.path), base.path, why)
+        draft = (plan.engine.vllm or {}).get("speculative_config")
+        if isinstance(draft, Mapping) and isinstance(path := draft.get("model"), str):
             why = "a draft model proposes the policy's tokens"
-            _check_tokenizer("engine.vllm.speculative_config.model", Path(path), base_config.model.path, why)
+            _check_tokenizer("engine.vllm.speculative_config.model", Path(path), base.path, why)
 
 
 def _check_tokenizer(setting: str, directory: Path, base: str, why: str) -> None:
@@ -546,23 +521,16 @@ def _numbered_tokens(file: Path) -> Mapping[str, int]:
     return numbers
 
 
-def _external_settings(sampling: SamplingConfig) -> PolicySettings:
-    return replace(policy_settings(sampling, JsonChatFormat(), MAX_EXTERNAL_CONTEXT), is_external=True)
-
-
-def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
-    """Make the settings of a policy from a sampling section, for conversations of up to `max_context` tokens."""
-    return PolicySettings(
-        chat_format=chat_format,
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_token_ids=chat_format.stop_token_ids,
-        ),
-        limits=EpisodeLimits(max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=max_context),
+def seat_settings(sampling: SamplingConfig, max_context: int) -> SeatSettings:
+    """Make the settings of a seat from a sampling section, for conversations of up to `max_context` tokens."""
+    return SeatSettings(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        max_turns=sampling.max_turns,
+        max_context=max_context,
     )
 
 
@@ -580,11 +548,11 @@ class BaseModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Policies that are served on the model: their versions are its adapters, or full weights."""
 
 
-def base_models(config: RunConfig) -> list[BaseModelRecord]:
+def base_models(bases: Iterable[BaseModelPlan]) -> list[BaseModelRecord]:
     """Return the base models of a run."""
     policies: dict[str, list[str]] = {}
-    for base in config.bases:
-        policies.setdefault(base.model.path, []).extend(base.policies)
+    for base in bases:
+        policies.setdefault(base.path, []).extend(base.policies)
     return [
         BaseModelRecord(name=base_model_display_name(path), path=path, policies=tuple(names))
         for path, names in policies.items()
@@ -619,19 +587,20 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     )
 
 
-def frozen_policy_weights(config: RunConfig) -> list[WeightsRef]:
-    """Return the weights of the frozen policies that differ from the base model.
+def frozen_policy_weights(bases: Iterable[BaseModelPlan]) -> list[WeightsRef]:
+    """Return the weights of the frozen policies that differ from their base model.
 
     Raises:
         InputError: a policy's directory has no weights, or an adapter of another base model.
     """
     frozen_weights = []
-    for name, policy in config.of_kind(FrozenPolicy).items():
-        if policy.path:
-            weights = weights_from_directory(name, policy.path)
-            if weights.kind == "adapter":
-                check_adapter_base(weights, Path(config.base_of(name)))
-            frozen_weights.append(weights)
+    for base in bases:
+        for name, policy in base.policies.items():
+            if isinstance(policy, FrozenPolicy) and policy.path:
+                weights = weights_from_directory(name, policy.path)
+                if weights.kind == "adapter":
+                    check_adapter_base(weights, Path(base.path))
+                frozen_weights.append(weights)
     return frozen_weights
 
 
@@ -653,7 +622,10 @@ def check_adapter_base(weights: WeightsRef, base: Path) -> None:
 
 
 async def serve_configured_weights(
-    config: RunConfig, served_versions: ServedVersions, store: JournalStore, frozen_weights: Sequence[WeightsRef]
+    bases: Iterable[BaseModelPlan],
+    served_versions: ServedVersions,
+    store: JournalStore,
+    frozen_weights: Sequence[WeightsRef],
 ) -> None:
     """Load weights into an engine in place of the base model's, and record their location in the journal.
 
@@ -670,26 +642,35 @@ async def serve_configured_weights(
                     f"the weights of {weights.version}, {weights.path}, are gone: they were pruned meanwhile. "
                     "checkpoint.versions = 0 keeps all versions"
                 ) from error
-            base = config.base_of(weights.version.policy)
+            base = next(base.path for base in bases if weights.version.policy in base.policies)
             raise InputError(f"{weights.path} does not fit {base}: {error}") from error
 
 
-def adapter_slots_needed(config: RunConfig) -> int:
-    """Return the number of adapters that the engine must be able to serve at once."""
-    lora_policies = [policy for policy in config.trained.values() if policy.served_adapter is not None]
-    slots = sum(policy.max_staleness + 2 for policy in lora_policies)
-    slots += sum(adapter_rank(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
-    for pool in config.of_kind(OpponentPoolPolicy).values():
-        learner = config.policies[pool.of]
-        if isinstance(learner, PolicyConfig) and learner.served_adapter is not None:
-            slots += pool.size + SPARE  # a removed opponent keeps its slot until its episodes have ended
+def adapter_slots_needed(policies: Mapping[str, AnyPolicy]) -> int:
+    """Return the number of adapters that an engine of these policies must be able to serve at once."""
+    slots = 0
+    for policy in policies.values():
+        match policy:
+            case PolicyConfig() if policy.served_adapter is not None:
+                slots += policy.max_staleness + 2
+            case FrozenPolicy():
+                slots += adapter_rank(policy) > 0
+            case OpponentPoolPolicy():
+                learner = policies[policy.of]
+                if isinstance(learner, PolicyConfig) and learner.served_adapter is not None:
+                    slots += policy.size + SPARE  # a removed opponent keeps its slot until its episodes have ended
     return slots + SPARE if slots else 0
 
 
-def largest_lora_rank(config: RunConfig) -> int:
+def largest_lora_rank(policies: Iterable[AnyPolicy]) -> int:
     """Return the largest rank of a served adapter; at least 1."""
-    ranks = [policy.served_adapter.rank for policy in config.trained.values() if policy.served_adapter is not None]
-    return max([1, *ranks, *(adapter_rank(policy) for policy in config.of_kind(FrozenPolicy).values())])
+    ranks = [1]
+    for policy in policies:
+        if isinstance(policy, PolicyConfig) and policy.served_adapter is not None:
+            ranks.append(policy.served_adapter.rank)
+        elif isinstance(policy, FrozenPolicy):
+            ranks.append(adapter_rank(policy))
+    return max(ranks)
 
 
 def adapter_rank(policy: FrozenPolicy) -> int:

@@ -35,7 +35,6 @@ from agentrl.config.load import (
     parse_value,
     recorded_config,
     sections_in_annotation,
-    set_value,
     split_override,
 )
 from agentrl.config.run import RunConfig
@@ -44,6 +43,7 @@ from agentrl.core.choices import Choices, run_root
 from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalError
 from agentrl.core.files import refuse_links_below
 from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
+from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, TaskSource
 from agentrl.environment.mixture import MixedTasks, all_environment_classes, root_environment_of_task, root_environments

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.app.engines import slots
-from agentrl.config.load import value_at
 from agentrl.core.files import count_parameters
+from agentrl.core.setting_paths import value_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from agentrl.config.policies import PolicyConfig
     from agentrl.config.run import RunConfig
 
 
@@ -70,7 +70,7 @@ def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConf
         ModelError: a model's weights cannot be read.
     """
     rates = {
-        name: _rate_before(before, name) or _learning_rate(config, name)
+        name: _rate_before(before, name) or _learning_rate(policy, Path(config.base_of(name)))
         for name, policy in config.trained.items()
         if "learning_rate" not in policy.model_fields_set
     }
@@ -93,7 +93,7 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
         ModelError: a model's weights cannot be read.
     """
     for name, policy in config.trained.items():
-        recipe = recipe_for(count_parameters(_base(config, name)))
+        recipe = recipe_for(count_parameters(Path(config.base_of(name))))
         rate = recipe.full_learning_rate if policy.lora is None else recipe.adapter_learning_rate
         rows: list[tuple[str, float, float]] = [
             ("learning_rate", policy.learning_rate, rate),
@@ -104,16 +104,12 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
         for setting, current, suggested in rows:
             yield Suggestion(f"policies.{name}.{setting}", f"{current:g}", f"{suggested:g}", recipe.source)
     if config.trained:
-        largest = recipe_for(max(count_parameters(_base(config, name)) for name in config.trained))
+        largest = recipe_for(max(count_parameters(Path(config.base_of(name))) for name in config.trained))
         yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
         unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
-        yield Suggestion("engine.slots", str(slots(config)), str(slots(unset)), "docs/settings.md")
+        yield Suggestion("engine.slots", str(config.slots), str(unset.slots), "docs/settings.md")
 
 
-def _learning_rate(config: RunConfig, policy: str) -> float:
-    recipe = recipe_for(count_parameters(_base(config, policy)))
-    return recipe.full_learning_rate if config.trained[policy].lora is None else recipe.adapter_learning_rate
-
-
-def _base(config: RunConfig, policy: str) -> Path:
-    return Path(config.base_of(policy))
+def _learning_rate(policy: PolicyConfig, base: Path) -> float:
+    recipe = recipe_for(count_parameters(base))
+    return recipe.full_learning_rate if policy.lora is None else recipe.adapter_learning_rate

@@ -17,7 +17,6 @@ import msgspec
 
 from agentrl.app.forks import ForkParent, find_parent
 from agentrl.app.received import check_recorded_turns, remember_recorded_turns
-from agentrl.config.run import RunConfig
 from agentrl.config.sections import RecordedTurnsConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError, PrunedDataError
@@ -37,11 +36,14 @@ FILE = "recorded_turns.json"
 MAX_FILE_BYTES = 1 << 30
 
 
-def find_recorded_turns(config: RunConfig, environment: type[Environment], run: Path) -> Sequence[GroupStart]:
+def find_recorded_turns(
+    settings: RecordedTurnsConfig | None, seed: int, environment: type[Environment], run: Path
+) -> Sequence[GroupStart]:
     """Return the recorded turns at which groups of a run may begin; empty if none are configured.
 
     Args:
-        config: configuration of the run.
+        settings: `environment.start_from`.
+        seed: seed of the run.
         environment: class of root episodes, or a mixture of classes.
         run: directory of the run, which need not exist.
 
@@ -50,7 +52,6 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
             recalled here.
         JournalError: its journal, or the file of the choice, is damaged.
     """
-    settings = config.environment.start_from
     if settings is None:
         return ()
     if os.path.lexists(run / FILE):
@@ -58,7 +59,7 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
         check_recorded_turns(run, environment, kept)
         return kept
     roots = {name_of(root): root for root in trained_root_environments(environment)}
-    parents = _parents(settings, config.seed)
+    parents = _parents(settings, seed)
     starts = []
     for parent in parents:
         _check_recallable(parent, roots, environment, settings)

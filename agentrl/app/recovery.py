@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrl.app.plan import RunPlan
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
 from agentrl.app.scoring import find_scorer_codes
 from agentrl.config.load import SettingDifference
-from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
-from agentrl.config.run import RunConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES
+from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
+from agentrl.config.scorers import ScorerConfig
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, TrainerConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
@@ -81,7 +82,7 @@ class StartPoint:
 
 
 async def find_start_point(
-    config: RunConfig,
+    plan: RunPlan,
     directory: RunDirectory,
     store: SqliteJournal,
     *,
@@ -103,7 +104,7 @@ async def find_start_point(
     4. `turns-*.db`: the code that played the episodes still to be trained is compared with the current code.
 
     Args:
-        config: configuration of the run.
+        plan: plan of the run.
         directory: directory of the run.
         store: the run's journal.
         code: code of the environments and bots that will run.
@@ -121,19 +122,19 @@ async def find_start_point(
     for reason in recovery.rejected:
         tell(f"left out: {reason}")
     await asyncio.to_thread(remove_leftover_directories, directory.checkpoints, directory.versions)
-    versions = recovery.first_versions(config, store, directory.versions)
-    resume_state = recovery.resume_state(config, store)
+    versions = recovery.first_versions(plan, store, directory.versions)
+    resume_state = recovery.resume_state(plan, store)
 
     def refusal_of(spec: EpisodeSpec) -> str:
         bindings = spec.seats.values()
         pinned = {version.policy for version in (*spec.pins.values(), *(each.pin for each in bindings)) if version}
-        unknown = {*(binding.policy for binding in bindings), *spec.pins, *pinned} - config.policies.keys()
+        unknown = {*(binding.policy for binding in bindings), *spec.pins, *pinned} - plan.settings.policies.keys()
         return refusal(spec) or (f"the configuration has no policy {min(unknown)!r}" if unknown else "")
 
     if await _drop_refused(store, resume_state.unfinished, refusal_of, tell):
-        resume_state = recovery.resume_state(config, store)
+        resume_state = recovery.resume_state(plan, store)
     record, sentences = describe_start(
-        recovery, config, versions, resume_state, store, code=code, changed=changed, clock=clock
+        recovery, plan, versions, resume_state, store, code=code, changed=changed, clock=clock
     )
     return StartPoint(
         recovery=recovery, versions=versions, resume_state=resume_state, record=record, sentences=sentences
@@ -203,12 +204,12 @@ class ResumeCheckpoint:
         return mean
 
     def first_versions(
-        self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
+        self, plan: RunPlan, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
         """Return the first version of every policy: at the checkpoint's step, in an unused lineage.
 
         Args:
-            config: configuration of the run.
+            plan: plan of the run.
             journal: journal of the run.
             versions: the directory of published versions.
             disk: the disk that holds it.
@@ -219,9 +220,9 @@ class ResumeCheckpoint:
         """
         lineage = 1 + max(journal.highest_lineage(), _highest_on_disk(versions, disk))
         first = {}
-        for name in config.policies:
+        for name in plan.settings.policies:
             step = 0
-            if self.manifest is not None and name in config.trained:
+            if self.manifest is not None and name in plan.trained:
                 if name not in self.manifest.versions:
                     raise RunDirectoryError(
                         f"checkpoint {self.manifest.directory} has no policy {name!r}; resume with its configuration"
@@ -233,12 +234,12 @@ class ResumeCheckpoint:
                         "another run; restore the original"
                     )
                 step = self.manifest.versions[name].step
-            first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
+            first[name] = PolicyVersion(name, lineage if name in plan.trained else 0, step)
         return first
 
     async def publish_first_versions(
         self,
-        config: RunConfig,
+        plan: RunPlan,
         trainable: Mapping[str, PolicyVersion],
         trainer: Trainer,
         served_versions: ServedVersions,
@@ -251,28 +252,30 @@ class ResumeCheckpoint:
         Returns:
             The versions of each opponent pool, oldest first.
         """
-        await serve_versions_of_trees(config, served_versions, journal, resume_state)
+        await serve_versions_of_trees(
+            plan.trained, served_versions, journal, resume_state, deterministic=plan.settings.deterministic
+        )
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
             older = await serve_opponents_and_pins(
-                config, served_versions, journal, self.manifest.versions, self.manifest.opponents
+                plan, served_versions, journal, self.manifest.versions, self.manifest.opponents
             )
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
             await served_versions.make_current(weights)
-        return await start_opponent_pools(config, served_versions, older)
+        return await start_opponent_pools(plan.settings.of_kind(OpponentPoolPolicy), served_versions, older)
 
-    def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
+    def resume_state(self, plan: RunPlan, journal: RunJournal) -> ResumeState:
         """Fold the state of the run so far from its journal."""
-        versions = {} if self.manifest is None else self.manifest.versions
+        versions, config = {} if self.manifest is None else self.manifest.versions, plan.settings
         return read_resume_state(
             journal,
             versions,
             group_size=config.credit.group_size,
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
             num_proposals=None if config.deterministic else MEMORY_SIZE,
-            step_sizes={name: policy.step_size for name, policy in config.trained.items()},
+            step_sizes={name: policy.step_size for name, policy in plan.trained.items()},
             with_history=config.credit.advantage.name not in ADVANTAGE_NAMES,
             weights=config.credit.reward_weights,
         )
@@ -418,7 +421,7 @@ def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, Epis
 
 def describe_start(
     recovery: ResumeCheckpoint,
-    config: RunConfig,
+    plan: RunPlan,
     versions: Mapping[str, PolicyVersion],
     resume_state: ResumeState,
     store: SqliteJournal,
@@ -431,7 +434,7 @@ def describe_start(
 
     Args:
         recovery: the checkpoint from which the run resumes.
-        config: configuration of the run.
+        plan: plan of the run.
         versions: first versions of the policies.
         resume_state: unfinished work, from the journal.
         store: the run's journal.
@@ -439,7 +442,7 @@ def describe_start(
         changed: the settings changed since the previous start.
         clock: gives the wall time of the start.
     """
-    steps = {name: versions[name].step for name in config.trained}
+    steps = {name: versions[name].step for name in plan.trained}
     newest, before = store.newest_steps(), store.starts()
     stale = _played_by_other_code(resume_state, store, code)
     changed_code = set(stale)
@@ -447,7 +450,7 @@ def describe_start(
         if before and digest not in (before[-1].digests_of(place) or {digest}):
             changed_code.add(place)
     start = RunStart(
-        lineage=max((versions[name].lineage for name in config.trained), default=0),
+        lineage=max((versions[name].lineage for name in plan.trained), default=0),
         began_at=clock.wall(),
         checkpoint="" if recovery.manifest is None else recovery.manifest.directory.name,
         steps=steps,
@@ -481,7 +484,7 @@ def describe_start(
     if count := sum(map(len, stale.values())):
         condition = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
-        environment_id = config.environment.id
+        environment_id = plan.settings.environment.id
         option = (
             f" --environment {shlex.quote(environment_id)}"
             if isinstance(environment_id, str) and ".py" in environment_id
@@ -532,7 +535,7 @@ class UserCodeDigests(NamedTuple):
     """Kind and name of the user's functions, such as "loss sapo", by reference."""
 
     @staticmethod
-    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> UserCodeDigests:
+    def of(bots: Mapping[str, BotPolicy], environment: type[Environment], functions: UserFunctions) -> UserCodeDigests:
         """Collect the code of the environment, its children, bots, and the user's functions."""
         environments = {}
         for environment_class in all_environment_classes(environment):
@@ -542,7 +545,7 @@ class UserCodeDigests(NamedTuple):
             )
         digests = dict(environments.values())
         digests |= {code.reference: code.digest for _, code in functions.codes}
-        for name, bot in config.of_kind(BotPolicy).items():
+        for name, bot in bots.items():
             try:
                 program = load_function(bot.id, f"policies.{name}.id")
                 digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
@@ -561,15 +564,17 @@ class UserFunctions(NamedTuple):
     """Advantage estimator, if it takes a `Group`."""
 
 
-def load_user_functions(config: RunConfig) -> UserFunctions:
+def load_user_functions(
+    trainer: TrainerConfig, credit: CreditConfig, scorers: Mapping[str, ScorerConfig]
+) -> UserFunctions:
     """Load the user's loss, advantage and scorers, if the run has them, and check the options of any.
 
     Raises:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
             does not fit `credit.turn_credit`.
     """
-    codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(config).values()]
-    loss, credit, advantage = config.trainer.loss, config.credit, config.credit.advantage
+    codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(scorers).values()]
+    loss, advantage = trainer.loss, credit.advantage
     if loss.name not in LOSSES:
         code, function = find_function("loss", loss.name, key="trainer.loss.name")
         codes.append(("loss", code))
@@ -583,7 +588,7 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
     elif loss.options:
         from agentrl.learn.losses import make_loss
 
-        make_loss(config.trainer)
+        make_loss(trainer)
     if advantage.name in REWARD_ESTIMATORS:
         return UserFunctions(codes, None)
     user_function = None
@@ -615,7 +620,7 @@ def _file_of(definition: Any) -> str:
 
 
 async def serve_opponents_and_pins(
-    config: RunConfig,
+    plan: RunPlan,
     served_versions: ServedVersions,
     journal: RunLog,
     versions: Mapping[str, PolicyVersion],
@@ -625,7 +630,7 @@ async def serve_opponents_and_pins(
     Returns the opponents' versions, keyed by the policy of the pool.
 
     Args:
-        config: configuration of the run.
+        plan: plan of the run.
         served_versions: table in which they are pinned.
         journal: journal of the run.
         versions: the manifest's versions of the policies that learn.
@@ -636,7 +641,9 @@ async def serve_opponents_and_pins(
         EngineError: the files of a version are missing or altered.
     """
     board = PolicyBoard(versions, (), journal.parents())
-    for policy, steps_behind in pinned_policy_step_lags(config).items():
+    for policy, steps_behind in pinned_policy_step_lags(
+        plan.trained, deterministic=plan.settings.deterministic
+    ).items():
         now = versions[policy].step if policy in versions else 0
         for step in range(max(now - steps_behind, 0), now):
             version = board.at(policy, step)
@@ -649,27 +656,33 @@ async def serve_opponents_and_pins(
             await served_versions.pin(BATCHES, weights)
     return {
         name: await _serve_older_opponents(served_versions, journal, board, name, pool, drawn_from.get(name, ()))
-        for name, pool in config.of_kind(OpponentPoolPolicy).items()
+        for name, pool in plan.settings.of_kind(OpponentPoolPolicy).items()
         if pool.of in versions
     }
 
 
 async def serve_versions_of_trees(
-    config: RunConfig, served_versions: ServedVersions, journal: RunLog, resume_state: ResumeState
+    trained: Mapping[str, PolicyConfig],
+    served_versions: ServedVersions,
+    journal: RunLog,
+    resume_state: ResumeState,
+    *,
+    deterministic: bool,
 ) -> None:
     """Serve the versions of the trees that are not finished, before anything resumes. An episode whose version is gone
     is dropped or starts again when it samples.
 
     Args:
-        config: configuration of the run.
+        trained: policies that learn.
         served_versions: table in which they are pinned.
         journal: journal of the run.
         resume_state: unfinished work, from the journal.
+        deterministic: whether versions are pinned for batches instead.
     """
     ended_specs = (spec for spec, _ in resume_state.ended)
-    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended_specs, config.trained):
-        policy, holder = config.trained[version.policy], tree_holder(main_id, attempt)
-        if config.deterministic or policy.served_adapter is None or version in served_versions.pinned_by(holder):
+    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended_specs, trained):
+        policy, holder = trained[version.policy], tree_holder(main_id, attempt)
+        if deterministic or policy.served_adapter is None or version in served_versions.pinned_by(holder):
             continue
         pinned_versions = {
             pinned_version for pinned_version in served_versions.pinned() if pinned_version.policy == version.policy
@@ -715,7 +728,7 @@ async def _serve_older_opponents(
 
 
 async def start_opponent_pools(
-    config: RunConfig,
+    pools: Mapping[str, OpponentPoolPolicy],
     table: ServedVersions,
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
@@ -725,7 +738,7 @@ async def start_opponent_pools(
     If a version of an earlier start has the current weights, that version is used, because its results are known.
     """
     opponents = {}
-    for name, pool in config.of_kind(OpponentPoolPolicy).items():
+    for name, pool in pools.items():
         pool_versions, current = list(older.get(name, ())), table.current[pool.of]
         step = current.version.step
         joins = step % pool.every == 0 and len(pool_versions) <= pool.size

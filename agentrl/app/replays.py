@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.model_files import check_models_unchanged
+from agentrl.app.model_files import check_models_unchanged, model_paths
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.scoring import RecordedScorer
+from agentrl.config.plans import TrainerPlan
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core import ids, own_loop
@@ -130,7 +131,7 @@ def replay(
         request = _ReplayRequest(
             received=received,
             config=config,
-            chat_format=(factories or RunFactories()).chat_format(config),
+            chat_format=(factories or RunFactories()).chat_format(config.model),
             environment=environment,
             until=until,
             rescoring=rescoring,
@@ -221,7 +222,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(
-                request.config,
+                request.config.rollout_plan,
                 request.chat_format,
                 request.config.engine.max_context or MAX_EXTERNAL_CONTEXT,
             ),
@@ -439,9 +440,9 @@ def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[s
         base = Path(config.base_of(line.policy))
         if not base.is_dir():
             raise InputError(f"its base model, {base}, is not on this machine")
-        check_models_unchanged(config, reader.info().get("models"), ignored=STEP_REPLAY.ignored)
-        _check_loss(config, reader, line.lineage)
-        trainer = _trainer(config, reader.path)
+        check_models_unchanged(model_paths(config), reader.info().get("models"), ignored=STEP_REPLAY.ignored)
+        _check_loss(config.trainer.loss.name, reader, line.lineage)
+        trainer = _trainer(config.trainer_plan, reader.path)
         batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
         between: list[tuple[TrainBatch, float]] = []
         weights: WeightsRef | Path | None
@@ -533,13 +534,12 @@ def _learning_settings(reader: RunReader, lineage: int) -> list[Any]:
     return [config.get("trainer", {}).get("loss"), advantage if advantage.get("name") == "gae" else None]
 
 
-def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
+def _check_loss(name: str, reader: RunReader, lineage: int) -> None:
     """Refuse to compute with another code of the user's loss than that of the step.
 
     Raises:
         InputError: the code differs, or was not recorded.
     """
-    name = config.trainer.loss.name
     if name in LOSSES:
         return
     now = find_function_code("loss", name, key="trainer.loss.name", runs=False)
@@ -551,12 +551,12 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
         )
 
 
-def _trainer(config: RunConfig, run: Path) -> PolicyTrainer:
+def _trainer(plan: TrainerPlan, run: Path) -> PolicyTrainer:
     try:
         from agentrl.learn.trainer import PolicyTrainer
     except ImportError as error:
         raise InputError(f"{error.name} is not installed: {install_command('train')}") from error
-    trainer = PolicyTrainer(config, run, publishes=False)
+    trainer = PolicyTrainer(plan, run, publishes=False)
     trainer.start()
     return trainer
 

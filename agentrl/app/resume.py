@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.model_files import with_kept_models
-from agentrl.config.load import SettingSources, changed_config, overlap, value_at
+from agentrl.config.load import SettingSources, changed_config, overlap
 from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import InputError
+from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import read_process_state
@@ -22,19 +23,29 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 
-def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> tuple[RunConfig, str]:
-    """Return the configuration of a resume, with the models that the run has kept and what `agentrl run set` changed;
-    and if the run has ended and has no step left, a sentence about that.
+class ReopenedRun(NamedTuple):
+    """A run that is to be resumed."""
+
+    config: RunConfig
+    """Its configuration, with the models that the run has kept and what `agentrl run set` changed."""
+    configured: Mapping[str, Any]
+    """Data of the configuration without these changes, and without the settings of the command line."""
+    conclusion: str = ""
+    """A sentence for the user if the run has ended and has no step left."""
+
+
+def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> ReopenedRun:
+    """Read what a resume of a run starts from.
 
     Raises:
         RunDirectoryError: the directory contains no run.
         JournalError: the journal is damaged, or something in the directory is a link, a pipe or a device.
         InputError: the configuration has fewer steps than the run has taken, so the rest would be lost.
     """
-    directory = RunDirectory.reopen(path)
+    directory, configured = RunDirectory.reopen(path), sources.configured(config)
     config = with_kept_models(config, path, RunDirectory.config(path))
     if not (directory.journal / CONTROL_FILE).is_file():  # the run ended before it had a journal
-        return config, ""
+        return ReopenedRun(config, configured)
     with contextlib.closing(RunReader(path)) as reader:
         info, recorded, newest = reader.info(), reader.config(), reader.log.newest_steps()
     live = with_recorded_changes(config, info, sources)
@@ -55,11 +66,12 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> tuple[
     counts = {name: newest.get(name, 0) for name in live.trained}
     is_over = counts and all(count >= live.steps_of(name) for name, count in counts.items())
     if not is_over or read_process_state(path) != "finished":
-        return live, ""
+        return ReopenedRun(live, configured)
     steps_taken = f"{min(counts.values())} steps"
     if len(set(counts.values())) > 1:
         steps_taken = f"steps ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
-    return live, f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
+    conclusion = f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
+    return ReopenedRun(live, configured, conclusion)
 
 
 def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], sources: SettingSources) -> RunConfig:

@@ -9,15 +9,13 @@ import os
 import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import (
-    absolute_model_path,
     check_ray_installed,
     connect_engine_to_trainer,
-    device_plan,
     engines_by_base,
     growing_engine,
     make_engine,
@@ -26,8 +24,10 @@ from agentrl.app.scoring import find_scorer_codes, kept_scores
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import WorkerSetup
-from agentrl.config.policies import LocalPolicy
+from agentrl.config.devices import device_plan
+from agentrl.config.plans import DeviceDemand, EnginePlan, RolloutPlan, TrainerPlan, plan_data
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig, EvaluationConfig, ModelConfig, SandboxConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
 from agentrl.core.machine import Gpu
@@ -71,23 +71,24 @@ def load_config(config: RunConfig | str | Path) -> RunConfig:
     return load(Path(config), [])
 
 
-def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlacement:
+def _worker_placement(demand: DeviceDemand, log: Path, worker: int) -> ProcessPlacement:
     """Return the placement of a worker's process, which needs no GPU."""
-    if not config.in_ray:
+    if not demand.cluster.address:
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
 
     check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
-        plan = session.plan(config)
+        plan = session.plan(demand)
         return plan.workers[worker] if plan.workers else None, ()
 
-    return RayPlacement(choose, address=config.ray_address)
+    return RayPlacement(choose, address=demand.cluster.ray_address)
 
 
 def make_workers(
-    config: RunConfig,
+    plan: RolloutPlan,
+    demand: DeviceDemand,
     environment: type[Environment],
     engine: Engine,
     journal: Path,
@@ -98,7 +99,8 @@ def make_workers(
     """Make the worker processes of a run with more than one worker; they are placed like engines.
 
     Args:
-        config: of the run.
+        plan: the workers' part of the run.
+        demand: processes of the run.
         environment: class of root episodes.
         engine: the run's engine, which the processes call directly.
         journal: the directory of the run's journal.
@@ -109,55 +111,56 @@ def make_workers(
     Raises:
         ConfigError: other processes cannot reach the engine.
     """
-    if config.workers == 1:
+    if plan.workers == 1:
         return None
+    address = demand.cluster.ray_address
     engines = engines_by_base(engine)
     shared_engines = [member for member in engines if isinstance(member, AddressableEngine) and member.addresses]
     if not shared_engines or len(shared_engines) < len(engines):
         raise ConfigError(
-            f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
+            f"workers = {plan.workers}: the engine accepts no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
         )
     work = WorkerSetup(
         number=0,
-        config=_with_absolute_bases(config),
+        plan=_with_absolute_paths(plan),
         journal=str(journal.absolute()),
         environments=environment_code_references(environment),
-        sources=_sources_of(environment) if config.on_cluster else {},
+        sources=_sources_of(environment) if address else {},
         paths=tuple(map(os.path.abspath, sys.path)),
-        capabilities=engine.capabilities.share(config.workers),
-        scorers=find_scorer_codes(config),
-        kept_scores=_kept_scores(config, journal),
+        capabilities=engine.capabilities.share(plan.workers),
+        scorers=find_scorer_codes(plan.scorers),
+        kept_scores=_kept_scores(plan, journal),
     )
     settings = PoolSettings(
-        workers=config.workers,
+        workers=plan.workers,
         work=work,
-        max_in_flight=config.max_in_flight,
+        max_in_flight=plan.max_in_flight,
         silence_s=SILENCE_S,
     )
     receiver = None
-    if config.on_cluster:
+    if address:
         from agentrl.cluster.session import RaySession
 
-        session = RaySession(config.ray_address)
+        session = RaySession(address)
         session.start()
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
-    placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
+    placements = [_worker_placement(demand, log, worker) for worker in range(plan.workers)]
     return WorkerPool(
         settings, engines=shared_engines, placements=placements, receiver=receiver, clock=clock, tell=tell
     )
 
 
-def _kept_scores(config: RunConfig, journal: Path) -> dict[str, dict[bytes, Score]]:
+def _kept_scores(plan: RolloutPlan, journal: Path) -> dict[str, dict[bytes, Score]]:
     reader = TurnLogReader(journal)
     try:
-        return kept_scores(config, reader.newest_scores)
+        return kept_scores(plan, reader.newest_scores)
     finally:
         reader.close()
 
 
 def watch_joining_nodes(
-    config: RunConfig,
+    plan: EnginePlan,
     environment: type[Environment],
     engine: Engine,
     trainer: Trainer,
@@ -169,7 +172,7 @@ def watch_joining_nodes(
     """Start using nodes that join the run's cluster; see `JoiningNodeWatcher`.
 
     Args:
-        config: of the run.
+        plan: engines of the run.
         environment: class of root episodes.
         engine: the run's engine; replicas are added to it if it has several.
         trainer: the run's trainer, which sends weights to the new replicas too.
@@ -183,17 +186,14 @@ def watch_joining_nodes(
     from agentrl.cluster.nodes import missing_on_node
     from agentrl.cluster.session import RaySession
 
-    session, code, address = (
-        RaySession(config.ray_address),
-        importable_environment_code(environment),
-        config.ray_address,
-    )
+    address, models = plan.demand.cluster.ray_address, [base.path for base in plan.bases]
+    session, code = RaySession(address), importable_environment_code(environment)
     session.start()
-    numbers = itertools.count(config.engine.count * len(config.bases))
+    numbers = itertools.count(plan.engine.count * len(plan.bases))
     process_kinds = []
 
     def connect(engine: ProcessEngine) -> None:
-        connect_engine_to_trainer(config, engine, next(numbers), trainer)
+        connect_engine_to_trainer(plan, engine, next(numbers), trainer)
 
     if workers is not None:
         process_kinds.append(
@@ -203,14 +203,14 @@ def watch_joining_nodes(
                 lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
             )
         )
-    if isinstance(engine, EngineRouter) and config.engine.count > 1:
-        bases = range(len(config.bases))
-        process_kinds += [growing_engine(config, number, engine, versions, connect, tell) for number in bases]
+    if isinstance(engine, EngineRouter) and plan.engine.count > 1:
+        bases = range(len(plan.bases))
+        process_kinds += [growing_engine(plan, number, engine, versions, connect, tell) for number in bases]
     return JoiningNodeWatcher(
         process_kinds,
         pool=workers,
         nodes=session.undrained,
-        missing=lambda node: missing_on_node(node, config, code),
+        missing=lambda node: missing_on_node(node, models, code),
         clock=clock,
         tell=tell,
     )
@@ -249,39 +249,38 @@ def _sources_of(environment: type[Environment]) -> dict[str, str]:
         raise InputError(f"the environment's code cannot be read: {error}") from error
 
 
-def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
-    """Convert a configuration to data for a process with another working directory."""
-    data = config.model_dump(mode="json")
-    data["model"]["path"] = config.model.path and absolute_model_path(config)
-    for name, policy in config.of_kind(LocalPolicy).items():
-        data["policies"][name]["model"] = policy.model and os.path.abspath(policy.model)
-    for name, scorer in config.reward_models.items():
-        data["scorers"][name]["reward_model"] = os.path.abspath(scorer.reward_model)
-    return data
+def _with_absolute_paths(plan: RolloutPlan) -> dict[str, Any]:
+    """Convert a worker's plan to data for a process with another working directory."""
+    model = plan.model.model_copy(update={"path": plan.model.path and os.path.abspath(plan.model.path)})
+    scorers = {
+        name: scorer.model_copy(update={"reward_model": os.path.abspath(scorer.reward_model)})
+        for name, scorer in plan.reward_models.items()
+    }
+    return plan_data(replace(plan, model=model, scorers={**plan.scorers, **scorers}))
 
 
-def make_trainer(config: RunConfig, directory: Path) -> Trainer:
-    """Make the trainer of a configuration."""
-    if config.trains_in_process:
-        from agentrl.learn.ranks import limit_gpu_memory
+def make_trainer(plan: TrainerPlan, directory: Path) -> Trainer:
+    """Make the trainer of a run."""
+    if plan.in_process:
+        from agentrl.learn.ranks import limit_gpu_memory, rank_device
         from agentrl.learn.trainer import InProcessTrainer
 
-        plan = device_plan(config)
-        if plan.ranks and not config.engine_in_process:
-            limit_gpu_memory(config, plan.ranks[0], plan.share_of_rank(0))
-        return InProcessTrainer(config, directory)
+        devices = device_plan(plan.demand)
+        if devices.ranks and not plan.demand.engine_in_process:
+            device = rank_device(devices.ranks[0], stays_on_cpu=plan.demand.stays_on_cpu)
+            limit_gpu_memory(device, devices.share_of_rank(0))
+        return InProcessTrainer(plan, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool
 
-    return RayTrainerPool(config, directory)
+    return RayTrainerPool(plan, directory)
 
 
-def make_chat_format(config: RunConfig) -> ChatFormat:
+def make_chat_format(model: ModelConfig) -> ChatFormat:
     """Make the chat format of `model.path`, or the one of JSON lines if that is empty."""
-    if not config.model.path:
+    if not model.path:
         return JsonChatFormat()
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
-    model = config.model
     return TemplateChatFormat.load(
         model.path,
         reply_format=model.reply_format,
@@ -295,11 +294,11 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 class RunFactories:
     """Factories of a run's engine, trainer and chat format, called at each start; by default its configuration's."""
 
-    engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
+    engine: Callable[[EnginePlan, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
         make_engine
     )
-    trainer: Callable[[RunConfig, Path], Trainer] = make_trainer
-    chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
+    trainer: Callable[[TrainerPlan, Path], Trainer] = make_trainer
+    chat_format: Callable[[ModelConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)
     assembled: Callable[[Orchestrator], None] = lambda orchestrator: None
     """Callback with the loop of each start before it runs; tests use it to disturb the loop."""
@@ -318,10 +317,14 @@ def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | 
 
 
 def task_source(
-    config: RunConfig, environment: type[Environment], split: Split, tasks: TaskSource | None = None
+    section: EnvironmentConfig,
+    seed: int,
+    environment: type[Environment],
+    split: Split,
+    tasks: TaskSource | None = None,
 ) -> TaskSource:
-    """Return the environment's tasks of a split, with the configured options; for a mixture, those of all trained
-    members; or `tasks`, if given.
+    """Return the environment's tasks of a split, with the options of `[environment]`; for a mixture, those of all
+    trained members; or `tasks`, if given.
 
     Raises:
         InputError: the environment has no tasks of its own, or reading them failed.
@@ -331,14 +334,16 @@ def task_source(
         if tasks is not None:
             raise InputError("a mixture takes its tasks from its members: remove tasks= and held_out=")
         sources = {
-            root.__name__: _source(config, environment, root, split) for root in trained_root_environments(environment)
+            root.__name__: _source(section.options, seed, environment, root, split)
+            for root in trained_root_environments(environment)
         }
         return MixedTasks([MemberTasks.of(*item) for item in sources.items()], environment.rates)
-    return _source(config, environment, environment, split, tasks)
+    return _source(section.options, seed, environment, environment, split, tasks)
 
 
 def _source(
-    config: RunConfig,
+    options: Mapping[str, Any],
+    seed: int,
     root: type[Environment],
     environment: type[Environment],
     split: Split,
@@ -346,7 +351,7 @@ def _source(
 ) -> TaskSource:
     """Return the tasks of one environment of a run."""
     if tasks is None:
-        tasks = _tasks_of_split(environment, split, config.seed, _options(config, root, environment))
+        tasks = _tasks_of_split(environment, split, seed, _options(options, root, environment))
     _read_tasks(environment, split, tasks, 1)
     return tasks
 
@@ -372,10 +377,10 @@ def _read_tasks(
 
 
 def _options(
-    config: RunConfig, root_environment: type[Environment], environment: type[Environment]
+    options: Mapping[str, Any], root_environment: type[Environment], environment: type[Environment]
 ) -> Mapping[str, Any]:
     """Return the options of one environment of a run: the table of its name, or all if it alone is trained."""
-    options, environments = config.environment.options, trained_root_environments(root_environment)
+    environments = trained_root_environments(root_environment)
     if len(environments) == 1:
         return options if environment is environments[0] else {}
     names = [root.__name__ for root in root_environments(root_environment)]
@@ -408,20 +413,24 @@ def _tasks_of_split(environment: type[Environment], split: Split, seed: int, opt
 
 
 def held_out_task_splits(
-    config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
+    evaluation: EvaluationConfig,
+    section: EnvironmentConfig,
+    seed: int,
+    environment: type[Environment],
+    tasks: TaskSource | None = None,
 ) -> tuple[list[HeldOutSplit], int]:
     """Return the splits to evaluate with their tasks, and the number of tasks to choose from.
 
     If a split has more than `evaluation.tasks` tasks, that many are drawn with the run's seed: the first ones of an
     ordered list would be a biased sample.
     """
-    splits, available = config.evaluation.splits, 0
+    splits, available = evaluation.splits, 0
     held_out: list[HeldOutSplit] = []
     for name, split, count in splits:
         for root in (resolve(name),) if name else trained_root_environments(environment):
-            source = _source(config, environment, root, split, tasks)
+            source = _source(section.options, seed, environment, root, split, tasks)
             available += len(source)
-            rng = random.Random(f"held-out tasks {config.seed}")
+            rng = random.Random(f"held-out tasks {seed}")
             drawn = _read_tasks(root, split, source, count, rng)
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
@@ -430,7 +439,7 @@ def held_out_task_splits(
     return held_out, available
 
 
-async def unproved_sandbox_promises(config: RunConfig, environment: type[Environment]) -> list[str]:
+async def unproved_sandbox_promises(sandbox: SandboxConfig, environment: type[Environment]) -> list[str]:
     """Return the promises of sandboxes that this machine does not keep, as warnings; none without a sandbox.
 
     Raises:
@@ -439,9 +448,9 @@ async def unproved_sandbox_promises(config: RunConfig, environment: type[Environ
     classes = [base for subclass in all_environment_classes(environment) for base in subclass.__mro__]
     if not any(isinstance(value, Sandbox) for subclass in classes for value in vars(subclass).values()):
         return []
-    failed = [check for check in await check_sandboxes(config.sandbox.driver) if not check.holds]
+    failed = [check for check in await check_sandboxes(sandbox.driver) if not check.holds]
     lines = [f"{check.name}: {check.result}{f' ({check.fix})' if check.fix else ''}" for check in failed]
-    if lines and config.sandbox.unproved == "refuse":
+    if lines and sandbox.unproved == "refuse":
         raise InputError(
             f"{environment.__name__} runs commands in a sandbox, which this machine cannot prove: {'; '.join(lines)}. "
             "Mend it (`agentrl doctor --sandbox`), or set sandbox.unproved = 'accept'"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from agentrl.config.policies import LocalPolicy, OpponentPoolPolicy, PolicyConfig
+from agentrl.config.plans import RolloutPlan
+from agentrl.config.policies import OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import ScorerConfig, reward_model_name
 from agentrl.core.clock import Clock
@@ -26,14 +27,14 @@ from agentrl.rollout.scoring.reward_model import RewardModelScorer
 NO_SCORES: Mapping[str, Mapping[bytes, Score]] = MappingProxyType({})
 
 
-def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
+def find_scorer_codes(scorers: Mapping[str, ScorerConfig]) -> dict[str, FunctionCode]:
     """Return the code of the functions that score, by the scorer's name.
 
     Raises:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit.
     """
     codes = {}
-    for name, section in config.scorers.items():
+    for name, section in scorers.items():
         if not section.function:
             continue
         code, function = find_function("scorer", section.function, key=f"scorers.{name}.function")
@@ -43,7 +44,7 @@ def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
 
 
 def make_scorers(
-    config: RunConfig,
+    plan: RolloutPlan,
     engine: Sampler,
     chat_format: ChatFormat,
     settings: RolloutSettings,
@@ -55,7 +56,7 @@ def make_scorers(
     """Make the scorers of one worker, or with `workers = 1` of the run's process.
 
     Args:
-        config: configuration of the run.
+        plan: the workers' part of the run.
         engine: samples the replies of judges, and serves reward models.
         chat_format: that of the run's base model.
         settings: settings of the worker's episodes.
@@ -68,9 +69,9 @@ def make_scorers(
         ConfigError: a function cannot be loaded.
         ModelError: a reward model has no tokenizer or chat template.
     """
-    codes = find_scorer_codes(config) if codes is None else codes
+    codes = find_scorer_codes(plan.scorers) if codes is None else codes
     scorers: dict[str, RetryingScorer] = {}
-    for name, section in config.scorers.items():
+    for name, section in plan.scorers.items():
         limits: dict[str, Any] = {
             "name": name,
             "per": section.per,
@@ -78,11 +79,11 @@ def make_scorers(
             "attempts": section.attempts,
             "timeout_s": section.timeout_s,
             "unscorable": section.unscorable,
-            "places": Places(max(1, section.max_concurrent // (workers or config.workers))),
-            "cache": 0 if section.judge in config.trained else section.cache,
-            "identity": _identity(config, section, codes.get(name)),
+            "places": Places(max(1, section.max_concurrent // (workers or plan.workers))),
+            "cache": 0 if section.judge in plan.trained else section.cache,
+            "identity": _identity(plan, section, codes.get(name)),
             "recorded": kept.get(name, {}),
-            "run_seed": config.seed,
+            "run_seed": plan.seed,
             "clock": clock,
         }
         if section.function:
@@ -99,7 +100,7 @@ def make_scorers(
                 **limits,
             )
         else:
-            run = PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits)
+            run = PolicySettings(chat_format=chat_format, seat=settings.seat)
             policy = settings.policies.get(section.judge, run)
             scorers[name] = JudgeScorer(
                 engine=engine,
@@ -111,45 +112,44 @@ def make_scorers(
                 answer=section.answer,
                 scale=section.scale or (0.0, 0.0),
                 votes=section.votes,
-                learns=isinstance(config.policies[section.judge], PolicyConfig | OpponentPoolPolicy),
+                learns=isinstance(plan.policies[section.judge], PolicyConfig | OpponentPoolPolicy),
                 **limits,
             )
-    for name, section in config.scorers.items():
+    for name, section in plan.scorers.items():
         if section.on_failure != "drop":
             scorers[name].other = scorers[section.on_failure]
     return scorers
 
 
-def with_scorers(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    """Return the configuration with these scorers alone, and those that answer if one of them fails."""
+def with_scorers(plan: RolloutPlan, names: Iterable[str]) -> RolloutPlan:
+    """Return the plan with these scorers alone, and those that answer if one of them fails."""
     scorer_names: set[str] = set()
     for first in names:
         name = first
         while name != "drop" and name not in scorer_names:
             scorer_names.add(name)
-            name = config.scorers[name].on_failure
-    sections = {name: section for name, section in config.scorers.items() if name in scorer_names}
-    return config.model_copy(update={"scorers": sections})
+            name = plan.scorers[name].on_failure
+    return replace(plan, scorers={name: plan.scorers[name] for name in plan.scorers if name in scorer_names})
 
 
-def kept_scores(config: RunConfig, newest: Callable[[str, int], dict[bytes, Score]]) -> dict[str, dict[bytes, Score]]:
+def kept_scores(plan: RolloutPlan, newest: Callable[[str, int], dict[bytes, Score]]) -> dict[str, dict[bytes, Score]]:
     """Return the scores that scorers with a cache keep from earlier attempts of the run, by the scorer's name.
 
     Args:
-        config: configuration of the run.
+        plan: the workers' part of the run.
         newest: returns a number of a scorer's newest scores from the journal.
     """
     return {
         name: newest(name, section.cache)
-        for name, section in config.scorers.items()
-        if section.cache and section.per != "group" and section.judge not in config.trained
+        for name, section in plan.scorers.items()
+        if section.cache and section.per != "group" and section.judge not in plan.trained
     }
 
 
-def _identity(config: RunConfig, section: ScorerConfig, code: FunctionCode | None) -> str:
+def _identity(plan: RolloutPlan, section: ScorerConfig, code: FunctionCode | None) -> str:
     """Return all settings on which a scorer's answer depends: a resumed run may have changed them."""
-    policy = config.policies.get(section.judge)
-    judge = None if policy is None else [policy.model_dump(), config.sampling_of(section.judge).model_dump()]
+    policy = plan.policies.get(section.judge)
+    judge = None if policy is None else [policy.model_dump(), plan.sampling_by_policy[section.judge].model_dump()]
     asked = {"judge", "rubric", "answer", "scale", "votes"}
     decides = asked | {"per", "options", "reward_model", "steps", "combine", "unscorable"}
     code_digest = "" if code is None else code.digest
@@ -176,12 +176,6 @@ def expected_scores(config: RunConfig) -> list[str]:
                 f"{plural(calls, 'request')}{limit}"
             )
     return lines
-
-
-def scored_policies(config: RunConfig) -> frozenset[str]:
-    """Return the scored policies: the learning ones, or without any (evaluations, forks), those with weights."""
-    weights = {name for name, policy in config.policies.items() if isinstance(policy, LocalPolicy)} - config.judges
-    return frozenset(config.trained or weights)
 
 
 @dataclass(frozen=True, slots=True)

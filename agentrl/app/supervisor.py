@@ -30,6 +30,7 @@ import msgspec
 from agentrl.app.assemble import RunParts, assemble_orchestrator, change_orchestrator
 from agentrl.app.control import RunControl, serve_control
 from agentrl.app.engines import connect_engines_to_trainer, engines_by_base
+from agentrl.app.plan import RunPlan
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
 from agentrl.app.received import refusal_on_resume
 from agentrl.app.recovery import UserCodeDigests, find_start_point
@@ -37,7 +38,7 @@ from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, 
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.config.load import SettingDifference
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan
 from agentrl.core.clock import ProtectedClockLoop, RetryBudget
 from agentrl.core.errors import (
     AgentRLError,
@@ -56,7 +57,7 @@ from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
-from agentrl.environment.environment import Environment, TaskSource
+from agentrl.environment.environment import TaskSource
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import (
     NAMED,
@@ -93,9 +94,8 @@ INTERRUPTED = 130
 class RunSetup:
     """The parts of a run that outlive its restarts within this process."""
 
-    config: RunConfig
-    """The configuration, with the changes that `agentrl run set` made."""
-    environment: type[Environment]
+    plan: RunPlan
+    """The plan, with the changes that `agentrl run set` made."""
     tasks: TaskSource
     recorded_turns: Sequence[GroupStart]
     held_out: Sequence[HeldOutSplit]
@@ -236,8 +236,8 @@ async def supervise(setup: RunSetup) -> Orchestrator:
             observer.watch()
             observer.warn(f"{error}; resuming from the newest checkpoint in {wait:g} s")
         await setup.factories.clock.sleep(wait)
-        if setup.config.cluster.min_nodes:
-            await wait_for_nodes(setup.config, setup.factories.clock, observer.phase)
+        if (cluster := setup.plan.settings.cluster).min_nodes:
+            await wait_for_nodes(cluster, setup.factories.clock, observer.phase)
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:
@@ -256,13 +256,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock
     await store.flush()
     record = _new_record(setup)
-    config = setup.config.model_copy(update={"workers": record.workers})
+    plan = replace(setup.plan, settings=setup.plan.settings.model_copy(update={"workers": record.workers}))
     changes = () if setup.began else setup.changed
     point = await find_start_point(
-        *(config, directory, store),
+        *(plan, directory, store),
         code=setup.code,
         changed=changes,
-        refusal=partial(refusal_on_resume, directory.journal, setup.environment, setup.selected),
+        refusal=partial(refusal_on_resume, directory.journal, plan.environment, setup.selected),
         clock=clock,
         tell=observer.say,
     )
@@ -270,32 +270,36 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     if point.record.lineage:
         observer.say(". ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in point.sentences) + ".")
     async with contextlib.AsyncExitStack() as stack:
-        trainer = setup.factories.trainer(config, directory.path)
+        trainer = setup.factories.trainer(plan.trainer, directory.path)
         stack.push_async_callback(_close, trainer, observer)
-        engine = await _start_trainer_and_engine(setup, config, point, trainer, stack)
-        connect_engines_to_trainer(config, engine, trainer)
-        workers = _workers(config, setup, engine)
+        engine = await _start_trainer_and_engine(setup, plan.engine, point, trainer, stack)
+        connect_engines_to_trainer(plan.engine, engine, trainer)
+        workers = _workers(plan, setup, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)
         else:
             record.workers = 1
-        served_versions = ServedVersions(engine, batches=pinned_policy_step_lags(config))
+        served_versions = ServedVersions(
+            engine, batches=pinned_policy_step_lags(plan.trained, deterministic=plan.settings.deterministic)
+        )
         await serve_configured_weights(
-            config, served_versions, store, await asyncio.to_thread(frozen_policy_weights, config)
+            plan.engine.bases, served_versions, store, await asyncio.to_thread(frozen_policy_weights, plan.engine.bases)
         )
         store.record_start(point.record)
-        trainable = {name: point.versions[name] for name in config.trained}
+        trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
-            config, trainable, trainer, served_versions, store, point.resume_state
+            plan, trainable, trainer, served_versions, store, point.resume_state
         )
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
         parts = _parts(
             setup, point, opponents, running_best, served_versions=served_versions, trainer=trainer, workers=workers
         )
-        orchestrator = assemble_orchestrator(config, setup.environment, parts)
-        if config.on_cluster:
+        orchestrator = assemble_orchestrator(plan, parts)
+        if plan.settings.on_cluster:
             node_watcher = watch_joining_nodes(
-                *(config, setup.environment, engine, trainer, point.versions, workers), clock=clock, tell=observer.warn
+                *(plan.engine, plan.environment, engine, trainer, point.versions, workers),
+                clock=clock,
+                tell=observer.warn,
             )
             stack.push_async_callback(node_watcher.close)
         setup.factories.assembled(orchestrator)
@@ -313,7 +317,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 
 
 async def _start_trainer_and_engine(
-    setup: RunSetup, config: RunConfig, point: StartPoint, trainer: Trainer, stack: contextlib.AsyncExitStack
+    setup: RunSetup, plan: EnginePlan, point: StartPoint, trainer: Trainer, stack: contextlib.AsyncExitStack
 ) -> Engine:
     """Start both, side by side if the engine runs in other processes. `stack` closes the engine."""
     observer, directory, clock = setup.observer, setup.directory, setup.factories.clock
@@ -325,13 +329,13 @@ async def _start_trainer_and_engine(
         observer.say(f"the trainer is ready: {clock.monotonic() - began:.1f} s")
 
     async def start_engine() -> Engine:
-        engine = await setup.factories.engine(config, point.versions, observer.warn, directory.engine_log)
+        engine = await setup.factories.engine(plan, point.versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
         observer.say(f"the engine is ready: {clock.monotonic() - began:.1f} s")
         return engine
 
     observer.phase("loading trainer and engine")
-    if config.engine_in_process:  # transformers loads with settings of the whole process
+    if plan.demand.engine_in_process:  # transformers loads with settings of the whole process
         await start_trainer()
         return await start_engine()
     try:
@@ -347,13 +351,13 @@ async def _start_trainer_and_engine(
 async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
     """Run the loop, and answer `agentrl run pause | resume | drain | set` meanwhile."""
 
-    def apply(config: RunConfig) -> None:
-        setup.config = config
-        change_orchestrator(orchestrator, config, setup.environment)
-        setup.observer.state.plan = display_settings_from_config(config.model_dump(mode="json"))
+    def apply(plan: RunPlan) -> None:
+        setup.plan = plan
+        change_orchestrator(orchestrator, plan)
+        setup.observer.state.plan = display_settings_from_config(plan.settings.model_dump(mode="json"))
 
     control = RunControl(
-        *(setup.config, setup.configured, setup.environment, orchestrator, setup.store),
+        *(setup.plan, setup.configured, orchestrator, setup.store),
         clock=setup.factories.clock,
         apply=apply,
         tell=setup.observer.say,
@@ -425,7 +429,7 @@ def _parts(
 
 def _new_record(setup: RunSetup) -> RunProcessRecord:
     """Make the record of this start. Warns about the end of the previous process, if it is known."""
-    store, num_workers = setup.store, setup.config.workers
+    store, num_workers = setup.store, setup.plan.settings.workers
     last = RunProcessRecord.read(setup.directory.path)
     record = last.next(store)
     running = last.running(store.unfinished)
@@ -464,15 +468,15 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
     return record
 
 
-def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool | None:
+def _workers(plan: RunPlan, setup: RunSetup, engine: Engine) -> WorkerPool | None:
     """Make the run's worker processes; none if they are needed only because of a death, and cannot be made."""
     try:
         return make_workers(
-            *(config, setup.environment, engine, setup.directory.journal),
+            *(plan.rollout, plan.engine.demand, plan.environment, engine, setup.directory.journal),
             *(setup.observer.warn, setup.directory.workers_log, setup.factories.clock),
         )
     except InputError as error:
-        if config.workers == setup.config.workers:
+        if plan.settings.workers == setup.plan.settings.workers:
             raise
         setup.observer.warn(f"no worker processes: {error}. Episodes are run in the main process again")
         return None

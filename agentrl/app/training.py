@@ -18,13 +18,12 @@ from agentrl.app.engines import (
     check_endpoints,
     check_ray_installed,
     check_vllm_usable,
-    device_plan,
     make_engine,
-    with_chosen_engine,
 )
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
-from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
+from agentrl.app.memory_estimate import check_gpu_memory, memory_line
 from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models
+from agentrl.app.plan import RunPlan, resolve, with_chosen_settings
 from agentrl.app.policies import (
     BaseModelRecord,
     base_model_chat_formats,
@@ -32,14 +31,12 @@ from agentrl.app.policies import (
     check_quantized_models,
     check_tokenizers,
     hidden_tools,
-    split_group_warnings,
-    units_per_root_group,
 )
 from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
-from agentrl.app.resume import reopen_run
+from agentrl.app.resume import ReopenedRun, reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
     environment_of,
@@ -51,13 +48,17 @@ from agentrl.app.run_parts import (
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
+from agentrl.config.devices import device_plan
 from agentrl.config.load import (
     WITHOUT_COMMAND_LINE,
     SettingDifference,
     SettingSources,
     check_settings_unchanged,
 )
+from agentrl.config.plans import EnginePlan, TrainerPlan
+from agentrl.config.policies import BotPolicy
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError, RunDirectoryError
 from agentrl.core.files import temporary_directory
@@ -66,7 +67,6 @@ from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
-from agentrl.environment.overrides import misspelled_attributes
 from agentrl.journal.run_process import find_writing_process, record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
@@ -106,7 +106,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
     scorers: Sequence[Callable[..., Any]] = (),
-    resume: bool = False,
+    resume: bool | ReopenedRun = False,
     sources: SettingSources | None = None,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
@@ -122,7 +122,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         advantage: a function marked with `agentrl.advantage` that replaces `config.credit.advantage`.
         scorers: functions marked with `agentrl.scorer`; each adds `[scorers.NAME]` under its own name, or replaces the
             function there.
-        resume: continue from the newest checkpoint of the run directory.
+        resume: continue from the newest checkpoint of the run directory; or the run, if it is reopened already.
         sources: where the settings come from; None: all from `config`.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
@@ -144,9 +144,9 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         },
     )
     environment_class = environment_of(config, environment)
-    units_per_root_group(config, environment_class)  # refuse impossible settings before anything is loaded
+    resolve(config, environment_class)  # refuse impossible settings before anything is loaded
     if config.engine.kind == "vllm":
-        check_vllm_usable(config)
+        check_vllm_usable(config.engine, config.filtered, on_cluster=config.on_cluster)
     run = run_training(
         *(config, environment_class),
         tasks=tasks,
@@ -166,7 +166,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
     tasks: TaskSource | None = None,
     held_out: Sequence[Task] | None = None,
     observers: Sequence[Observer] = (),
-    resume: bool = False,
+    resume: bool | ReopenedRun = False,
     sources: SettingSources = WITHOUT_COMMAND_LINE,
     quiet: bool = False,
     factories: RunFactories | None = None,
@@ -182,17 +182,24 @@ async def run_training(  # noqa: PLR0913 - as `train`
     check_sinks_installed(config.sinks)
     temporary_directory()  # many libraries need one
     path = Path(config.directory) / config.name
-    configured = sources.configured(config)
     if resume:
-        config, conclusion = await asyncio.to_thread(reopen_run, config, path, sources)
+        reopened = (
+            resume if isinstance(resume, ReopenedRun) else await asyncio.to_thread(reopen_run, config, path, sources)
+        )
+        config, configured, conclusion = reopened
         if conclusion:
             return _ended_run(path, "" if quiet else conclusion)
     else:
+        configured = sources.configured(config)
         _check_free(path)
-    functions = load_user_functions(config)  # imports torch only to check the options of a built-in loss
-    source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
-    held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
-    warnings = await unproved_sandbox_promises(config, environment)
+    functions = load_user_functions(
+        config.trainer, config.credit, config.scorers
+    )  # imports torch only to check the options of a built-in loss
+    source = await asyncio.to_thread(_training_tasks, config.environment, config.seed, environment, tasks)
+    held_out_splits, available = await asyncio.to_thread(
+        held_out_source, config.evaluation, config.environment, config.seed, environment, held_out
+    )
+    warnings = await unproved_sandbox_promises(config.sandbox, environment)
     code = importable_environment_code(environment)
     selected = await asyncio.to_thread(
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
@@ -204,27 +211,29 @@ async def run_training(  # noqa: PLR0913 - as `train`
         RunDirectory.create(path, config.model_dump_json(indent=1))
     directory = RunDirectory(path)
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
-    run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
+    run_context = _open_run(directory, observers, clock, info=info, quiet=quiet, resume=bool(resume))
     async with run_context as (store, observer), gpu_reservation():
-        _warn(observer, warnings, [] if resume else _environment_warnings(config, environment))
+        _warn(observer, warnings, [] if resume else resolve(config, environment).warnings())
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         # A resume first refuses settings that may not change, and names the old value.
-        faults = _environment_warnings(config, environment) if resume else []
-        _warn(observer, remember_run(path, config, code, selected, resumed=resume), faults)
-        recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
+        plan = resolve(config, environment)
+        _warn(
+            observer,
+            remember_run(path, config, code, selected, resumed=bool(resume)),
+            plan.warnings() if resume else [],
+        )
+        recorded_turns = await asyncio.to_thread(
+            find_recorded_turns, config.environment.start_from, config.seed, environment, path
+        )
         keep_recorded_turns(recorded_turns, environment, path)
-        _warn(observer, filter(None, [hidden_tools(config, environment, chat_format)]))
+        _warn(observer, filter(None, [hidden_tools(plan.rollout, environment, chat_format)]))
         if factories.engine is make_engine:
-            for line in await _device_lines(config, code, clock, observer.phase):
-                observer.say(line)
-            _warn(observer, device_plan(config).mixed_gpus(), await asyncio.to_thread(check_gpu_memory, config))
-            observer.say(await asyncio.to_thread(memory_line, config))
+            await _check_machine(plan.engine, plan.trainer, code, clock, observer)
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
-        for line in _plan_lines(config, chat_format, num_evaluated, available, len(recorded_turns)):
+        for line in _plan_lines(plan, chat_format, num_evaluated, available, len(recorded_turns)):
             observer.say(line)
         setup = RunSetup(
-            config=config,
-            environment=environment,
+            plan=plan,
             tasks=source,
             recorded_turns=recorded_turns,
             held_out=held_out_splits,
@@ -234,14 +243,14 @@ async def run_training(  # noqa: PLR0913 - as `train`
             directory=directory,
             store=store,
             observer=observer,
-            code=UserCodeDigests.of(config, environment, functions),
+            code=UserCodeDigests.of(config.of_kind(BotPolicy), environment, functions),
             estimator=functions.estimator,
             changed=changes,
             configured=configured,
         )
         orchestrator = await supervise(setup)
         seconds = clock.monotonic() - start_s
-        summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds) | {
+        summary = _summary(config.name, observer.state, orchestrator, num_evaluated, seconds) | {
             "run_seconds": store.seconds()
         }
         return _report_conclusion(directory, store, observer, orchestrator, summary)
@@ -250,11 +259,6 @@ async def run_training(  # noqa: PLR0913 - as `train`
 def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
     for line in itertools.chain(*warnings):
         observer.warn(line)
-
-
-def _environment_warnings(config: RunConfig, environment: type[Environment]) -> list[str]:
-    split_groups = split_group_warnings(config, units_per_root_group(config, environment))
-    return [*split_groups, *misspelled_attributes(environment)]
 
 
 def _check_free(path: Path) -> None:
@@ -289,7 +293,7 @@ def _ended_run(path: Path, conclusion: str) -> Run:
 def _check_policies(config: RunConfig) -> None:
     """Refuse models and endpoints that are not there."""
     check_local_models(config)
-    check_endpoints(config)
+    check_endpoints(config.policies)
 
 
 class _ResolvedRun(NamedTuple):
@@ -321,22 +325,22 @@ async def _resolve(
         if names := [path for path in model_paths(config).values() if is_hub_name(path)]:
             observer.phase(f"finding {', '.join(names)} on the Hugging Face hub, or in its cache")
             config = await asyncio.to_thread(with_downloaded_models, config, before)
-        check_quantized_models(config)
+        check_quantized_models(config.bases)
         if config.bases:
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
-        config, line = await asyncio.to_thread(with_chosen_engine, config, before)
+        config = await asyncio.to_thread(with_learning_rates, config, before)
+        config, line = await asyncio.to_thread(with_chosen_settings, config, before)
         if line:
             observer.say(line)
-        config = await asyncio.to_thread(_with_chosen_settings, config, before)
-    chat_format, bases = await asyncio.to_thread(_read_formats, config, factories)
+    chat_format, bases = await asyncio.to_thread(_read_formats, config.model, config.engine_plan, factories)
     changes: list[SettingDifference] = []
     if is_resolved:
         changes = check_settings_unchanged(store.config(), config)
-        await asyncio.to_thread(check_models_unchanged, config, info.get("models"))
+        await asyncio.to_thread(check_models_unchanged, model_paths(config), info.get("models"))
     else:
-        models = await asyncio.to_thread(record_models, config)
+        models = await asyncio.to_thread(record_models, model_paths(config))
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
         await store.describe(**msgspec.to_builtins(resolved))
@@ -345,11 +349,13 @@ async def _resolve(
     return _ResolvedRun(config, chat_format, changes)
 
 
-def _read_formats(config: RunConfig, factories: RunFactories) -> tuple[ChatFormat, list[BaseModelRecord]]:
-    chat_format = factories.chat_format(config)
-    base_model_chat_formats(config)
-    check_tokenizers(config)
-    return chat_format, base_models(config)
+def _read_formats(
+    model: ModelConfig, engine: EnginePlan, factories: RunFactories
+) -> tuple[ChatFormat, list[BaseModelRecord]]:
+    chat_format = factories.chat_format(model)
+    base_model_chat_formats(model, engine.bases)
+    check_tokenizers(engine)
+    return chat_format, base_models(engine.bases)
 
 
 def _import_learning_stack() -> None:
@@ -357,23 +363,13 @@ def _import_learning_stack() -> None:
     import agentrl.learn.models  # noqa: F401
 
 
-def _with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with learning rates and sizes chosen where they are open.
-
-    Args:
-        config: configuration of the run.
-        before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
-    """
-    config = with_learning_rates(config, before)
-    return with_chosen_token_limits(config, before)
-
-
 def _plan_lines(
-    config: RunConfig, chat_format: ChatFormat, num_evaluated: int, num_held_out: int, num_recorded_turns: int
+    plan: RunPlan, chat_format: ChatFormat, num_evaluated: int, num_held_out: int, num_recorded_turns: int
 ) -> Iterator[str]:
     """Yield lines about choices that the user may not know of."""
-    if config.trained:
-        rates = ", ".join(f"{name} {policy.learning_rate:g}" for name, policy in config.trained.items())
+    config = plan.settings
+    if plan.trained:
+        rates = ", ".join(f"{name} {policy.learning_rate:g}" for name, policy in plan.trained.items())
         yield f"learning rate: {rates}"
     if chat_format.rewrites:
         treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
@@ -387,39 +383,46 @@ def _plan_lines(
         yield f"{share:.0%} of the groups begin at one of {count}"
 
 
-def _training_tasks(config: RunConfig, environment: type[Environment], tasks: TaskSource | None) -> TaskSource:
+def _training_tasks(
+    section: EnvironmentConfig, seed: int, environment: type[Environment], tasks: TaskSource | None
+) -> TaskSource:
     """Return the training tasks.
 
     Raises:
         InputError: there are none.
     """
-    source = task_source(config, environment, "train", tasks)
+    source = task_source(section, seed, environment, "train", tasks)
     if not len(source):
-        raise InputError(f"{environment.__name__}.tasks('train', seed={config.seed}) is empty")
+        raise InputError(f"{environment.__name__}.tasks('train', seed={seed}) is empty")
     return source
 
 
-async def _device_lines(
-    config: RunConfig, code: Mapping[str, str], clock: Clock, tell: Callable[[str], None]
-) -> list[str]:
-    """Describe the assignment of devices, and of the nodes of a cluster, which are waited for and checked.
+async def _check_machine(
+    engine: EnginePlan, trainer: TrainerPlan, code: Mapping[str, str], clock: Clock, observer: RunObserver
+) -> None:
+    """Show the devices, the nodes of a cluster (which are waited for and checked) and the memory that a run will use.
 
     Raises:
         InputError: `cluster.address` does not answer.
-        ConfigError: a node lacks something, or there are too few GPUs.
+        ConfigError: a node lacks something, there are too few GPUs, or one is too small.
     """
-    if not config.on_cluster:
-        return device_plan(config).lines()
-    from agentrl.cluster.nodes import check_nodes, wait_for_nodes
-    from agentrl.cluster.session import RaySession, kept_signal_handlers
+    demand = engine.demand
+    if not demand.cluster.ray_address:
+        lines = device_plan(demand).lines()
+    else:
+        from agentrl.cluster.nodes import check_nodes, wait_for_nodes
+        from agentrl.cluster.session import RaySession, kept_signal_handlers
 
-    check_ray_installed()
-    if config.cluster.min_nodes:
-        await wait_for_nodes(config, clock, tell)
-    with kept_signal_handlers():
-        lines = await asyncio.to_thread(check_nodes, config, code)
-        await asyncio.to_thread(RaySession(config.ray_address).plan, config)  # reserves the GPUs
-    return lines
+        check_ray_installed()
+        if demand.cluster.min_nodes:
+            await wait_for_nodes(demand.cluster, clock, observer.phase)
+        with kept_signal_handlers():
+            lines = await asyncio.to_thread(check_nodes, demand, [base.path for base in engine.bases], code)
+            await asyncio.to_thread(RaySession(demand.cluster.ray_address).plan, demand)  # reserves the GPUs
+    for line in lines:
+        observer.say(line)
+    _warn(observer, device_plan(demand).mixed_gpus(), await asyncio.to_thread(check_gpu_memory, engine, trainer))
+    observer.say(await asyncio.to_thread(memory_line, engine, trainer))
 
 
 def _report_conclusion(
@@ -458,7 +461,6 @@ def _report_conclusion(
 
 @contextlib.asynccontextmanager
 async def _open_run(
-    config: RunConfig,
     directory: RunDirectory,
     observers: Sequence[Observer],
     clock: Clock,
@@ -487,9 +489,7 @@ async def _open_run(
         yield store, observer
 
 
-def _summary(
-    config: RunConfig, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float
-) -> dict[str, Any]:
+def _summary(name: str, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float) -> dict[str, Any]:
     """Make the summary of the whole run, restarts included: repeated steps count once. `seconds` belong to this
     process."""
     policies = [policy for policy in state.policies.values() if policy.steps or policy.evaluations]
@@ -499,7 +499,7 @@ def _summary(
     by_policy = {policy.name: _summary_of(policy) for policy in policies}
     only = next(iter(by_policy.values())) if len(by_policy) == 1 else dict.fromkeys(_SUMMARY_OF_ONE)
     return {
-        "name": config.name,
+        "name": name,
         "ended_early": orchestrator.ended_early,
         "best": orchestrator.best.summary(),
         "steps": len(steps),

@@ -27,7 +27,7 @@ from agentrl.app.run_parts import make_chat_format
 from agentrl.app.scoring import make_scorers
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedTurnLog
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import plan_from_data
 from agentrl.config.scorers import reward_model_name
 from agentrl.core import ids, rpc
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
@@ -209,23 +209,21 @@ class WorkerServer:
     def __init__(
         self, work: wire.WorkerSetup, connection: rpc.Connection, log: WorkerTurnLog, tell: Callable[[str], None]
     ) -> None:
-        config = RunConfig.model_validate(work.config)
-        choose_driver(config.sandbox.driver)
+        plan = plan_from_data(work.plan)
+        choose_driver(plan.sandbox.driver)
         self._log = log
-        chat_format = make_chat_format(config)
-        self.run = RunConnection(connection, log, config.policy_of)
-        bases = [EngineClient(work.capabilities) for _ in config.bases or [config]]
-        reward_models = {reward_model_name(scorer): EngineClient(work.capabilities) for scorer in config.reward_models}
+        chat_format = make_chat_format(plan.model)
+        self.run = RunConnection(connection, log, plan.seats.policy_of)
+        bases = [EngineClient(work.capabilities) for _ in range(max(1, len(plan.bases)))]
+        reward_models = {reward_model_name(scorer): EngineClient(work.capabilities) for scorer in plan.reward_models}
         self._engines = [*bases, *reward_models.values()]
         """Clients of the base models' engines, then of the reward models'."""
-        of_policy = {name: engine for base, engine in zip(config.bases, bases, strict=False) for name in base.policies}
+        of_policy = {name: engine for base, engine in zip(plan.bases, bases, strict=False) for name in base.policies}
         of_policy |= reward_models
-        self._external = external_policies(config, tell)
+        self._external = external_policies(plan.external, tell)
         engine = SamplerRouter(of_policy, self._external, work.capabilities)
-        settings = rollout_settings(config, chat_format, work.capabilities.max_context)
-        scorers = make_scorers(
-            config, engine, chat_format, settings, SystemClock(), work.scorers, kept=work.kept_scores
-        )
+        settings = rollout_settings(plan, chat_format, work.capabilities.max_context)
+        scorers = make_scorers(plan, engine, chat_format, settings, SystemClock(), work.scorers, kept=work.kept_scores)
         runner = EpisodeRunner(
             engine=engine,
             chat_format=chat_format,

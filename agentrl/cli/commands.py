@@ -476,7 +476,9 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("file", type=_path, help=_FILE)
     parser.add_argument("--model", type=expand_path, help="directory of the base model, instead of model.path")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings and the plan that follows from them, and stop"
+    )
     parser.set_defaults(takes_overrides=True, opening="reading {file}")
 
 
@@ -530,7 +532,9 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
         commands, "demo", "train a small language model to use a tool, in half a minute", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings and the plan that follows from them, and stop"
+    )
     sample = "write the sample run runs/sample instead, in seconds and without a model"
     parser.add_argument("--journal-only", action="store_true", help=sample)
     parser.set_defaults(takes_overrides=True, opening="reading example {example}")

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agentrl.app.memory_estimate import MemoryEstimate
+    from agentrl.config.plans import DeviceDemand, EnginePlan
     from agentrl.config.run import RunConfig
+    from agentrl.sandbox.driver import DriverName
 
 Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
@@ -71,7 +73,7 @@ def doctor(options: argparse.Namespace) -> int:
     sections = SECTIONS
     if options.file is not None:
         config = load(options.file, options.overrides)
-        needs_ray = not config.trains_in_process
+        needs_ray = not config.trainer_plan.in_process
         memory: dict[str, tuple[Callable[[], list[Check]], ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = _with_local_models(config)
         tools = () if local_config is None else (partial(tool_checks, local_config),)
@@ -87,7 +89,7 @@ def doctor(options: argparse.Namespace) -> int:
         sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
     if options.sandbox:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
-        sections = {**sections, "sandboxes": (partial(sandbox_checks, config),)}
+        sections = {**sections, "sandboxes": (partial(sandbox_checks, config.sandbox.driver),)}
     report: dict[str, list[Check]] = {}
     with contextlib.closing(ProgressLine("examining", sys.stderr)) as progress:
         for title, checks in _results(sections, progress):
@@ -338,23 +340,24 @@ def demo_model_checks() -> list[Check]:
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
     """Show the engine, trainer and directories that a run will use here; None: the run of `agentrl demo`."""
-    from agentrl.app.engines import with_chosen_engine
+    from agentrl.app.plan import with_chosen_engine
 
     config, line = with_chosen_engine(config or load(shipped_example("01_tool_use")), {})
     if config.engine.kind == "vllm":
         from agentrl.app.engines import check_vllm_usable
 
         try:
-            check_vllm_usable(config)
+            check_vllm_usable(config.engine, config.filtered, on_cluster=config.on_cluster)
         except InputError as error:
             return [Check(name="engine", result=str(error), level="missing")]
     device = "GPU" if _num_gpus() and not config.stays_on_cpu else "CPU"
-    engine = f"{config.engine.kind}, {_engine_process(config)}, {plural(config.threads, 'thread')}, on the {device}"
+    process, threads = _engine_process(config.device_demand), plural(config.threads, "thread")
+    engine = f"{config.engine.kind}, {process}, {threads}, on the {device}"
     checks = [Check(name="engine", result=engine), *([Check(name="engine", result=line)] if line else [])]
-    if config.trains_in_process or _version("ray") is None:
+    if config.trainer_plan.in_process or _version("ray") is None:
         checks.append(Check(name="trainer", result=f"in this process, on the {device}"))
     else:
-        address = config.ray_address
+        address = config.cluster.ray_address
         session = f"the Ray cluster at {address}" if address else "its own local Ray session"
         checks.append(Check(name="trainer", result=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
     checks += _nodes(config) if config.on_cluster else []
@@ -371,7 +374,7 @@ def tool_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.run_parts import environment_of, make_chat_format
 
     try:
-        hidden = hidden_tools(config, environment_of(config), make_chat_format(config))
+        hidden = hidden_tools(config.rollout_plan, environment_of(config), make_chat_format(config.model))
     except InputError as error:
         return [Check(name="tools", result=str(error), level="missing")]
     if hidden:
@@ -399,30 +402,32 @@ def _nodes(config: RunConfig) -> list[Check]:
         check_ray_installed()
         from agentrl.cluster.nodes import check_nodes
 
-        lines = check_nodes(config, environment_code_references(environment_of(config)))
+        models = [base.path for base in config.bases]
+        code = environment_code_references(environment_of(config))
+        lines = check_nodes(config.device_demand, models, code)
     except AgentRLError as error:
         return [Check(name="cluster", result=str(error), level="missing")]
     return [Check(name="cluster", result=line) for line in lines]
 
 
-def _engine_process(config: RunConfig) -> str:
-    if config.in_ray:
+def _engine_process(demand: DeviceDemand) -> str:
+    if demand.cluster.address:
         return "in a Ray actor"
-    return "in this process" if config.engine_in_process else "in a separate process"
+    return "in this process" if demand.engine_in_process else "in a separate process"
 
 
 def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
-    from agentrl.app.engines import with_chosen_engine
     from agentrl.app.hub import check_local_models, with_downloaded_models
-    from agentrl.app.memory_estimate import estimate_memory, with_chosen_token_limits
+    from agentrl.app.memory_estimate import estimate_memory
+    from agentrl.app.plan import with_chosen_settings
 
     try:
         check_local_models(config)
-        sized_config, _ = with_chosen_engine(with_downloaded_models(config, {}, download=False), {})
-        sized_config = with_chosen_token_limits(sized_config, {})
-        estimate = estimate_memory(sized_config)
-        checks = _gpu_checks(sized_config, estimate) + (prefix_checks() if config.trained else [])
+        sized_config, _ = with_chosen_settings(with_downloaded_models(config, {}, download=False), {})
+        engine = sized_config.engine_plan
+        estimate = estimate_memory(engine, sized_config.trainer_plan)
+        checks = _gpu_checks(engine, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", result=str(error), level="missing")]
     checks += _plan_checks(estimate)
@@ -431,13 +436,13 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     return checks
 
 
-def sandbox_checks(config: RunConfig) -> list[Check]:
+def sandbox_checks(driver: DriverName) -> list[Check]:
     """Check each promise of a sandbox with a command that breaks it."""
     from agentrl.sandbox.checks import check_sandboxes
 
     return [
         Check(name=check.name, result=check.result, level="ok" if check.holds else "missing", fix=check.fix)
-        for check in asyncio.run(check_sandboxes(config.sandbox.driver))
+        for check in asyncio.run(check_sandboxes(driver))
     ]
 
 
@@ -472,17 +477,17 @@ def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
     return [*checks, Check(name="the whole run", result=f"{text}: it does not fit", level="missing", fix=fix)]
 
 
-def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
+def _gpu_checks(engine: EnginePlan, memory: MemoryEstimate) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
-    from agentrl.app.engines import device_plan
     from agentrl.app.memory_estimate import gpu_memory_needs
+    from agentrl.config.devices import device_plan
 
-    devices = device_plan(config)
+    devices = device_plan(engine.demand)
     checks = [Check(name="devices", result=line) for line in devices.lines()]
     checks += [Check(name="devices", result=line, level="note") for line in devices.mixed_gpus()]
-    if config.engine.kind == "vllm":
+    if engine.engine.kind == "vllm":
         checks += [Check(name="devices", result=line, level="missing") for line in devices.memory_conflicts()]
-    for need in gpu_memory_needs(config, plan):
+    for need in gpu_memory_needs(engine, memory):
         text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
         name = f"{need.user} on GPU {need.gpu.id}"
         if need.needed <= need.allowed:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from agentrl.core.text import escape_line, escape_text
 if TYPE_CHECKING:
     import argparse
 
+    from agentrl.config.plans import SeatAssignment
     from agentrl.config.run import RunConfig
     from agentrl.environment.registry import EnvironmentSpec
 
@@ -89,7 +90,9 @@ def env_check(options: argparse.Namespace) -> int:
             report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
         if config is not None and report.rewarded:
             unrewarded = {seat: task for seat, task in report.unrewarded.items() if seat not in report.rewarded}
-            report.findings += _unrewarded_learners(unrewarded, config, Path(options.id).name)
+            report.findings += _unrewarded_learners(
+                unrewarded, config.seat_assignment, config.trained, Path(options.id).name
+            )
         return (
             report.passed,
             report.resume_class,
@@ -120,13 +123,15 @@ def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
     return config
 
 
-def _unrewarded_learners(unrewarded: Mapping[str, str], config: RunConfig, source: str) -> list[str]:
+def _unrewarded_learners(
+    unrewarded: Mapping[str, str], assignment: SeatAssignment, trained: Collection[str], source: str
+) -> list[str]:
     """Return findings about seats without a reward (with a task of each) that a policy that learns holds."""
     return [
         f"Never rewarded: {seat}, which {source} trains (such as in task {task_id!r}): training would drop every "
         "episode (no_reward). Call agent.reward(…) in run(), or let a policy that does not learn hold the seat"
         for seat, task_id in unrewarded.items()
-        if any(config.policy_of(seat, group) in config.trained for group in range(config.line_ups))
+        if not assignment.policies_of([seat]).isdisjoint(trained)
     ]
 
 

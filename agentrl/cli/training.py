@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from agentrl.app.resume import ReopenedRun
     from agentrl.app.training import Run
     from agentrl.config.load import SettingSources
     from agentrl.config.run import RunConfig
@@ -38,30 +39,21 @@ def train(options: argparse.Namespace) -> int:
     config = _config(options)
     sources = setting_sources(options.file, options.overrides)
     # What can be refused is refused before the slower imports.
+    reopened: ReopenedRun | None = None
     if options.resume:
         from agentrl.app.resume import reopen_run
 
-        reopen_run(config, Path(config.directory) / config.name, sources)
+        reopened = reopen_run(config, Path(config.directory) / config.name, sources)
+        config = reopened.config
     else:  # a run keeps models that it began with
         from agentrl.app.hub import check_local_models
 
         check_local_models(config)
     if options.dry_run:
-        from agentrl.app.engines import with_chosen_engine
-        from agentrl.app.recovery import load_user_functions
-        from agentrl.app.scoring import expected_scores
-
-        load_user_functions(config)
-        config, line = with_chosen_engine(config, {})
-        if options.json:
-            print_json(mask_secrets(config.model_dump(mode="json")))
-        else:
-            sys.stdout.write(dump_toml(config))
-            sys.stdout.writelines(f"# {line}\n" for line in filter(None, [line, *expected_scores(config)]))
-        return 0
+        return _print_plan(config, as_json=options.json)
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
-    run = _run_training(config, sources, options)
+    run = _run_training(config, sources, options, reopened)
     policies = {policy: str(path) for policy, path in run.policies.items()}
     if options.json:
         print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
@@ -74,14 +66,34 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_training(config: RunConfig, sources: SettingSources, options: argparse.Namespace) -> Run:
+def _print_plan(config: RunConfig, *, as_json: bool) -> int:
+    """Print the settings of a run and what follows from them."""
+    from agentrl.app.plan import resolve, with_chosen_engine
+    from agentrl.app.recovery import load_user_functions
+    from agentrl.app.run_parts import environment_of
+    from agentrl.app.scoring import expected_scores
+
+    load_user_functions(config.trainer, config.credit, config.scorers)
+    config, line = with_chosen_engine(config, {})
+    lines = [*resolve(config, environment_of(config)).lines(), *filter(None, [line]), *expected_scores(config)]
+    if as_json:
+        print_json(mask_secrets({**config.model_dump(mode="json"), "plan": lines}))
+    else:
+        sys.stdout.write(dump_toml(config))
+        sys.stdout.writelines(f"# {escape_line(line)}\n" for line in lines)
+    return 0
+
+
+def _run_training(
+    config: RunConfig, sources: SettingSources, options: argparse.Namespace, reopened: ReopenedRun | None
+) -> Run:
     """Train. After an interruption, further signals change nothing."""
     from agentrl.app.training import train as run_training
 
     before = signal.getsignal(signal.SIGTERM)
     end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
     try:
-        run = run_training(config, resume=options.resume, sources=sources)
+        run = run_training(config, resume=reopened or False, sources=sources)
     except KeyboardInterrupt:
         ignore_stop_signals()
         if (Path(config.directory) / config.name).is_dir():
@@ -146,7 +158,9 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
-    journal = options.journal or _new_run(config, options.model if _is_address(options.model) else ",evaluate")
+    journal = options.journal or _new_run(
+        Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"
+    )
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     tasks = sum(count for _, _, count in config.evaluation.splits)
@@ -191,11 +205,11 @@ def _is_address(model: str | None) -> bool:
     return model is not None and model.startswith(("http://", "https://"))
 
 
-def _new_run(config: RunConfig, model: str) -> Path:
+def _new_run(directory: Path, run: str, model: str) -> Path:
     """Return a new directory for the episodes of an endpoint's model next to the run's."""
-    name = re.sub(r"[^\w.-]+", "-", f"{config.name}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
+    name = re.sub(r"[^\w.-]+", "-", f"{run}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
     candidates = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(path for candidate in candidates if not (path := Path(config.directory) / candidate).exists())
+    return next(path for candidate in candidates if not (path := directory / candidate).exists())
 
 
 def _weights(arguments: Sequence[str]) -> str | dict[str, str] | None:

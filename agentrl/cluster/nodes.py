@@ -34,7 +34,8 @@ from agentrl.core.machine import DISTRIBUTION
 
 if TYPE_CHECKING:
     from agentrl.config.devices import Node
-    from agentrl.config.run import RunConfig
+    from agentrl.config.plans import DeviceDemand
+    from agentrl.config.sections import ClusterConfig
     from agentrl.core.clock import Clock
 
 ANSWER_S = 60.0
@@ -136,18 +137,18 @@ def describe_node_differences(node: str, local: NodeReport, remote: NodeReport) 
     return [f"node {node} has {difference}" for difference in differences]
 
 
-async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], None]) -> None:
+async def wait_for_nodes(cluster: ClusterConfig, clock: Clock, tell: Callable[[str], None]) -> None:
     """Wait until the cluster has `cluster.min_nodes`, for as long as that takes.
 
     Args:
-        config: of the run.
+        cluster: the cluster, and the number of nodes to wait for.
         clock: times the looks at the cluster.
         tell: receives the awaited condition whenever it changes.
 
     Raises:
         InputError: no process answers at the address.
     """
-    session, last_message, count = RaySession(config.ray_address), "", config.cluster.min_nodes
+    session, last_message, count = RaySession(cluster.ray_address), "", cluster.min_nodes
     with kept_signal_handlers():
         await asyncio.to_thread(session.start)
     while len(nodes := await asyncio.to_thread(session.nodes)) < count:
@@ -156,11 +157,12 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
         await clock.sleep(LOOK_S)
 
 
-def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
+def check_nodes(demand: DeviceDemand, models: Sequence[str], code: Mapping[str, str]) -> list[str]:
     """Attach to the cluster of a run and check that every node has everything the run needs.
 
     Args:
-        config: configuration of the run.
+        demand: processes of the run.
+        models: directories of the run's base models.
         code: references `module:Class` of the run's environments; files are sent by content.
 
     Returns:
@@ -171,30 +173,29 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
         ConfigError: there are too few GPUs, or a node lacks something or does not answer; the message names everything
             missing, node by node.
     """
-    session = RaySession(config.ray_address)
+    session = RaySession(demand.cluster.ray_address)
     session.start()
-    requirements = _required_packages(config, code)
+    requirements = _required_packages(models, code)
     while True:
-        plan = plan_nodes(config, session.nodes())
+        plan = plan_nodes(demand, session.nodes())
         missing, lines = compare_nodes(plan.nodes, *requirements)
         if set(plan.nodes) <= set(session.nodes()):
             break  # else a node was lost in the meantime: plan without it
     if missing:
         raise ConfigError(
-            f"the cluster at {without_credentials(config.cluster.address)} cannot run this: {'; '.join(missing)}"
+            f"the cluster at {without_credentials(demand.cluster.address)} cannot run this: {'; '.join(missing)}"
         )
     return plan.lines() + lines
 
 
-def missing_on_node(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
+def missing_on_node(node: Node, models: Sequence[str], code: Mapping[str, str]) -> list[str]:
     """Return a node's missing requirements, one sentence each; see `check_nodes`. Blocks until it answers."""
-    return compare_nodes([node], *_required_packages(config, code))[0]
+    return compare_nodes([node], *_required_packages(models, code))[0]
 
 
-def _required_packages(config: RunConfig, code: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _required_packages(models: Sequence[str], code: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the directories of a run's models, and the installed modules of its environments."""
     modules = {name for reference in code.values() if not (name := _module_of(reference)).endswith(".py")}
-    models = [base.model.path for base in config.bases if base.model.path]
     return [str(Path(model).absolute()) for model in models], sorted(modules)
 
 

@@ -34,7 +34,7 @@ from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import gpus as machine_gpus
 
 if TYPE_CHECKING:
-    from agentrl.config.run import RunConfig
+    from agentrl.config.plans import DeviceDemand
 
 
 LOOK_S = 2.0
@@ -272,7 +272,7 @@ class RaySession:
         """Return the live nodes of the cluster that are not about to be taken away."""
         return tuple(node for node in self.nodes() if not is_node_drained(node))
 
-    def plan(self, config: RunConfig) -> NodePlan:
+    def plan(self, demand: DeviceDemand) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
         In `gpu_reservation`, the first call reserves GPUs of a cluster. Later calls return the same ranks and engines,
@@ -284,16 +284,16 @@ class RaySession:
             TrainerLostError: the node of a rank has left, and no other has a free GPU.
         """
         if not self._address:
-            return NodePlan(devices=plan_devices(config, machine_gpus()))
+            return NodePlan(devices=plan_devices(demand, machine_gpus()))
         nodes, reservation = self.nodes(), _reservation.get()
         if reservation is None:
-            return plan_nodes(config, nodes)
+            return plan_nodes(demand, nodes)
         with reservation.lock:
             if reservation.plan is not None:
                 # Kept, so that a rank which has moved does not need another free GPU at the next call.
-                reservation.plan = reassign_lost_ranks(reservation.plan, config, nodes)
+                reservation.plan = reassign_lost_ranks(reservation.plan, demand.workers, nodes)
                 return reservation.plan
-            plan = plan_nodes(config, nodes)
+            plan = plan_nodes(demand, nodes)
             if plan.gpu_bundles():
                 reservation.start(plan)
             return plan

@@ -28,7 +28,7 @@ from agentrl.cluster.session import (
     process_scheduling_strategy,
     shorten_ray_error,
 )
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import TrainerPlan
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
@@ -120,7 +120,7 @@ class TrainerRank:
     """Actor of one rank: a `PolicyTrainer` in its process group.
 
     Args:
-        config: configuration of the run.
+        plan: the trainer's part of the run.
         run_directory: directory of the run, on the run's host.
         rank: number of the rank, from 0.
         addresses: address of each rank's node, reachable from the others.
@@ -132,7 +132,7 @@ class TrainerRank:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        plan: TrainerPlan,
         run_directory: str,
         *,
         rank: int,
@@ -144,7 +144,7 @@ class TrainerRank:
     ) -> None:
         if gpu is not None:
             os.environ.update(gpu_visibility_variables([gpu]))
-        self._config, self._loss, self._memory_share = config, loss, memory_share
+        self._plan, self._loss, self._memory_share = plan, loss, memory_share
         self._rank, self._addresses = rank, addresses
         self._files = files
         # A rank on another host unpacks its checkpoint files here; they are temporary.
@@ -172,20 +172,20 @@ class TrainerRank:
         from agentrl.learn.ranks import DistributedRankGroup, SingleRankGroup, limit_gpu_memory, rank_device
         from agentrl.learn.trainer import PolicyTrainer
 
-        config = RunConfig.model_validate(self._config)
+        device = rank_device(self._rank, stays_on_cpu=self._plan.demand.stays_on_cpu)
         if self._memory_share:
-            limit_gpu_memory(config, self._rank, self._memory_share)
+            limit_gpu_memory(device, self._memory_share)
         ranks: SingleRankGroup | DistributedRankGroup = SingleRankGroup()
         if rendezvous is not None:
             ranks = DistributedRankGroup(
                 rendezvous,
                 rank=self._rank,
-                device=rank_device(config, self._rank),
+                device=device,
                 addresses=self._addresses,
                 store=self._store if self._rank == 0 else None,
             )
         self._trainer = PolicyTrainer(
-            config,
+            self._plan,
             self._directory,
             ranks=ranks,
             read=None if self._files is None else self._read,
@@ -249,11 +249,11 @@ class TrainerRank:
 class RayTrainerPool:
     """`core.ports.Trainer` over `trainer.ranks` Ray actors."""
 
-    def __init__(self, config: RunConfig, run_directory: Path, *, session: RaySession | None = None) -> None:
+    def __init__(self, plan: TrainerPlan, run_directory: Path, *, session: RaySession | None = None) -> None:
         """Create the pool; `start` starts the ranks.
 
         Args:
-            config: configuration of the run.
+            plan: the trainer's part of the run.
             run_directory: location of journal, versions and step columns, on this host.
             session: Ray session to use, which `close` leaves running; None: a new session.
 
@@ -261,12 +261,12 @@ class RayTrainerPool:
             ConfigError: see `refuse_monkeypatches`; or the loss does not exist.
         """
         refuse_monkeypatches()
-        self._config = config
-        name = config.trainer.loss.name
+        self._trainer_plan = plan
+        name = plan.trainer.loss.name
         self._loss = None if name in LOSSES else find_function_code("loss", name, key="trainer.loss.name")
         """Loss function of the user, sent to every rank; None for a built-in loss."""
         self._directory = run_directory.resolve()
-        self._session = session if session is not None else RaySession(config.ray_address)
+        self._session = session if session is not None else RaySession(plan.demand.cluster.ray_address)
         self._owns_session = session is None
         self._actors: list[Any] = []
         self._plan: NodePlan
@@ -312,11 +312,9 @@ class RayTrainerPool:
             raise TrainerLostError(f"Ray did not start: {shorten_ray_error(error)}") from error
         import ray
 
-        settings = self._config.model_dump(mode="json")
-        settings["model"]["path"] = os.path.abspath(self._config.model.path)
-        size = self._config.trainer.ranks
+        size = self._trainer_plan.trainer.ranks
         try:
-            plan = self._plan = self._session.plan(self._config)
+            plan = self._plan = self._session.plan(self._trainer_plan.demand)
             self._death_cause = self._session.watch(*plan.ranks)
             # No restarts and no retries: the death of a rank destroys the state of its group.
             rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
@@ -330,7 +328,7 @@ class RayTrainerPool:
                     num_gpus=1 if gpu is not None and node is not None else 0,
                     scheduling_strategy=process_scheduling_strategy(node, f"trainer rank {rank}"),
                 ).remote(
-                    *(settings, str(self._directory)),
+                    *(self._trainer_plan, str(self._directory)),
                     rank=rank,
                     addresses=[rank_node.address for rank_node in plan.ranks] or ["127.0.0.1"] * size,
                     files=None if node is None or node == plan.nodes[0] else self._files,
@@ -515,7 +513,7 @@ class RayTrainerPool:
         await asyncio.to_thread(self._kill_actors)
         for future in pending:
             future.cancel()
-        consequence = f"The group of {self._config.trainer.ranks} was stopped"
+        consequence = f"The group of {self._trainer_plan.trainer.ranks} was stopped"
         if isinstance(error, RayActorError):
             raise TrainerLostError(
                 f"trainer rank {self._rank_label(rank)} died in {method}: {shorten_ray_error(error)}. {consequence}"

@@ -93,7 +93,7 @@ class WorkerPool:
 
     Args:
         settings: number of processes and their arguments.
-        engines: engines from which the processes sample, one per base model in the order of `RunConfig.bases`.
+        engines: engines from which the processes sample, one per base model in the order of `RolloutPlan.bases`.
         placements: placement of each process; closed with the pool.
         receiver: writes the entries of processes on other hosts; closed with the pool. None: all processes write their
             own.

@@ -61,7 +61,8 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
     """First message to a worker, with its settings: call 0."""
 
     number: int
-    config: dict[str, Any]
+    plan: dict[str, Any]
+    """The worker's part of the run's plan."""
     journal: str
     """Directory of the journal; on another host than the run's, the address of the journal's receiver."""
     environments: dict[str, str]
@@ -83,7 +84,7 @@ class EngineAddresses(rpc.WireMessage, frozen=True):
 
     addresses: tuple[str, ...]
     base: int = 0
-    """Number of the base model, in the order of `RunConfig.bases`; reward models come behind them."""
+    """Number of the base model, in the order of `RolloutPlan.bases`; reward models come behind them."""
 
 
 class StartEpisode(rpc.WireMessage, frozen=True):

@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from agentrl.core import machine
 from agentrl.core.errors import ConfigError, TrainerLostError
 from agentrl.core.machine import GIB, Gpu, Memory
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
-    from agentrl.config.run import RunConfig
+    from agentrl.config.plans import DeviceDemand
 
 EXCLUSIVE_SHARE = 0.9
 """Share of a GPU's memory that an engine takes if it has the GPU to itself."""
@@ -132,26 +133,36 @@ class DevicePlan:
         return [*lines, *(f"CPU: reward model {scorer}" for scorer in on_cpu)]
 
 
-def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, engines: bool = True) -> DevicePlan:
+def device_plan(demand: DeviceDemand) -> DevicePlan:
+    """Assign the GPUs of this machine to a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
+
+    Raises:
+        ConfigError: there are too few GPUs.
+        InputError: the driver does not list the GPUs.
+    """
+    return DevicePlan(gpus=()) if demand.cluster.ray_address else plan_devices(demand, machine.gpus())
+
+
+def plan_devices(demand: DeviceDemand, gpus: Sequence[Gpu], *, ranks: bool = True) -> DevicePlan:
     """Assign the GPUs of a machine or a cluster to the trainer ranks and engines of a run.
 
     Args:
-        config: configuration of the run.
+        demand: processes of the run.
         gpus: available GPUs; GPUs of a cluster name their node.
         ranks: whether the trainer computes on these.
-        engines: whether the engines compute on these.
 
     Raises:
         ConfigError: there are too few, or a rank would have no memory left.
     """
-    if not gpus or config.stays_on_cpu:
-        return DevicePlan(gpus=(), reward_models=dict.fromkeys(config.reward_models))
-    bases = config.bases if engines else []
+    if not gpus or demand.stays_on_cpu:
+        return DevicePlan(gpus=(), reward_models=dict.fromkeys(demand.reward_models))
+    bases, engine = demand.bases, demand.engine
+    gpus_per_engine = engine.devices
     may_share = not any(gpu.node for gpu in gpus)
-    count = config.trainer.ranks if ranks and config.trained else 0
-    replicas, gpus_per_engine = config.engine.count * len(bases), config.engine.devices
+    count = demand.ranks if ranks else 0
+    replicas = engine.count * len(bases)
     # Embedded engines reserve no memory, so they share GPUs across base models; vLLMs share only scarce GPUs.
-    fits = config.engine.kind == "vllm" and replicas * gpus_per_engine <= len(gpus)
+    fits = engine.kind == "vllm" and replicas * gpus_per_engine <= len(gpus)
     engines_per_block = len(bases) if bases and may_share and not fits else 1
     engine_count = replicas // engines_per_block
     free: dict[str, list[int]] = defaultdict(list)
@@ -168,25 +179,24 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     engine_gpus = {at for block in blocks for at in block}
     rank_candidates = [at for at in range(len(gpus)) if may_share or at not in engine_gpus]
     if len(blocks) < engine_count or len(rank_candidates) < count:
-        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=engine_count, may_share=may_share))
+        raise ConfigError(_too_few(demand, len(gpus), ranks=count, engines=engine_count, may_share=may_share))
     rank_gpus = tuple(rank_candidates[:count])
     unused_gpus = [at for at in range(len(gpus)) if at not in engine_gpus and at not in rank_gpus]
     reward_models = {
-        scorer: unused_gpus.pop(0) if section.device == "auto" and unused_gpus else None
-        for scorer, section in config.reward_models.items()
+        scorer: unused_gpus.pop(0) if takes_gpu and unused_gpus else None
+        for scorer, takes_gpu in demand.reward_models.items()
     }
     blocks = sorted(blocks) * engines_per_block
-    names = [base.base_name for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
         gpus=tuple(gpus),
         ranks=rank_gpus,
         engines=tuple(blocks),
         shares=tuple(
-            config.engine.memory_share
+            engine.memory_share
             or (SHARED_SHARE if set(block) & set(rank_gpus) else EXCLUSIVE_SHARE) / engines_per_block
             for block in blocks
         ),
-        bases=tuple(name for name in names for _ in range(config.engine.count)),
+        bases=tuple(name for name in bases for _ in range(engine.count)) if len(bases) > 1 else (),
         reward_models=reward_models,
     )
     for rank in range(count):
@@ -200,10 +210,10 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     return plan
 
 
-def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
-    gpus_per_engine = config.engine.devices
-    bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
-    sizes = f"engine.replicas = {config.engine.count} of {gpus_per_engine} GPU{'s' * (gpus_per_engine > 1)} each{bases}"
+def _too_few(demand: DeviceDemand, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
+    gpus_per_engine = demand.engine.devices
+    bases = f" for each of {len(demand.bases)} base models" if len(demand.bases) > 1 else ""
+    sizes = f"engine.replicas = {demand.engine.count} of {gpus_per_engine} GPU{'s' * (gpus_per_engine > 1)} each{bases}"
     sizes = sizes if engines else "no engine"
     request = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
     lower = "trainer.ranks, engine.replicas or a parallel size of [engine.vllm]"
@@ -274,11 +284,11 @@ class NodePlan:
         return lines + self.devices.lines()
 
 
-def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
+def plan_nodes(demand: DeviceDemand, nodes: Sequence[Node]) -> NodePlan:
     """Assign the parts of a run to the nodes of a cluster.
 
     Args:
-        config: configuration of the run.
+        demand: processes of the run.
         nodes: nodes that are alive, the run's own host first.
 
     Raises:
@@ -287,16 +297,15 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
     num_occupied, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
     message = f"other programs of the Ray cluster hold {plural(num_occupied, 'GPU')}: wait until they end, or add nodes"
-    if num_occupied and not gpus and config.bases:
+    if num_occupied and not gpus and demand.bases:
         raise ConfigError(f"no GPU is free: {message}")
     try:
-        devices = plan_devices(config, gpus)
+        devices = plan_devices(demand, gpus)
     except ConfigError as error:
         if not num_occupied:
             raise
         raise ConfigError(f"{error}. In addition, {message}") from None
-    ranks = config.trainer.ranks if config.trained else 0
-    engines = config.engine.count * max(1, len(config.bases))
+    ranks, engines = demand.ranks, demand.engine.count * max(1, len(demand.bases))
     if devices.ranks:
         first = devices.gpu_of_rank(0)
         if first is None or first.node != nodes[0].id:
@@ -314,22 +323,22 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
             by_id[engine_gpus[0].node] if engine_gpus else nodes[-1 - replica % len(nodes)]
             for replica, engine_gpus in enumerate(hosts)
         ),
-        workers=_worker_nodes(config, nodes),
+        workers=_worker_nodes(demand.workers, nodes),
     )
 
 
-def _worker_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    return tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0))
+def _worker_nodes(workers: int, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    return tuple(nodes[worker % len(nodes)] for worker in range(workers))
 
 
-def reassign_lost_ranks(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
+def reassign_lost_ranks(plan: NodePlan, workers: int, nodes: Sequence[Node]) -> NodePlan:
     """Move each trainer rank whose node has left to a node with a free GPU, and redistribute the workers.
 
     Engines stay in the plan: their placement takes another node by itself.
 
     Args:
         plan: assignment of a run with GPUs.
-        config: configuration of the run, whose number of workers may have changed.
+        workers: number of worker processes, which may have changed.
         nodes: nodes that are alive, the run's own host first, with the GPUs that are free now.
 
     Raises:
@@ -348,4 +357,4 @@ def reassign_lost_ranks(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]
             at = plan.devices.ranks[rank]
             gpus[at] = gpus[at]._replace(node=ranks[rank].id)
     devices = replace(plan.devices, gpus=tuple(gpus))
-    return replace(plan, devices=devices, nodes=tuple(nodes), ranks=tuple(ranks), workers=_worker_nodes(config, nodes))
+    return replace(plan, devices=devices, nodes=tuple(nodes), ranks=tuple(ranks), workers=_worker_nodes(workers, nodes))

@@ -30,6 +30,7 @@ from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.files import expand_path
 from agentrl.core.masking import MASK, mask_secrets
+from agentrl.core.setting_paths import set_value, value_at
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -369,27 +370,6 @@ def parse_value(text: str) -> Any:
         if isinstance(value, dict | int | float):
             return value
     return text
-
-
-def value_at(data: object, *path: str) -> Any:
-    """Return the value at a path of keys in a configuration's data, which need not be valid; None if there is none."""
-    for key in path:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
-
-
-def set_value(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set a value in a configuration's data.
-
-    Raises:
-        ConfigError: there is a value in the place of a section.
-    """
-    for depth, key in enumerate(path[:-1]):
-        data = data.setdefault(key, {})
-        if not isinstance(data, dict):
-            prefix = ".".join(path[: depth + 1])
-            raise ConfigError(f"{'.'.join(path)}: {prefix} is a value, not a section")
-    data[path[-1]] = value
 
 
 def _validate(data: dict[str, Any], raw: Mapping[tuple[str, ...], str]) -> RunConfig:

@@ -6,9 +6,8 @@ state their formula.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -30,6 +29,7 @@ from agentrl.config.fields import (
     base_model_display_name,
     expand_paths,
 )
+from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
 from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
@@ -51,11 +51,13 @@ from agentrl.config.sections import (
     EnvironmentConfig,
     EvaluationConfig,
     JournalConfig,
+    LossConfig,
     ModelConfig,
     SamplingConfig,
     SandboxConfig,
     TrainerConfig,
 )
+from agentrl.core import machine
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.files import count_parameters
 from agentrl.core.ids import is_safe_name
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
 P = TypeVar("P", bound=Section)
 
 
+SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
+"""Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
 MIN_GPU_PARAMETERS = 20_000_000
 """Parameters from which a model gets a GPU by itself: a smaller one spends its time on launching kernels."""
 
@@ -139,27 +143,108 @@ class RunConfig(Section):
         for key, name in (("name", self.name), *((f"policies.{name}", name) for name in self.policies)):
             if not is_safe_name(name):
                 raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-        _check_steps(self)
-        _check_loss(self)
-        _check_scorers(self)
-        _check_release(self)
-        _check_recorded_turns(self)
-        _check_seats(self)
-        _check_model(self)
+        _check_steps(self.steps, self.policies, self.trained)
+        _check_loss(self.trainer.loss, self.credit, self.trained)
+        for name in self.scorers:
+            _check_judge(name, self.scorers[name], self.policies, deterministic=self.deterministic)
+        _check_scorers(self.scorers, self.credit, on_cluster=self.on_cluster)
+        _check_release(self.credit, self.trainer.loss, self.trained, deterministic=self.deterministic)
+        _check_recorded_turns(self.environment, self.credit, on_cluster=self.on_cluster)
+        _check_seats(self.seats, self.policies)
+        self._check_models()
         for name in self.policies:
-            _check_sampling(self, name)
+            self._check_sampling(name)
         for name, policy in self.trained.items():
             if policy.max_lag is not None and policy.max_lag < policy.max_staleness:
                 raise ValueError(
                     f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, "
                     "which bounds the mean of what max_lag limits: raise it, or lower max_staleness"
                 )
-        _check_freeze(self)
-        _check_best_metric(self)
-        _check_full_weights(self)
+        _check_freeze(self.freeze, self.trained)
+        _check_best_metric(self.best, self.evaluation, self.policies, self.trained)
+        _check_full_weights(self.trained, self.engine, deterministic=self.deterministic)
         if self.deterministic:
-            _check_deterministic(self)
-        _check_engine(self)
+            self._check_deterministic()
+        _check_engine(self.engine, self.trained, deterministic=self.deterministic)
+        if self.engine.kind == "vllm":
+            self._check_vllm()
+
+    def _check_models(self) -> None:
+        local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
+        if without := [name for name in local if not self.base_of(name)]:
+            raise ValueError(
+                f"model.path is needed for {', '.join(f'policies.{name}' for name in without)}: the directory of a "
+                "local Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots "
+                "need none"
+            )
+        base_by_name: dict[str, str] = {}
+        for base in (base_model.path for base_model in self.bases):
+            name = base_model_display_name(base)
+            if base_by_name.setdefault(name, base) != base:
+                raise ValueError(
+                    f"{base_by_name[name]} and {base} are two base models with the same name, {name}, and reports "
+                    "identify them by name: rename one of the directories"
+                )
+
+    def _check_sampling(self, name: str) -> None:
+        try:
+            sampling = self.sampling_of(name)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            key = ".".join(map(str, detail["loc"]))
+            problem = f"no such setting of [sampling] (it has {', '.join(type(self.sampling).model_fields)})"
+            raise ValueError(
+                f"policies.{name}.sampling.{key}: {problem if detail['type'] == 'extra_forbidden' else detail['msg']}"
+            ) from None
+        if isinstance(self.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
+            raise ValueError(
+                f"policies.{name}: the chat completions API has neither top_k nor min_p; set both to 0 in "
+                f"policies.{name}.sampling"
+            )
+
+    def _check_deterministic(self) -> None:
+        """Refuse settings that would make a run depend on more than its configuration, or make batches differ by
+        policy."""
+        conflicts = {
+            **{f"policies.{name}.kind = 'past'": True for name in self.of_kind(OpponentPoolPolicy)},
+            **{f"policies.{name}.kind = 'remote'": True for name in self.of_kind(RemotePolicy)},
+            "freeze": bool(self.freeze),
+            "steps as a table": isinstance(self.steps, dict),
+            "best.stop_at": self.best.stop_at is not None,
+            "best.stop_fall": self.best.stop_fall is not None,
+            **{f"seats.{seat} as a list": isinstance(holder, tuple) for seat, holder in self.seats.items()},
+        }
+        for feature, is_set in conflicts.items():
+            if is_set:
+                raise ValueError(f"deterministic = true cannot be combined with {feature}: remove one of the two")
+
+    def _check_vllm(self) -> None:
+        full = [name for name, policy in self.trained.items() if policy.served_adapter is None]
+        if self.deterministic:
+            raise ValueError(
+                "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
+                "remove that, or set engine.vllm = false for the embedded engine"
+            )
+        filtered_policies, policies = self.filtered, [name for base in self.bases for name in base.policies]
+        if filtered_policies and (unfiltered_policies := [name for name in policies if name not in filtered_policies]):
+            raise ValueError(
+                "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a "
+                f"filter that is the whole vocabulary: set a filter for {', '.join(unfiltered_policies)} too, or for "
+                "no policy, or set engine.vllm = false for the embedded engine"
+            )
+        for base in self.bases:
+            if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
+                raise ValueError(
+                    "vLLM serves one version of full weights, and "
+                    f"{', '.join(sorted(base.policies.keys() - set(full)))} plays earlier ones: set "
+                    f"{adapter_settings(self.trained, full_policies)}, or set engine.vllm = false for the embedded "
+                    "engine"
+                )
+        if full and self.evaluation.every:
+            raise ValueError(
+                "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: "
+                f"set evaluation.every = 0, or {adapter_settings(self.trained, full[:1])}"
+            )
 
     def with_functions(
         self,
@@ -214,7 +299,7 @@ class RunConfig(Section):
     @property
     def judges(self) -> frozenset[str]:
         """Policies that judge and do not learn: they need no seat."""
-        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge) - self.trained.keys()
+        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge).difference(self.trained)
 
     def base_of(self, policy: str) -> str:
         """Return the directory of a policy's base model; "" for an endpoint or a bot."""
@@ -224,26 +309,23 @@ class RunConfig(Section):
         return (section.model or self.model.path) if isinstance(section, LocalPolicy) else ""
 
     @property
-    def bases(self) -> list[RunConfig]:
-        """Split the run by base model: one configuration per base model, with its directory as `model.path` and the
-        policies served on it, in the order of the configuration. Engines and models are made from these.
+    def bases(self) -> list[BaseModelPlan]:
+        """The base models, each with the policies served on it, in the order of the configuration.
 
         A vLLM holds one set of weights, so there each policy that trains all weights has a base model of its own.
         """
         policies_by_base: dict[tuple[str, str], dict[str, AnyPolicy]] = {}
+        names: dict[tuple[str, str], str] = {}
         for name, policy in self.policies.items():
             if base := self.base_of(name):
                 owner = policy.of if isinstance(policy, OpponentPoolPolicy) else name
                 has_full_weights = (
                     self.engine.kind == "vllm" and owner in self.trained and self.trained[owner].served_adapter is None
                 )
-                policies_by_base.setdefault((os.path.realpath(base), owner if has_full_weights else ""), {})[name] = (
-                    policy
-                )
-        return [
-            self.model_copy(update={"model": self.model.model_copy(update={"path": base}), "policies": policies})
-            for (base, _), policies in policies_by_base.items()
-        ]
+                key = (os.path.realpath(base), owner if has_full_weights else "")
+                policies_by_base.setdefault(key, {})[name] = policy
+                names[key] = base_model_display_name(key[0]) + (f" for {owner}" if has_full_weights else "")
+        return [BaseModelPlan(key[0], names[key], policies) for key, policies in policies_by_base.items()]
 
     def with_token_limits(self, max_context: int, micro_batch_tokens: int) -> RunConfig:
         """Return the configuration with other values of `engine.max_context` and `trainer.micro_batch_tokens`."""
@@ -270,13 +352,105 @@ class RunConfig(Section):
         parameters, and the user asked for no GPU, by `CUDA_VISIBLE_DEVICES` or `[engine.vllm]`."""
         if self.engine.kind == "vllm" or self.on_cluster or os.environ.get("CUDA_VISIBLE_DEVICES"):
             return False
-        models = [base.model.path for base in self.bases] + [
-            model.reward_model for model in self.reward_models.values()
-        ]
+        models = [base.path for base in self.bases] + [model.reward_model for model in self.reward_models.values()]
         try:
             return all(count_parameters(Path(model)) < MIN_GPU_PARAMETERS for model in models)
         except ModelError:  # not downloaded yet, or reported elsewhere
             return False
+
+    @property
+    def device_demand(self) -> DeviceDemand:
+        """The processes of the run that compute, for `plan_devices` and `plan_nodes`."""
+        return DeviceDemand(
+            stays_on_cpu=self.stays_on_cpu,
+            ranks=self.trainer.ranks if self.trained else 0,
+            bases=tuple(base.name for base in self.bases),
+            engine=self.engine,
+            reward_models={name: scorer.device == "auto" for name, scorer in self.reward_models.items()},
+            workers=self.workers if self.workers > 1 else 0,
+            engine_in_process=self.engine_in_process,
+            cluster=self.cluster,
+        )
+
+    @property
+    def engine_plan(self) -> EnginePlan:
+        """The engines' part of the configuration."""
+        local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
+        return EnginePlan(
+            bases=tuple(self.bases),
+            engine=self.engine,
+            dtype=self.model.dtype,
+            slots=self.slots,
+            refresh={name: self.refresh_of(name) for name in local},
+            filtered=self.filtered,
+            fixed_shapes=self.deterministic,
+            threads=self.threads,
+            reward_models=self.reward_models,
+            external=self._external,
+            demand=self.device_demand,
+        )
+
+    @property
+    def _external(self) -> dict[str, RemotePolicy | BotPolicy]:
+        """The policies that no engine serves, with the share of `max_concurrent` of one process: a worker, or the run's
+        process, which scores groups."""
+        external: dict[str, RemotePolicy | BotPolicy] = {**self.of_kind(RemotePolicy), **self.of_kind(BotPolicy)}
+        for name, policy in self.of_kind(RemotePolicy).items():
+            judges_groups = any(scorer.judge == name and scorer.per == "group" for scorer in self.scorers.values())
+            shares = 1 if self.workers == 1 else self.workers + judges_groups
+            external[name] = policy.model_copy(update={"max_concurrent": max(1, policy.max_concurrent // shares)})
+        return external
+
+    @property
+    def slots(self) -> int:
+        """Number of conversations that an engine samples at once: `engine.slots`, or what suits its GPU."""
+        if self.engine.slots or self.engine.kind != "vllm" or self.on_cluster:
+            return self.engine.slots or SLOTS
+        smallest = min((gpu.memory.total for gpu in machine.gpus()), default=0)
+        return SLOTS_ON_LARGE_GPU if smallest >= machine.LARGE_GPU else SLOTS
+
+    @property
+    def seat_assignment(self) -> SeatAssignment:
+        """The policies that hold the seats."""
+        return SeatAssignment(seats=self.seats, policies=tuple(self.policies), judges=self.judges)
+
+    @property
+    def rollout_plan(self) -> RolloutPlan:
+        """The workers' part of the configuration."""
+        return RolloutPlan(
+            model=self.model,
+            bases=tuple(self.bases),
+            policies=self.policies,
+            seats=self.seat_assignment,
+            sampling=self.sampling,
+            sampling_by_policy={name: self.sampling_of(name) for name in self.policies},
+            scorers=self.scorers,
+            external=self._external,
+            credit=self.credit,
+            episode_timeout_s=self.episode_timeout_s,
+            sandbox=self.sandbox,
+            seed=self.seed,
+            workers=self.workers,
+            max_in_flight=self.max_in_flight,
+        )
+
+    @property
+    def trainer_plan(self) -> TrainerPlan:
+        """The trainer's part of the configuration."""
+        return TrainerPlan(
+            bases=tuple(self.bases),
+            policies=self.trained,
+            steps={name: self.steps_of(name) for name in self.trained},
+            trainer=self.trainer,
+            model=self.model,
+            credit=self.credit,
+            max_context=self.engine.max_context,
+            max_sampled=self.sampling.max_tokens * self.sampling.max_turns,
+            capture_routing=self.engine.capture_routing,
+            seed=self.seed,
+            threads=self.threads,
+            demand=self.device_demand,
+        )
 
     def check_turns_fit(self) -> None:
         """Refuse turns that are set to be longer than the contexts; a default may be. Recorded configurations are not
@@ -298,42 +472,15 @@ class RunConfig(Section):
                     )
 
     @property
-    def base_name(self) -> str:
-        """Name of the base model of one of `bases`, with the policy that trains all of its weights under vLLM."""
-        name = base_model_display_name(self.model.path)
-        full = [policy for policy, section in self.trained.items() if section.served_adapter is None]
-        return f"{name} for {full[0]}" if full and self.engine.kind == "vllm" else name
-
-    @property
     def engine_in_process(self) -> bool:
         """Whether the engine runs in the run's process."""
-        in_process = self.engine.replicas == 0 and self.workers == 1 and not self.in_ray
+        in_process = self.engine.replicas == 0 and self.workers == 1 and not self.cluster.address
         return self.engine.kind == "embedded" and in_process
-
-    @property
-    def in_ray(self) -> bool:
-        """Whether trainer ranks, engines and workers run in Ray actors, on a cluster or on this machine."""
-        return bool(self.cluster.address)
 
     @property
     def on_cluster(self) -> bool:
         """Whether the run's processes are placed on the nodes of a Ray cluster."""
-        return bool(self.ray_address)
-
-    @property
-    def ray_address(self) -> str:
-        """Address of the Ray cluster; "" for a Ray that the run starts itself."""
-        return "" if self.cluster.address == "local" else self.cluster.address
-
-    @property
-    def offloads_masters(self) -> bool:
-        """Whether all weights are on the device of the only rank, and what its optimizer changes in main memory."""
-        return self.trainer.sharding == "offload" and self.trainer.ranks == 1
-
-    @property
-    def trains_in_process(self) -> bool:
-        """Whether the trainer runs in the run's process."""
-        return self.trainer.ranks == 1 and not self.in_ray
+        return bool(self.cluster.ray_address)
 
     def refresh_of(self, policy: str) -> Refresh:
         """Return when conversations move to newer weights, for a policy served by the run's engine."""
@@ -381,99 +528,55 @@ class RunConfig(Section):
         local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
         return [name for name in local if self.sampling_of(name).is_filtered]
 
-    @property
-    def line_ups(self) -> int:
-        """Period of the seat assignment, in groups: after this many groups, every seat has its first policy again."""
-        return math.lcm(*(len(holder) for holder in self.seats.values() if isinstance(holder, tuple)), 1)
 
-    def policy_of(self, seat: str, group: int = 0) -> str:
-        """Return the policy that holds `seat` in a group. Bindings of child episodes (`Env.seat`) fall back to the bare
-        seat name.
-
-        Raises:
-            ConfigError: the seat has no binding, and there is more than one policy that is no judge.
-        """
-        bare = seat.rsplit(".", 1)[-1]
-        for key in (seat, bare):
-            if key in self.seats:
-                holder = self.seats[key]
-                return holder if isinstance(holder, str) else holder[group % len(holder)]
-        players = [name for name in self.policies if name not in self.judges]
-        if len(players) == 1:
-            return players[0]
-        if bare in self.policies:
-            return bare
-        raise ConfigError(
-            f"seat {seat!r} is bound to no policy; add it to [seats] (policies: {', '.join(sorted(self.policies))})"
-        )
-
-
-def _check_model(config: RunConfig) -> None:
-    local = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
-    if without := [name for name in local if not config.base_of(name)]:
-        raise ValueError(
-            f"model.path is needed for {', '.join(f'policies.{name}' for name in without)}: the directory of a local "
-            "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
-        )
-    base_by_name: dict[str, str] = {}
-    for base in (base_model.model.path for base_model in config.bases):
-        name = base_model_display_name(base)
-        if base_by_name.setdefault(name, base) != base:
-            raise ValueError(
-                f"{base_by_name[name]} and {base} are two base models with the same name, {name}, and reports "
-                "identify them by name: rename one of the directories"
-            )
-
-
-def _check_steps(config: RunConfig) -> None:
+def _check_steps(steps: int | Mapping[str, int], policies: Collection[str], trained: Collection[str]) -> None:
     """Check that a table of steps names every policy that learns, and only policies."""
-    if isinstance(config.steps, int):
+    if isinstance(steps, int):
         return
-    trained_names = ", ".join(config.trained) or "none"
-    for name in config.steps:
-        if name not in config.policies:
+    trained_names = ", ".join(trained) or "none"
+    for name in steps:
+        if name not in policies:
             raise ValueError(f"steps.{name}: there is no policy {name!r}; the trained ones are: {trained_names}")
-    if missing := config.trained.keys() - config.steps.keys():
+    if missing := set(trained) - steps.keys():
         raise ValueError(
             f"steps: the number for {', '.join(sorted(missing))} is missing; the table must have all trained policies: "
             f"{trained_names}"
         )
 
 
-def _check_judge(config: RunConfig, name: str, judge: str) -> None:
+def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPolicy], *, deterministic: bool) -> None:
     """Check that a judge is a policy whose weights or endpoint are known without a seat."""
+    judge = scorer.judge
     if not judge:
         return
-    policy = config.policies.get(judge)
+    policy = policies.get(judge)
     if not isinstance(policy, RemotePolicy | FrozenPolicy | PolicyConfig | OpponentPoolPolicy):
-        kinds = {
-            **config.of_kind(RemotePolicy),
-            **config.of_kind(FrozenPolicy),
-            **config.of_kind(OpponentPoolPolicy),
-            **config.trained,
-        }
+        kinds = [
+            name
+            for name, each in policies.items()
+            if isinstance(each, RemotePolicy | FrozenPolicy | PolicyConfig | OpponentPoolPolicy)
+        ]
         problem = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
         raise ValueError(
             f"scorers.{name}.judge = {judge!r}: {problem}; a judge is a policy with kind = 'remote', 'frozen', "
             f"'past' or 'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
         )
-    if isinstance(policy, RemotePolicy) and not config.scorers[name].votes:
+    if isinstance(policy, RemotePolicy) and not scorer.votes:
         raise ValueError(
             f"scorers.{name}.votes = 0 needs log-probabilities, which an endpoint does not give: set votes = 1 or "
             "more, or name a frozen policy as the judge"
         )
-    if isinstance(policy, PolicyConfig) and config.deterministic:
+    if isinstance(policy, PolicyConfig) and deterministic:
         raise ValueError(
             f"deterministic = true cannot be combined with scorers.{name}.judge = {judge!r}, which learns while it "
             "judges: name a frozen policy"
         )
 
 
-def _check_scorers(config: RunConfig) -> None:
-    """Check the names of scorers, which are names of rewards, and who answers when one fails."""
-    weights = config.credit.reward_weights
-    for name, scorer in config.scorers.items():
-        _check_judge(config, name, scorer.judge)
+def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig, *, on_cluster: bool) -> None:
+    """Check the names of scorers, which are names of rewards, and which answers when one fails."""
+    weights = credit.reward_weights
+    for name, scorer in scorers.items():
         if not (name.isascii() and name.isidentifier()) or name == REWARD:
             raise ValueError(
                 f"scorers.{name}: it becomes the name of a reward: give a Python identifier other than `reward`"
@@ -487,25 +590,25 @@ def _check_scorers(config: RunConfig) -> None:
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
             )
-        if scorer.per == "group" and config.credit.release != "group":
+        if scorer.per == "group" and credit.release != "group":
             raise ValueError(
-                f"credit.release = {config.credit.release!r} credits members before their group is complete, and "
+                f"credit.release = {credit.release!r} credits members before their group is complete, and "
                 f"scorers.{name} (per = 'group') scores complete groups: set credit.release = 'group', or per = "
                 "'episode'"
             )
-        if scorer.reward_model and config.on_cluster:
+        if scorer.reward_model and on_cluster:
             raise ValueError(
                 f"scorers.{name}.reward_model runs on the run's machine, which workers on other machines cannot reach; "
                 "remove cluster.address, or serve the model behind an endpoint and name it as a judge"
             )
         chain = [name]
-        while (fallback := config.scorers[chain[-1]].on_failure) != "drop":
-            if fallback not in config.scorers:
-                choices = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
+        while (fallback := scorers[chain[-1]].on_failure) != "drop":
+            if fallback not in scorers:
+                choices = ", ".join(["drop", *sorted(scorers.keys() - {name})])
                 raise ValueError(
                     f"scorers.{chain[-1]}.on_failure = {fallback!r}: there is no such scorer; give {choices}"
                 )
-            if (config.scorers[fallback].per == "group") != (scorer.per == "group"):
+            if (scorers[fallback].per == "group") != (scorer.per == "group"):
                 raise ValueError(
                     f"scorers.{chain[-1]}.on_failure = {fallback!r}: one of the two scores groups and the other does "
                     "not; name a scorer of the same kind"
@@ -517,9 +620,8 @@ def _check_scorers(config: RunConfig) -> None:
             chain.append(fallback)
 
 
-def _check_loss(config: RunConfig) -> None:
+def _check_loss(loss: LossConfig, credit: CreditConfig, trained: Collection[str]) -> None:
     """Check that the loss learns from the advantages that the credit section makes."""
-    credit, loss = config.credit, config.trainer.loss
     advantage = credit.advantage.name
     if credit.dynamic_sampling and loss.name == "distillation":
         raise ValueError(
@@ -531,9 +633,9 @@ def _check_loss(config: RunConfig) -> None:
             "trainer.loss.name = 'dpo' prefers the better members of a group, and with credit.advantage = 'role_mean' "
             "members of equal reward can differ in advantage: set advantage = 'leave_one_out'"
         )
-    if advantage == "gae" and len(config.trained) > 1:
+    if advantage == "gae" and len(trained) > 1:
         raise ValueError(
-            f"credit.advantage = 'gae' has values for one policy, and {', '.join(config.trained)} learn: set kind = "
+            f"credit.advantage = 'gae' has values for one policy, and {', '.join(trained)} learn: set kind = "
             "'frozen' for all but one, or advantage = 'role_mean' or 'leave_one_out'"
         )
     if advantage == "gae" and loss.name in ("distillation", "dpo"):
@@ -543,20 +645,23 @@ def _check_loss(config: RunConfig) -> None:
         )
 
 
-def _check_release(config: RunConfig) -> None:
+def _check_release(
+    credit: CreditConfig, loss: LossConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool
+) -> None:
     """Check that the step does not depend on which members of a group end first."""
-    if config.credit.release == "group":
+    if credit.release == "group":
         return
-    for feature, reason in _not_with_release(config):
+    for feature, reason in _not_with_release(credit, loss, trained, deterministic=deterministic):
         raise ValueError(
-            f"credit.release = {config.credit.release!r} cannot be combined with {feature}: {reason}, or "
+            f"credit.release = {credit.release!r} cannot be combined with {feature}: {reason}, or "
             "credit.release = 'group'"
         )
 
 
-def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _not_with_release(
+    credit: CreditConfig, loss: LossConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
-    loss = config.trainer.loss
     if loss.normalizer_grouping == "agent":
         why = "the divisor would depend on who ended first, and short members would weigh more"
         yield (
@@ -566,76 +671,58 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if loss.name in LOSSES and LOSSES[loss.name].groups == "group":
         why = "it compares the members of a group in one step, and late ones have none there"
         yield f"trainer.loss.name = {loss.name!r}", f"{why}. Set another loss"
-    if config.deterministic:
+    if deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
-    if config.credit.release == "late":
-        for learner, policy in config.trained.items():
+    if credit.release == "late":
+        for learner, policy in trained.items():
             if policy.max_staleness == 0:
                 why = "each step then waits for all running episodes, so none can be late"
                 yield f"policies.{learner}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
-    if config.trainer.loss.normalizer == "tokens":
+    if loss.normalizer == "tokens":
         why = "the tokens of a step depend on who ended first, and short members would weigh more"
         yield "trainer.loss.normalizer = 'tokens'", f"{why}. Set it to the sampled tokens of a typical episode"
 
 
-def _check_recorded_turns(config: RunConfig) -> None:
+def _check_recorded_turns(environment: EnvironmentConfig, credit: CreditConfig, *, on_cluster: bool) -> None:
     """Check that turns before a recorded turn can be context."""
-    if config.environment.start_from is None:
+    if environment.start_from is None:
         return
-    if config.on_cluster:
+    if on_cluster:
         raise ValueError(
             "environment.start_from reads the journal of another run, which workers on other machines cannot: remove "
             "cluster.address, or environment.start_from"
         )
-    if config.credit.advantage.name == "gigpo":
+    if credit.advantage.name == "gigpo":
         raise ValueError(
             "environment.start_from cannot be combined with credit.advantage = 'gigpo', which would compare the states "
             "of recorded turns, the same in every member of a group, with those of new turns: set 'leave_one_out'"
         )
 
 
-def _check_seats(config: RunConfig) -> None:
-    choices = ", ".join(sorted(config.policies))
-    for seat, holder in config.seats.items():
+def _check_seats(seats: Mapping[str, str | Sequence[str]], policies: Mapping[str, AnyPolicy]) -> None:
+    choices = ", ".join(sorted(policies))
+    for seat, holder in seats.items():
         names = (holder,) if isinstance(holder, str) else holder
         if not names:
             raise ValueError(f"seats.{seat}: the list is empty; name the policies that hold it, group by group")
         for name in names:
-            if name not in config.policies:
+            if name not in policies:
                 raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {choices}")
-    trained_policies = config.trained
-    for name, past in config.of_kind(OpponentPoolPolicy).items():
-        if past.of not in trained_policies:
+    trained = [name for name, policy in policies.items() if isinstance(policy, PolicyConfig)]
+    for name, policy in policies.items():
+        if isinstance(policy, OpponentPoolPolicy) and policy.of not in trained:
             raise ValueError(
-                f"policies.{name}.of: {past.of!r} is not a trained policy; there are: "
-                f"{', '.join(trained_policies) or 'none'}"
+                f"policies.{name}.of: {policy.of!r} is not a trained policy; there are: {', '.join(trained) or 'none'}"
             )
 
 
-def _check_sampling(config: RunConfig, name: str) -> None:
-    try:
-        sampling = config.sampling_of(name)
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        key = ".".join(map(str, detail["loc"]))
-        problem = f"no such setting of [sampling] (it has {', '.join(type(config.sampling).model_fields)})"
-        raise ValueError(
-            f"policies.{name}.sampling.{key}: {problem if detail['type'] == 'extra_forbidden' else detail['msg']}"
-        ) from None
-    if isinstance(config.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
-        raise ValueError(
-            f"policies.{name}: the chat completions API has neither top_k nor min_p; set both to 0 in "
-            f"policies.{name}.sampling"
-        )
-
-
-def _check_freeze(config: RunConfig) -> None:
+def _check_freeze(freeze: Sequence[tuple[str | tuple[str, ...], int]], trained: Collection[str]) -> None:
     """Check that every phase has a policy that learns, and that every frozen policy learns in some phase."""
-    phases = [{policies} if isinstance(policies, str) else set(policies) for policies, _ in config.freeze]
+    phases = [{policies} if isinstance(policies, str) else set(policies) for policies, _ in freeze]
     phase_policies: set[str] = set().union(*phases)
     for number, frozen in enumerate(phases):
-        for name in sorted(frozen - config.trained.keys()):
-            choices = ", ".join(config.trained) or "none"
+        for name in sorted(frozen - set(trained)):
+            choices = ", ".join(trained) or "none"
             raise ValueError(f"freeze[{number}]: {name!r} is not a trained policy; there are: {choices}")
         if frozen == phase_policies:
             raise ValueError(
@@ -650,94 +737,48 @@ def _check_freeze(config: RunConfig) -> None:
             )
 
 
-def _check_best_metric(config: RunConfig) -> None:
+def _check_best_metric(
+    best: BestConfig, evaluation: EvaluationConfig, policies: Collection[str], trained: Mapping[str, PolicyConfig]
+) -> None:
     """Check that the best metric is measured."""
-    best, trained_policies = config.best, config.trained
     policy = best.metric.removeprefix("-").partition("/")[0]
-    if policy in config.policies and policy not in trained_policies:
+    if policy in policies and policy not in trained:
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
-            f"{', '.join(trained_policies) or 'none'}"
+            f"{', '.join(trained) or 'none'}"
         )
-    if best.measured(trained_policies)[1].startswith("evaluation/") and not config.evaluation.tasks:
+    if best.measured(trained)[1].startswith("evaluation/") and not evaluation.tasks:
         raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks and evaluation.every")
 
 
-def _check_full_weights(config: RunConfig) -> None:
-    for name, policy in config.trained.items():
-        if policy.served_adapter is None and config.engine.refresh in ("episode", "lazy"):
+def _check_full_weights(trained: Mapping[str, PolicyConfig], engine: EngineConfig, *, deterministic: bool) -> None:
+    for name, policy in trained.items():
+        if policy.served_adapter is None and engine.refresh in ("episode", "lazy"):
             raise ValueError(
-                f"engine.refresh = {config.engine.refresh!r} needs adapters, because an engine holds one version of "
-                f"full weights. Set {adapter_settings(config, [name])}, or refresh = 'auto', 'token' or 'turn'"
+                f"engine.refresh = {engine.refresh!r} needs adapters, because an engine holds one version of "
+                f"full weights. Set {adapter_settings(trained, [name])}, or refresh = 'auto', 'token' or 'turn'"
             )
-        if config.deterministic and policy.served_adapter is None and policy.max_staleness:
+        if deterministic and policy.served_adapter is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
                 "holds one version of them, and each batch is sampled by one version. Set that, or "
-                f"{adapter_settings(config, [name])}"
+                f"{adapter_settings(trained, [name])}"
             )
 
 
-def _check_deterministic(config: RunConfig) -> None:
-    """Refuse settings that would make a run depend on more than its configuration, or make batches differ by policy."""
-    conflicts = {
-        **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(OpponentPoolPolicy)},
-        **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
-        "freeze": bool(config.freeze),
-        "steps as a table": isinstance(config.steps, dict),
-        "best.stop_at": config.best.stop_at is not None,
-        "best.stop_fall": config.best.stop_fall is not None,
-        **{f"seats.{seat} as a list": isinstance(holder, tuple) for seat, holder in config.seats.items()},
-    }
-    for feature, is_set in conflicts.items():
-        if is_set:
-            raise ValueError(f"deterministic = true cannot be combined with {feature}: remove one of the two")
-
-
-def _check_engine(config: RunConfig) -> None:
-    engine = config.engine
-    if engine.kind == "vllm":
-        _check_vllm(config)
-    if engine.keep_kv and engine.kind == "vllm" and all(policy.served_adapter for policy in config.trained.values()):
+def _check_engine(engine: EngineConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> None:
+    if engine.keep_kv and engine.kind == "vllm" and all(policy.served_adapter for policy in trained.values()):
         raise ValueError(
             "engine.refresh = 'token_keep_kv': vLLM never reuses the KV cache of one adapter for another, so a turn "
             "that continues under a newer adapter is recomputed. Set engine.refresh = 'token'"
         )
-    if engine.replicas > 1 and config.deterministic:
+    if engine.replicas > 1 and deterministic:
         raise ValueError(
             "deterministic = true needs engine.replicas = 0 or 1, because the composition of a batch must not vary"
         )
 
 
-def adapter_settings(config: RunConfig, policies: Sequence[str]) -> str:
+def adapter_settings(trained: Mapping[str, PolicyConfig], policies: Sequence[str]) -> str:
     """Return the settings with which engines would serve adapters of these policies."""
-    settings = {name: "lora" if config.trained[name].lora is None else "lora.merge = false" for name in policies}
+    settings = {name: "lora" if trained[name].lora is None else "lora.merge = false" for name in policies}
     return " and ".join(f"policies.{name}.{setting}" for name, setting in settings.items())
-
-
-def _check_vllm(config: RunConfig) -> None:
-    full = [name for name, policy in config.trained.items() if policy.served_adapter is None]
-    if config.deterministic:
-        raise ValueError(
-            "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
-            "remove that, or set engine.vllm = false for the embedded engine"
-        )
-    filtered_policies, policies = config.filtered, [name for base in config.bases for name in base.policies]
-    if filtered_policies and (unfiltered_policies := [name for name in policies if name not in filtered_policies]):
-        raise ValueError(
-            "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a filter "
-            f"that is the whole vocabulary: set a filter for {', '.join(unfiltered_policies)} too, or for no policy, "
-            "or set engine.vllm = false for the embedded engine"
-        )
-    for base in config.bases:
-        if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
-            raise ValueError(
-                f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
-                f"plays earlier ones: set {adapter_settings(config, full_policies)}, or set engine.vllm = false for "
-                "the embedded engine"
-            )
-    if full and config.evaluation.every:
-        raise ValueError(
-            "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
-            f"evaluation.every = 0, or {adapter_settings(config, full[:1])}"
-        )

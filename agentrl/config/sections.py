@@ -512,8 +512,13 @@ class ClusterConfig(Section):
     min_nodes: Free[Machine[Annotated[NonNegative, NumberUnit("nodes")]]] = 0
     """Nodes to wait for, at startup and after a trainer rank's machine is lost. 0: continue on the remaining nodes."""
 
+    @property
+    def ray_address(self) -> str:
+        """Address of the Ray cluster; "" for a Ray that the run starts itself."""
+        return "" if self.address == "local" else self.address
+
     def check(self) -> None:
-        if self.min_nodes and self.address in ("", "local"):
+        if self.min_nodes and not self.ray_address:
             raise ValueError("min_nodes needs a cluster: set address, too")
 
 

@@ -11,6 +11,7 @@ out rows with a wrong checksum and reports them; `check_json_encodable` refuses 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,15 +24,16 @@ import msgspec
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.control_messages import read_actions
-from agentrl.core.errors import AgentRLError, InputError, JournalError
+from agentrl.core.errors import AgentRLError, ConfigError, InputError, JournalError
 from agentrl.core.files import expand_path
 from agentrl.core.records import ForkPoint, PolicyVersion
+from agentrl.core.setting_paths import set_value
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where_filter import FilterColumn, ObjectColumn, find_column, json_column, parse_where_filter
 from agentrl.journal.control_rows import is_intact
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
-from agentrl.journal.run_log import SqliteRunLog, set_in_config
+from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, control_columns
 from agentrl.observe.run_directory import describe_missing_run
@@ -428,7 +430,8 @@ class RunReader:
         begun_at = max((start.began_at for start in self.log.starts()), default=0.0)
         for action in read_actions(self.log.info()) if config else ():
             if action.act == "set" and action.at >= begun_at:
-                set_in_config(config, action.path, action.now)
+                with contextlib.suppress(ConfigError):
+                    set_value(config, action.path, action.now)
         return config
 
     def purpose(self) -> str:

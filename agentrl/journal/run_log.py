@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core import ids
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.masking import mask_secrets
 from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
+from agentrl.core.setting_paths import set_value
 from agentrl.journal.control_rows import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
@@ -125,18 +126,6 @@ _IS_ROOT = "episode GLOB ? AND substr(episode, ?) NOT GLOB '*[^0-9]*'"
 def _root(prefix: str) -> tuple[Any, ...]:
     """Return the parameters of `_NUMBER`, then of `_IS_ROOT`."""
     return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
-
-
-def set_in_config(config: dict[str, Any], path: Sequence[str], value: Any) -> bool:
-    """Set a value in a configuration as data; returns whether the path leads into its tables."""
-    section: Any = config
-    for name in path[:-1]:
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            return False
-    if path:
-        section[path[-1]] = value
-    return bool(path)
 
 
 class RunLog:
@@ -602,8 +591,12 @@ class RunLog:
             if lineage is not None and start.lineage > lineage:
                 break
             for change in start.changed:
-                if not set_in_config(config, change.path, change.now):
-                    raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")
+                try:
+                    set_value(config, change.path, change.now)
+                except ConfigError as error:
+                    raise JournalError(
+                        f"{self.path}: a start of the run cannot be read: {change}; it is damaged"
+                    ) from error
         return config
 
     def info(self) -> Mapping[str, Any]:

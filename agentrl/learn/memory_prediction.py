@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
@@ -75,20 +75,20 @@ class TrainerMemoryPredictor:
     the difference counts for every other layer of that kind.
 
     Args:
-        config: configuration of the run, with at least one policy that learns.
+        plan: the trainer's part of a run in which at least one policy learns.
 
     Raises:
         ModelError: the directory holds no model that can be trained.
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._samples = [_LayerSamples(base) for base in config.bases if base.trained]
+    def __init__(self, plan: TrainerPlan) -> None:
+        self._plan = plan
+        self._samples = [_LayerSamples(plan, base) for base in plan.bases if base.trained]
         models = {name: model for samples in self._samples for name, model in samples.first.items()}
-        self.models = {name: models[name] for name in config.trained}
+        self.models = {name: models[name] for name in plan.policies}
         """Models with one layer of each kind, keyed by policy."""
-        references = load_references(config, self.models, torch.device("meta"))
+        references = load_references(plan, self.models, torch.device("meta"))
         self._predictions: dict[tuple[int, int], TrainerMemory] = {}
         self._sizes = Counter(frozen=_bytes({p for each in references.values() for p in each.model.parameters()}))
         """Bytes by the names of `_sizes_of`, on a rank that holds all; those of references are frozen."""
@@ -110,12 +110,12 @@ class TrainerMemoryPredictor:
             PredictionError: a step cannot be computed without data.
         """
         if (max_context, micro_batch_tokens) not in self._predictions:
-            config = self._config.with_token_limits(max_context, micro_batch_tokens)
-            self._predictions[max_context, micro_batch_tokens] = self._predict(config)
+            plan = self._plan.with_token_limits(max_context, micro_batch_tokens)
+            self._predictions[max_context, micro_batch_tokens] = self._predict(plan)
         return self._predictions[max_context, micro_batch_tokens]
 
-    def _predict(self, config: RunConfig) -> TrainerMemory:
-        shards = shard_count(config, config.trainer.ranks, self.weight_sizes)
+    def _predict(self, plan: TrainerPlan) -> TrainerMemory:
+        shards = shard_count(plan, plan.trainer.ranks, self.weight_sizes)
         weights, trained_bytes = self.weight_sizes()
         if shards > 1:  # if all weights are trained, the float32 shards are the masters
             weights -= self._sizes["rounded"]
@@ -126,14 +126,14 @@ class TrainerMemoryPredictor:
             weights=weights // shards,
             trained=trained_bytes // shards,
             copies=self._copies(),
-            activations=max(samples.activations(config, name) for samples in self._samples for name in samples.first),
-            tokens=max(config.trainer.micro_batch_tokens, config.engine.max_context),
+            activations=max(samples.activations(plan, name) for samples in self._samples for name in samples.first),
+            tokens=max(plan.trainer.micro_batch_tokens, plan.max_context),
         )
 
     def _copies(self) -> int:
         """Return `TrainerMemory.copies`."""
         largest_gradient = max(4 * parameter.numel() for parameter in _trained_parameters(self.models))
-        gradients = self._sizes["gradients"] if self._config.trainer.ranks > 1 else 0
+        gradients = self._sizes["gradients"] if self._plan.trainer.ranks > 1 else 0
         published = self._sizes["published"]
         largest_published = max(
             (p.nbytes for model in self.models.values() for p in _published_parameters(model)), default=0
@@ -141,20 +141,20 @@ class TrainerMemoryPredictor:
         return max(min(gradients, max(BUCKET, largest_gradient)), min(published, max(BUCKET, largest_published)))
 
 
-def shard_count(config: RunConfig, ranks: int, weight_sizes: Callable[[], tuple[int, int]] | None = None) -> int:
+def shard_count(plan: TrainerPlan, ranks: int, weight_sizes: Callable[[], tuple[int, int]] | None = None) -> int:
     """Return the number of ranks that hold one copy of the weights together; 1: each rank holds all of them.
 
     With `trainer.sharding` "auto", each rank holds all if weights, gradients and optimizer states take at most half of
     its memory (without a GPU, an even share of the machine's memory). The other half is for activations.
     """
-    sharding = config.trainer.sharding
+    sharding = plan.trainer.sharding
     if ranks == 1 or sharding == "none":
         return 1
     if isinstance(sharding, int):
         return sharding
     if sharding == "auto":
         try:
-            sizes = (weight_sizes or TrainerMemoryPredictor(config).weight_sizes)()
+            sizes = (weight_sizes or TrainerMemoryPredictor(plan).weight_sizes)()
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
@@ -176,11 +176,11 @@ class _LayerSamples:
     Models whose layers cannot be told apart or stand alone are kept whole.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, plan: TrainerPlan, base: BaseModelPlan) -> None:
+        self._plan = replace(plan, bases=(base,), policies=base.trained)
         names_layers = any(
             part.isdecimal()
-            for policy in config.trained.values()
+            for policy in base.trained.values()
             if policy.lora is not None
             for target in policy.lora.target_modules
             for part in target.split(".")
@@ -190,7 +190,7 @@ class _LayerSamples:
     def _load(self, *, whole: bool) -> None:
         def models(repeated: int | None = None) -> dict[str, PolicyModel]:
             trim = None if whole else partial(kinds.trim, repeated=repeated)
-            return load_models(self._config, torch.device("meta"), trim=trim)
+            return load_models(self._plan, torch.device("meta"), trim=trim)
 
         kinds = LayerKinds()
         self._shortest: dict[str, _Pass] = {}
@@ -209,7 +209,7 @@ class _LayerSamples:
             for name, number in first.items()
         }
 
-    def activations(self, config: RunConfig, policy: str) -> int:
+    def activations(self, plan: TrainerPlan, policy: str) -> int:
         """Return the peak bytes that a step of a policy allocates beyond weights and gradients.
 
         A pass whose number of operations grows with the tokens, such as a scan over a state space in Python, would take
@@ -221,23 +221,23 @@ class _LayerSamples:
         kind = type(self.first[policy].model).__name__
         try:
             try:
-                return self._activations(config, policy)
+                return self._activations(plan, policy)
             except Exception:
                 if self.whole:
                     raise
                 self._load(whole=True)  # its layers depend on each other
-                return self._activations(config, policy)
+                return self._activations(plan, policy)
         except Exception as error:
             raise PredictionError(
                 f"the memory of a step of {kind} cannot be predicted ({type(error).__name__}: {error})"
             ) from error
 
-    def _activations(self, config: RunConfig, policy: str) -> int:
+    def _activations(self, plan: TrainerPlan, policy: str) -> int:
         first = self.first[policy]
         with runnable_on_meta(first.model):
             if policy not in self._shortest:
-                self._shortest[policy] = _shortest_pass(config, policy, first)
-            passes = _passes(config, policy, first, self._shortest[policy])
+                self._shortest[policy] = _shortest_pass(plan, policy, first)
+            passes = _passes(plan, policy, first, self._shortest[policy])
         held, beyond = [each.held for each in passes], [each.peak - each.held for each in passes]
         for count, models in self._second:
             model = models[policy]
@@ -245,16 +245,16 @@ class _LayerSamples:
                 _compute_padded(model, first.unshared)
             with runnable_on_meta(model.model):
                 for at, each in enumerate(passes):
-                    second = _step(config, policy, model, each.length, each.trained)
+                    second = _step(plan, policy, model, each.length, each.trained)
                     held[at] += count * (second.held - each.held)
                     beyond[at] = max(beyond[at], second.peak - second.held)
         if len(passes) == 1:
             return held[0] + beyond[0]
         short, long, other = passes
-        further = config.engine.max_context - long.length
+        further = plan.max_context - long.length
         per_trained = (held[2] - held[0]) / (other.trained - short.trained)
         per_token = (held[1] - held[0] - per_trained * (long.trained - short.trained)) / (long.length - short.length)
-        further_trained = _num_with_logits(config, policy, first) - long.trained
+        further_trained = _num_with_logits(plan, policy, first) - long.trained
         # Which operation has the peak may differ between short rows, so that longer ones seem to need less.
         beyond_per_token = max((beyond[1] - beyond[0]) / (long.length - short.length), beyond[1] / long.length)
         return round(held[1] + beyond[1] + (per_token + beyond_per_token) * further + per_trained * further_trained)
@@ -332,32 +332,32 @@ class _Limit(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _shortest_pass(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
+def _shortest_pass(plan: TrainerPlan, policy: str, model: PolicyModel) -> _Pass:
     """Measure a step over short rows, as a prefix tree; as padded rows if the model cannot compute that.
 
     Without weights `why_unshared` cannot tell whether the tree is exact. A model that computes the tree but is trained
     on padded rows takes about the same memory in both.
     """
-    length = min(_SHORT, config.engine.max_context)
+    length = min(_SHORT, plan.max_context)
     try:
-        return _step(config, policy, model, length)
+        return _step(plan, policy, model, length)
     except Exception as error:  # noqa: BLE001 - any error means that the model is trained on padded rows
         _compute_padded(model, str(error) or type(error).__name__)
-        return _step(config, policy, model, length)
+        return _step(plan, policy, model, length)
 
 
-def _passes(config: RunConfig, policy: str, model: PolicyModel, shortest: _Pass) -> list[_Pass]:
+def _passes(plan: TrainerPlan, policy: str, model: PolicyModel, shortest: _Pass) -> list[_Pass]:
     """Measure a step over the longest rows; or, if the pass loops over its tokens, over two lengths to extrapolate, and
     over the shorter one with another number of trained tokens, whose share of short rows is rounded."""
     limit = _LOOP * shortest.operations
     try:
-        return [_step(config, policy, model, config.engine.max_context, limit=limit)]
+        return [_step(plan, policy, model, plan.max_context, limit=limit)]
     except _TooManyOperationsError:
-        passes = [shortest, _step(config, policy, model, 2 * shortest.length)]
+        passes = [shortest, _step(plan, policy, model, 2 * shortest.length)]
         while passes[-1].operations < limit:  # it loops over chunks of tokens, of which few are shorter than 64
-            passes.append(_step(config, policy, model, max(128, 4 * passes[-1].length)))
+            passes.append(_step(plan, policy, model, max(128, 4 * passes[-1].length)))
         short, long = passes[-2:]
-        return [short, long, _step(config, policy, model, short.length, short.trained - 1 or 2)]
+        return [short, long, _step(plan, policy, model, short.length, short.trained - 1 or 2)]
 
 
 def _compute_padded(model: PolicyModel, reason: str) -> None:
@@ -366,7 +366,7 @@ def _compute_padded(model: PolicyModel, reason: str) -> None:
 
 
 def _step(
-    config: RunConfig,
+    plan: TrainerPlan,
     policy: str,
     model: PolicyModel,
     length: int,
@@ -379,23 +379,23 @@ def _step(
     Raises:
         _TooManyOperationsError: the forward pass has more than `limit` operations.
     """
-    rows = make_worst_case_samples(config, policy, model, length, trained)
+    rows = make_worst_case_samples(plan, policy, model, length, trained)
     (batch,) = pack(rows, max_tokens=len(rows) * length, share=False)
     module: nn.Module = model.model
     model.activate()
     # Gradients exist from the first micro-batch of a step on; the plan counts them with the weights.
     for parameter in model.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    loss = config.trainer.loss.name
+    loss = plan.trainer.loss.name
     mark = (
         LOSSES[loss]
         if loss in LOSSES
-        else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
+        else FunctionDeclaration("loss", divergence=bool(plan.policies[policy].reference))
     )
     value_head = None
     gradients = [parameter.grad for parameter in model.parameters.values() if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counter:
-        if (gae := config.credit.advantage.gae) is not None:
+        if (gae := plan.credit.advantage.gae) is not None:
             width = model.model.config.get_text_config().hidden_size
             value_head = ValueHead(width, model.model.device, gae.value_updates)
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
@@ -404,7 +404,7 @@ def _step(
                 model.model,
                 batch,
                 shared=model.shared_prefixes,
-                entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in LOSSES,
+                entropy_gradient=bool(plan.trainer.entropy_bonus) or loss not in LOSSES,
                 replay=model.replay,
                 reference=reference,
                 value_head=value_head,
@@ -430,19 +430,19 @@ def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
 
 
 def make_worst_case_samples(
-    config: RunConfig, policy: str, model: PolicyModel, length: int | None = None, trained: int | None = None
+    plan: TrainerPlan, policy: str, model: PolicyModel, length: int | None = None, trained: int | None = None
 ) -> list[TrainingSample]:
     """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long.
 
     The end of each row is trained: as many tokens as an episode can sample. With a shorter `length`, the same number
     of rows is shorter, and as large a share of each is trained, or `trained` tokens.
     """
-    context = config.engine.max_context
-    length, count = length or context, _num_rows(config, policy)
+    context = plan.max_context
+    length, count = length or context, _num_rows(plan, policy)
     vocabulary = int(model.model.config.get_text_config().vocab_size)
     if trained is None:
-        share = _num_with_logits(config, policy, model) / context
-        trained = _num_sampled(config) if length == context else math.ceil(share * (length - 1))
+        share = _num_with_logits(plan, policy, model) / context
+        trained = _num_sampled(plan) if length == context else math.ceil(share * (length - 1))
     token_rows = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
     mask, zeros = np.arange(length) >= length - trained, np.zeros(length, np.float32)
     return [
@@ -450,18 +450,18 @@ def make_worst_case_samples(
     ]
 
 
-def _num_rows(config: RunConfig, policy: str) -> int:
-    return min(max(1, config.trainer.micro_batch_tokens // config.engine.max_context), config.trained[policy].step_size)
+def _num_rows(plan: TrainerPlan, policy: str) -> int:
+    return min(max(1, plan.trainer.micro_batch_tokens // plan.max_context), plan.policies[policy].step_size)
 
 
-def _num_sampled(config: RunConfig) -> int:
-    return min(config.engine.max_context - 1, config.sampling.max_tokens * config.sampling.max_turns)
+def _num_sampled(plan: TrainerPlan) -> int:
+    return min(plan.max_context - 1, plan.max_sampled)
 
 
-def _num_with_logits(config: RunConfig, policy: str, model: PolicyModel) -> int:
+def _num_with_logits(plan: TrainerPlan, policy: str, model: PolicyModel) -> int:
     """Return the number of a row's trained tokens whose logits take memory: those beyond `MAX_LOGITS` take no more."""
     vocabulary = int(model.model.config.get_text_config().vocab_size)
-    return min(_num_sampled(config), MAX_LOGITS // (vocabulary * _num_rows(config, policy)) + 1)
+    return min(_num_sampled(plan), MAX_LOGITS // (vocabulary * _num_rows(plan, policy)) + 1)
 
 
 class AllocationCounter(TorchDispatchMode):

@@ -34,8 +34,8 @@ from transformers import AttentionInterface
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
-from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
@@ -384,7 +384,7 @@ def _layer(name: str) -> str:
 
 
 def load_models(
-    config: RunConfig,
+    plan: TrainerPlan,
     device: torch.device,
     mesh: DeviceMesh | None = None,
     *,
@@ -395,7 +395,7 @@ def load_models(
     Policies with adapters on one base model share it; every other policy has a copy of its base.
 
     Args:
-        config: configuration of the run.
+        plan: the trainer's part of the run.
         device: device of the models. On `meta` they have shapes and no weights, and are assumed to share prefixes.
         mesh: ranks over which the models are sharded, on that kind of device; each rank reads only its shards. None:
             each rank holds all weights.
@@ -406,24 +406,24 @@ def load_models(
             cannot replay it.
         ConfigError: an adapter targets a layer that cannot be both trained and served, or layers cannot be compiled.
     """
-    if config.trainer.compile:
+    if plan.trainer.compile:
         _check_compilable(sharded=mesh is not None)
     models: dict[str, PolicyModel] = {}
-    for base in config.bases:
-        models |= _load_on_base(base, device, mesh, trim)
-    if config.trainer.compile and device.type != "meta":
+    for base in plan.bases:
+        models |= _load_on_base(plan, base, device, mesh, trim)
+    if plan.trainer.compile and device.type != "meta":
         for model in {id(policy_model.model): policy_model.model for policy_model in models.values()}.values():
             _compile_layers(model)
-    return {name: models[name] for name in config.trained}
+    return {name: models[name] for name in plan.policies}
 
 
 def load_references(
-    config: RunConfig, models: Mapping[str, PolicyModel], device: torch.device, mesh: DeviceMesh | None = None
+    plan: TrainerPlan, models: Mapping[str, PolicyModel], device: torch.device, mesh: DeviceMesh | None = None
 ) -> dict[str, PolicyModel]:
     """Load the frozen model of every policy with a `reference`; policies with the same reference share it.
 
     Args:
-        config: configuration of the run.
+        plan: the trainer's part of the run.
         models: the result of `load_models`.
         device: as in `load_models`.
         mesh: as in `load_models`.
@@ -433,12 +433,12 @@ def load_references(
     """
     models_by_key: dict[str, PolicyModel] = {}
     references: dict[str, PolicyModel] = {}
-    for name, policy in config.trained.items():
+    for name, policy in plan.policies.items():
         if not policy.reference:
             continue
         key = f"{Path(policy.reference).resolve()} {models[name].base.resolve()}"
         if key not in models_by_key:
-            models_by_key[key] = _load_reference(config, Path(policy.reference), models[name].base, device, mesh)
+            models_by_key[key] = _load_reference(plan, Path(policy.reference), models[name].base, device, mesh)
         references[name] = models_by_key[key]
         size, base_size = (
             policy.model.config.get_text_config().vocab_size for policy in (references[name], models[name])
@@ -458,16 +458,16 @@ def load_references(
 
 
 def _load_reference(
-    config: RunConfig, path: Path, base: Path, device: torch.device, mesh: DeviceMesh | None
+    plan: TrainerPlan, path: Path, base: Path, device: torch.device, mesh: DeviceMesh | None
 ) -> PolicyModel:
     """Load a frozen model: a model directory, or an adapter merged into `base`."""
     is_adapter = (path / "adapter_model.safetensors").is_file()
     directory = base if is_adapter else path
-    dtype = model_dtype(directory, config.model.dtype, device)
-    offload = mesh is not None and config.trainer.sharding == "offload"
+    dtype = model_dtype(directory, plan.model.dtype, device)
+    offload = mesh is not None and plan.trainer.sharding == "offload"
     if offload or (mesh is not None and is_adapter):  # an adapter is merged into the whole weights
         device = torch.device("cpu")
-    model = _load(directory, device, dtype, config.engine.max_context, None if is_adapter else mesh)
+    model = _load(directory, device, dtype, plan.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
         try:
             with warnings.catch_warnings(action="ignore"):  # PEFT warns of missing names, and ignores the others
@@ -484,7 +484,7 @@ def _load_reference(
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
         model = merged_model
     model.requires_grad_(False)
-    unshared_reason = why_unshared(model, config.engine.max_context)
+    unshared_reason = why_unshared(model, plan.max_context)
     reference = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared_reason)
     if mesh is not None:
         reference.shard(ShardedForward(model, mesh, masters=False, offload=offload))
@@ -492,25 +492,26 @@ def _load_reference(
 
 
 def _load_on_base(
-    config: RunConfig,
+    plan: TrainerPlan,
+    base_plan: BaseModelPlan,
     device: torch.device,
     mesh: DeviceMesh | None,
     trim: Callable[[PreTrainedModel], None] | None,
 ) -> dict[str, PolicyModel]:
-    """Load the models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
-    path = Path(config.model.path)
-    dtype = model_dtype(path, config.model.dtype, device)
-    offload = mesh is not None and config.trainer.sharding == "offload"
+    """Load the models of the policies on one base; see `load_models`."""
+    path = Path(base_plan.path)
+    dtype = model_dtype(path, plan.model.dtype, device)
+    offload = mesh is not None and plan.trainer.sharding == "offload"
     if offload:
         device = torch.device("cpu")
-    adapter_configs = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
+    adapter_configs = {name: policy.lora for name, policy in base_plan.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapter_configs:
-        base = _load(path, device, dtype, config.engine.max_context, mesh, trim)
-        replay = _replay(base, config)
+        base = _load(path, device, dtype, plan.max_context, mesh, trim)
+        replay = _replay(base, captured=plan.capture_routing)
         matrices = _matrices(base)
         can = _adaptable(base)
-        unshared_reason = why_unshared(base, config.engine.max_context)
+        unshared_reason = why_unshared(base, plan.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -525,7 +526,7 @@ def _load_on_base(
             # PEFT puts an adapter where its layer's weights are, but not beside ones without data.
             place = torch.device("meta") if base.device.type == "meta" else nullcontext()
             with torch.random.fork_rng(devices=[]), place:
-                torch.manual_seed(stable_hash64(config.seed, name, "adapter") >> 1)
+                torch.manual_seed(stable_hash64(plan.seed, name, "adapter") >> 1)
                 peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), path)
         base.requires_grad_(False)
         for name, adapter in adapters.items():
@@ -539,11 +540,11 @@ def _load_on_base(
                 described=descriptions[name],
                 merges=adapter_configs[name].merge,
             )
-    for name in config.trained:
+    for name in base_plan.trained:
         if name not in result:
-            model = _load(path, device, dtype, config.engine.max_context, mesh, trim)
-            replay = _replay(model, config)
-            unshared_reason = why_unshared(model, config.engine.max_context)
+            model = _load(path, device, dtype, plan.max_context, mesh, trim)
+            replay = _replay(model, captured=plan.capture_routing)
+            unshared_reason = why_unshared(model, plan.max_context)
             result[name] = PolicyModel(
                 model=model, base=path, peft_model=None, adapter=None, unshared=unshared_reason, replay=replay
             )
@@ -555,8 +556,8 @@ def _load_on_base(
                     policy_model.model, mesh, masters=policy_model.kind == "full", offload=offload
                 )
             policy_model.shard(sharded_forwards[id(policy_model.model)])
-        policy_model.train(offload=config.offloads_masters)
-        if config.trainer.recompute:
+        policy_model.train(offload=plan.offloads_masters)
+        if plan.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)
     return result
 
@@ -657,9 +658,9 @@ def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
+def _replay(model: PreTrainedModel, *, captured: bool) -> RoutingReplay | None:
     """Return the routing replay of a model; None on the meta device, where no router chooses experts."""
-    if not config.engine.capture_routing or model.device.type == "meta":
+    if not captured or model.device.type == "meta":
         return None
     with computing_in_float32(model, _to_float32):  # shards are gathered in float32
         return RoutingReplay(model)

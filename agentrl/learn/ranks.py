@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from agentrl.config.run import RunConfig
-
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
@@ -322,16 +320,16 @@ class DistributedRankGroup:
         dist.destroy_process_group()
 
 
-def rank_device(config: RunConfig, rank: int) -> torch.device:
+def rank_device(rank: int, *, stays_on_cpu: bool) -> torch.device:
     """Return the device of a rank: one GPU per rank if the run uses any, else the CPU."""
-    if torch.cuda.is_available() and not config.stays_on_cpu:
+    if torch.cuda.is_available() and not stays_on_cpu:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def limit_gpu_memory(config: RunConfig, rank: int, share: float) -> None:
+def limit_gpu_memory(device: torch.device, share: float) -> None:
     """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
-    if (device := rank_device(config, rank)).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
@@ -90,7 +90,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: TrainerPlan,
         run_directory: Path,
         *,
         ranks: RankGroup | None = None,
@@ -101,7 +101,7 @@ class PolicyTrainer:
         """Store the settings; `start` loads models.
 
         Args:
-            config: configuration of the run.
+            plan: the trainer's part of the run.
             run_directory: directory with journal, versions and step columns.
             ranks: the data-parallel group; None: this process alone.
             read: reads token data; None: from the run's journal.
@@ -112,13 +112,13 @@ class PolicyTrainer:
         Raises:
             ConfigError: there is no such loss, or its options do not fit.
         """
-        self._config = config
+        self._plan = plan
         self._directory = run_directory
         self._ranks: RankGroup = ranks if ranks is not None else SingleRankGroup()
         self._read = read if read is not None else make_unit_reader(run_directory)
-        self._loss = make_loss(config.trainer, loss)
-        self._gae = config.credit.advantage.gae
-        self._publisher = Publisher(run_directory, config.model)
+        self._loss = make_loss(plan.trainer, loss)
+        self._gae = plan.credit.advantage.gae
+        self._publisher = Publisher(run_directory, plan.model)
         self._publishes = publishes
         self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
@@ -142,38 +142,38 @@ class PolicyTrainer:
             ConfigError: an adapter targets a layer that cannot be both trained and served.
             TrainerError: the checkpoint does not fit the configuration.
         """
-        torch.set_num_threads(self._config.threads)
+        torch.set_num_threads(self._plan.threads)
         with converting_write_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        shards = int(self._ranks.gather(str(shard_count(self._config, self._ranks.size)).encode())[0])
+        shards = int(self._ranks.gather(str(shard_count(self._plan, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
-        device = rank_device(self._config, self._ranks.rank)
-        models = load_models(self._config, device, mesh)
+        device = rank_device(self._ranks.rank, stays_on_cpu=self._plan.demand.stays_on_cpu)
+        models = load_models(self._plan, device, mesh)
         if self._loss.needs_reference:
-            self._references = load_references(self._config, models, device, mesh)
-        for name, policy in self._config.trained.items():
+            self._references = load_references(self._plan, models, device, mesh)
+        for name, policy in self._plan.policies.items():
             if self._loss.needs_reference and models[name].kind == "full" and not policy.reference:
                 raise ConfigError(
-                    f"the loss {self._loss.name} with trainer.loss.kl = {self._config.trainer.loss.kl} needs a "
+                    f"the loss {self._loss.name} with trainer.loss.kl = {self._plan.trainer.loss.kl} needs a "
                     f"reference model, and policies.{name} trains all weights, so there is no frozen base to serve as "
                     f"one: set policies.{name}.reference, or choose a loss without a reference and kl = 0"
                 )
             if self._loss.name == "distillation" and not policy.reference:
                 raise ConfigError(f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference")
-            optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
+            optimizer, steps = self._plan.trainer.optimizer, self._plan.steps[name]
             self._learners[name] = Learner(
                 name, models[name], policy, optimizer, steps=steps, gae=self._gae, device=device
             )
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
             for model in models.values():
                 if model.base not in self._canaries:
-                    self._canaries[model.base] = CanaryBuilder(model, max_context=self._config.engine.max_context)
+                    self._canaries[model.base] = CanaryBuilder(model, max_context=self._plan.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         sharing_lines = [f"{name}: {_sharing_text(model)}" for name, model in models.items()]
-        if device.type == "cuda" and mesh is None and not self._config.trainer.compile:
+        if device.type == "cuda" and mesh is None and not self._plan.trainer.compile:
             kernels = find_kernels()
             if isinstance(kernels, str):
                 sharing_lines.append(f"norms, rotary embeddings and SwiGLU are not fused: {kernels}")
@@ -297,7 +297,7 @@ class PolicyTrainer:
     @property
     def _sees_step(self) -> bool:
         """Whether a token's loss depends on tokens of other units, so that all units of a step are needed at once."""
-        return self._loss.grouping in ("group", "step") or self._config.trainer.loss.normalizer == "sequences"
+        return self._loss.grouping in ("group", "step") or self._plan.trainer.loss.normalizer == "sequences"
 
     @property
     def _learns_all_values(self) -> bool:
@@ -313,7 +313,7 @@ class PolicyTrainer:
         of the model's outputs, so that forward and backward pass need only one micro-batch at a time.
         """
         version = learner.version._replace(step=learner.step)
-        totals, columns = step.totals, TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
+        totals, columns = step.totals, TokenColumns.of(samples, version, group_size=self._plan.credit.group_size)
         step.columns.append(columns)
         weights = self._token_weights(columns, normalizer)
         totals["samples"] += len(samples)
@@ -387,7 +387,7 @@ class PolicyTrainer:
     def _token_weights(self, columns: TokenColumns, normalizer: float) -> NDArray[np.float32]:
         """Return the loss weight of each token, [n], over the whole step and all ranks."""
         count = len(columns)
-        if self._config.trainer.loss.normalizer != "sequences":
+        if self._plan.trainer.loss.normalizer != "sequences":
             return np.full(count, 1.0 / normalizer, np.float32)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
         total = torch.tensor([len(lengths)], dtype=torch.float64)
@@ -528,7 +528,7 @@ class PolicyTrainer:
             backward: whether each is computed forward and backward.
             reference: whether the reference is computed for each, first.
         """
-        limit, share_prefixes = self._config.trainer.micro_batch_tokens, learner.model.sharing
+        limit, share_prefixes = self._plan.trainer.micro_batch_tokens, learner.model.sharing
         ends = not backward and self._gae is not None and self._gae.bootstrap
         batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes, ends=ends)
         if not learner.model.sharded:
@@ -928,8 +928,8 @@ class InProcessTrainer:
     `cluster.trainer_pool` implements the same port over Ray.
     """
 
-    def __init__(self, config: RunConfig, run_directory: Path, *, read: ReadUnits | None = None) -> None:
-        self._trainer = PolicyTrainer(config, run_directory, read=read)
+    def __init__(self, plan: TrainerPlan, run_directory: Path, *, read: ReadUnits | None = None) -> None:
+        self._trainer = PolicyTrainer(plan, run_directory, read=read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight sender")
 

@@ -12,19 +12,24 @@ import contextvars
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.ports import SamplingParams
+from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.entries import SeatSettings
 from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.rollout.calls.journal import current_strand
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams, Scorer
+    from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, Scorer
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
-    from agentrl.environment.context import EpisodeLimits, Verdict
+    from agentrl.environment.context import Verdict
     from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
     from agentrl.observe.bottleneck import Activity, ActivityClock
@@ -46,58 +51,49 @@ TOOL_TIMEOUT_S = 30.0
 """Default time limit of tools."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """Chat format, sampling and limits of a policy."""
+    """Chat format and settings of the seats that a policy holds."""
 
     chat_format: ChatFormat
-    sampling: SamplingParams
-    limits: EpisodeLimits
+    seat: SeatSettings
+    """The settings, as an episode's first entry records them."""
     is_external: bool = False
     """Whether another engine than the run's samples the policy, so that it uses none of the engine's memory."""
 
-    @property
-    def recorded(self) -> SeatSettings:
-        """Convert the settings to the form in an episode's first entry."""
-        sampling, limits = self.sampling, self.limits
-        return SeatSettings(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=limits.max_tokens,
-            max_turns=limits.max_turns,
-            max_context=limits.max_context,
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """The settings that the engine gets."""
+        seat = self.seat
+        return SamplingParams(
+            max_tokens=seat.max_tokens,
+            temperature=seat.temperature,
+            top_k=seat.top_k,
+            top_p=seat.top_p,
+            min_p=seat.min_p,
+            stop_token_ids=self.chat_format.stop_token_ids,
         )
+
+    @cached_property
+    def limits(self) -> EpisodeLimits:
+        """The limits that the environment sees."""
+        seat = self.seat
+        return EpisodeLimits(max_turns=seat.max_turns, max_tokens=seat.max_tokens, max_context=seat.max_context)
 
     def as_recorded(self, began: SeatSettings) -> PolicySettings:
         """Return the policy with the settings that an episode began with; a context limit lowered since then still
         applies."""
-        sampling = replace(
-            self.sampling,
-            temperature=began.temperature,
-            top_k=began.top_k,
-            top_p=began.top_p,
-            min_p=began.min_p,
-            max_tokens=began.max_tokens,
-        )
-        limits = replace(
-            self.limits,
-            max_turns=began.max_turns,
-            max_tokens=began.max_tokens,
-            max_context=min(began.max_context, self.limits.max_context),
-        )
-        return replace(self, sampling=sampling, limits=limits)
+        max_context = min(began.max_context, self.seat.max_context)
+        return replace(self, seat=msgspec.structs.replace(began, max_context=max_context))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """Settings that every episode of a worker shares."""
 
-    sampling: SamplingParams
-    limits: EpisodeLimits
+    seat: SeatSettings
     policies: Mapping[str, PolicySettings] = field(default_factory=dict)
-    """Settings of policies that override the two above and the worker's chat format."""
+    """Settings of policies that override the one above or the worker's chat format."""
     tool_timeout_s: float = TOOL_TIMEOUT_S
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
@@ -238,8 +234,7 @@ class LiveEpisode:
     @property
     def limits(self) -> EpisodeLimits:
         """The limits that `ctx.limits` shows."""
-        began = self.began_under.get("")
-        return self.services.settings.limits if began is None else began.limits
+        return (self.began_under.get("") or self.services.default).limits
 
     def check_not_stopped(self, call: str) -> None:
         """Refuse a call that would give a reward or need one, after `ctx.roulette` has stopped the episode.

@@ -78,7 +78,7 @@ class EpisodeRunner:
         self.kv_budget = kv_budget_of(engine.capabilities)
         self._services = WorkerServices(
             engine=engine,
-            default=PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits),
+            default=PolicySettings(chat_format=chat_format, seat=settings.seat),
             host=host,
             clock=clock,
             settings=settings,
@@ -95,10 +95,10 @@ class EpisodeRunner:
         self._code_hashes: dict[type[Environment], str] = {}
         self._check_counts: Counter[type[Environment]] = Counter()
         """Number of new episodes that were checked for draws, by environment."""
-        self._run_settings = {"": self._services.policy_settings("").recorded}
+        self._run_settings = {"": settings.seat}
         """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
         self._recorded_settings = {
-            policy: policy_settings.recorded for policy, policy_settings in settings.policies.items()
+            policy: policy_settings.seat for policy, policy_settings in settings.policies.items()
         }
         self._running: dict[str, LiveEpisodeContext] = {}
         """Context of the newest attempt, keyed by episode."""

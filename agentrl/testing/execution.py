@@ -33,20 +33,19 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ids import random_stream
 from agentrl.core.own_loop import outside_event_loop
-from agentrl.core.ports import SamplingParams, ScoreCredit, ScoreOf
+from agentrl.core.ports import ScoreCredit, ScoreOf
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.journal.entries import TurnEntry
+from agentrl.journal.entries import SeatSettings, TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -155,7 +154,7 @@ async def execute_episode(
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
     settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=longest_s)
-    settings = replace(settings, sampling=replace(settings.sampling, **sampling))
+    settings = replace(settings, seat=msgspec.structs.replace(settings.seat, **sampling))
     dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
     for entry in prefix:
@@ -211,7 +210,7 @@ def _load_once(environment: type[Environment]) -> None:
 
 def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings: RolloutSettings) -> Counter[str]:
     """Count what the limits of the execution cut; an environment's own limits do not count."""
-    limits = settings.limits
+    limits = settings.seat
     cuts = Counter[str]()
     turns = Counter[tuple[str, str, int]]()
     for entry in entries:
@@ -242,8 +241,15 @@ def plain_rollout_settings(
 ) -> RolloutSettings:
     """Return sampling settings and limits for episodes in `PlainChatFormat`."""
     return RolloutSettings(
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
-        limits=EpisodeLimits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
+        seat=SeatSettings(
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            max_context=max_context,
+        ),
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
         on_code_change=on_code_change,

@@ -33,6 +33,7 @@ from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.sample_environment import Propose, held_out_tasks, scripted_reply_tokens
 
 if TYPE_CHECKING:
+    from agentrl.config.plans import EnginePlan, TrainerPlan
     from agentrl.core.ports import Engine, Trainer
     from agentrl.orchestrator.loop import Orchestrator
 
@@ -102,24 +103,24 @@ def sample_run_factories(*, parked: bool = False) -> RunFactories:
     """
     lives: list[SampleRunTrainer] = []
 
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
         return ScriptedEngine(
             scripted_reply_tokens,
             versions=versions,
             seconds_per_call=0.002,
             seconds_per_token=0.0005,
             seeded_logprobs=True,
-            max_context=config.engine.max_context,
+            max_context=plan.engine.max_context,
         )
 
-    def trainer(config: RunConfig, directory: Path) -> Trainer:
-        lives.append(SampleRunTrainer(config, directory, loses=not lives))
+    def trainer(plan: TrainerPlan, directory: Path) -> Trainer:
+        lives.append(SampleRunTrainer(plan, directory, loses=not lives))
         return lives[-1]
 
     return RunFactories(
         engine=engine,
         trainer=trainer,
-        chat_format=lambda config: PlainChatFormat(),
+        chat_format=lambda model: PlainChatFormat(),
         clock=_ShortWaits(),
         assembled=_park_now_and_then if parked else lambda orchestrator: None,
     )
@@ -150,14 +151,14 @@ class SampleRunTrainer(RecordingTrainer):
     """Writes step records like a trainer's; its logprobs are the recorded ones, shifted further the older they are.
 
     Args:
-        config: configuration of the run.
+        plan: the trainer's part of the run.
         directory: directory of the run.
         loses: whether the trainer is lost before `LOST_AT`.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, *, loses: bool) -> None:
+    def __init__(self, plan: TrainerPlan, directory: Path, *, loses: bool) -> None:
         super().__init__(
-            list(config.trained),
+            list(plan.policies),
             clock=SystemClock(),
             step_seconds=0.03,
             publish_seconds=0.01,

@@ -36,7 +36,8 @@ agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
 From Python, pass `agentrl.RunConfig(policies={{"solver": {{"learning_rate": 1e-4}}}}, …)` to `agentrl.train`. On the
-command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration.
+command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints
+the settings, and what follows from them: seats, groups, engines and devices.
 
 Models, environments, functions and rubrics in a TOML file are relative to that file. Paths, there and on the
 command line, may begin with `~` or be `file:` URLs; variables such as `$HOME` are left to the shell.

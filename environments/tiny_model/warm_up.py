@@ -291,7 +291,7 @@ class _DemonstrationSource:
     def __iter__(self) -> Iterator[Demonstration]:
         num_played = 0
         for seed in count(self._config.seed):
-            tasks = task_source(self._config.model_copy(update={"seed": seed}), self._environment, "train")
+            tasks = task_source(self._config.environment, seed, self._environment, "train")
             if not len(tasks):
                 raise InputError(
                     f"{self._environment.__name__}.tasks('train') is empty, so there is nothing to demonstrate"
@@ -496,7 +496,7 @@ class _Builder:
         """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
         if has_risen(before, reward, demonstration_reward):
             return ""
-        tasks = task_source(self.config, self.environment, "train")
+        tasks = task_source(self.config.environment, self.config.seed, self.environment, "train")
         training_tasks = [tasks[number] for number in range(min(NUM_EVAL_TASKS, len(tasks)))]
         return explain_flat_reward(
             before,
@@ -571,7 +571,7 @@ def _again_and_again(chat: Any, source: _DemonstrationSource | list[Demonstratio
 def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
     """Return the tasks that measure success: drawn from the held-out ones, or from training tasks if there are none."""
     for split in ("held_out", "train"):
-        source = task_source(config, environment, split)
+        source = task_source(config.environment, config.seed, environment, split)
         if len(source):
             drawn = random_stream("measured", config.seed).sample(range(len(source)), min(NUM_EVAL_TASKS, len(source)))
             return [source[index] for index in drawn]

@@ -78,7 +78,7 @@ def model_of(zoo: ModelZoo, architecture: str) -> PolicyModel:
         engine=EngineConfig(capture_routing=True),
         policies={"solver": PolicyConfig()},
     )
-    return load_models(config, torch.device("cpu"))["solver"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["solver"]
 
 
 def difference(model: PolicyModel, sample: TrainingSample, *, replay: bool = True) -> dict[int, float]:
@@ -153,7 +153,7 @@ def lora_model(zoo: ModelZoo, architecture: str, *targets: str) -> PolicyModel:
         model=ModelConfig(path=str(zoo.directory(architecture))),
         policies={"solver": PolicyConfig(lora=LoraConfig(rank=4, target_modules=targets))},
     )
-    return load_models(config, torch.device("cpu"))["solver"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["solver"]
 
 
 @pytest.mark.parametrize("architecture", sorted(_SAID))
@@ -236,7 +236,7 @@ def test_two_policies_have_adapters_on_layers_of_their_own(zoo: ModelZoo) -> Non
         model=ModelConfig(path=str(zoo.directory("llama"))),
         policies={name: PolicyConfig(lora=each) for name, each in lora.items()},
     )
-    models = load_models(config, torch.device("cpu"))
+    models = load_models(config.trainer_plan, torch.device("cpu"))
     layers = {name: {key.split(".lora_")[0] for key in model.published_layout()} for name, model in models.items()}
     assert {name: len(found) for name, found in layers.items()} == {"one": 2, "all": 14}
     assert models["one"].described.startswith(

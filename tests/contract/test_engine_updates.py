@@ -105,7 +105,7 @@ def test_by_default_every_token_has_the_logprob_that_its_version_alone_gives(zoo
     adapter = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1)
 
     async def main() -> None:
-        engine = await make_engine(config, START, lambda line: None)
+        engine = await make_engine(config.engine_plan, START, lambda line: None)
         assert isinstance(engine, EmbeddedEngine)
         context, found = prompt(30), {}
         for policy in START:

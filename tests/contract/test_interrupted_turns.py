@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import agentrl
+from agentrl.app.policies import seat_settings
+from agentrl.config.sections import SamplingConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
-from agentrl.core.ports import Engine, Refresh, SamplingParams
+from agentrl.core.ports import Engine, Refresh
 from agentrl.core.records import (
     Completion,
     EpisodeSpec,
@@ -23,7 +25,6 @@ from agentrl.core.records import (
     TrajectoryRow,
 )
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
@@ -161,8 +162,7 @@ def worker_over(
     engine: Engine, journal: MemoryJournal, sampling: dict[str, Any], partition: str = "0"
 ) -> AsyncioWorker:
     settings = RolloutSettings(
-        sampling=SamplingParams(max_tokens=TOKENS, **sampling),
-        limits=EpisodeLimits(max_turns=4, max_tokens=TOKENS, max_context=256),
+        seat=seat_settings(SamplingConfig(max_turns=4, max_tokens=TOKENS, **sampling), 256),
         tool_timeout_s=60.0,
         episode_timeout_s=600.0,
     )

@@ -89,7 +89,11 @@ def test_each_worker_is_told_of_its_share_of_the_engine(tmp_path: Path) -> None:
             engine, journal = at.engine, at.journal.directory
             whole = engine.capabilities = replace(engine.capabilities, kv_tokens=30_001, prefill_rate=600.0)
             log = tmp_path / "workers.log"
-            pool = make_workers(config_of(3), at.environment, engine, journal, at.told.append, log, SystemClock())
+            config = config_of(3)
+            pool = make_workers(
+                *(config.rollout_plan, config.device_demand, at.environment, engine, journal),
+                *(at.told.append, log, SystemClock()),
+            )
             assert pool is not None
             told = worker_wire.TO_WORKER.decode(msgspec.msgpack.encode(pool._settings.work))
             assert isinstance(told, worker_wire.WorkerSetup)

@@ -141,7 +141,8 @@ async def workplace(
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
         dispatcher = make_dispatcher(
-            config, environment, buffer, journal, ChangeCondition(), resume_state=ResumeState()
+            *(config.rollout_plan, environment, buffer, journal, ChangeCondition()),
+            resume_state=ResumeState(),
         )
         at = Workplace(place, journal, dispatcher, engine, None, environment)  # type: ignore[arg-type]
 
@@ -149,12 +150,15 @@ async def workplace(
             at.failure = at.failure or error
 
         pool = make_workers(
-            *(config, environment, engine, journal.directory, at.told.append, directory / "workers.log", SystemClock())
+            *(config.rollout_plan, config.device_demand, environment, engine, journal.directory),
+            *(at.told.append, directory / "workers.log", SystemClock()),
         )
         if pool is None:
             stack.enter_context(stop_loop_in_forked_process())
-            chat_format = make_chat_format(config)
-            attach_local_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
+            chat_format = make_chat_format(config.model)
+            attach_local_worker(
+                *(config.rollout_plan, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail)
+            )
         else:
             pool.placements = [placement or WarmPlacement()] * len(pool.placements)
             stack.push_async_callback(pool.close)

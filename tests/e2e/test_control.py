@@ -63,7 +63,7 @@ async def engine(config, versions, tell, log):
 def trainer(config, directory):
     return RecordingTrainer(["solver"], clock=SystemClock(), step_seconds=0.1, versions=directory / "versions")
 
-factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
+factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
 sources = SettingSources(named={tuple(key.split(".")): 8 for key in sys.argv[3:]})
 asyncio.run(run_training(config, Slow, factories=factories, resume=sys.argv[2] == "resume", sources=sources))
 """

@@ -96,9 +96,9 @@ def test_one_rank_and_two_ranks_give_the_same_update(
             directory = tmp_path / name
             episodes.locations.clear()
             await episodes.write(directory)
-            trainer: Trainer = InProcessTrainer(config(1), directory)
+            trainer: Trainer = InProcessTrainer(config(1).trainer_plan, directory)
             if name == "two":
-                trainer = RayTrainerPool(config(2, sharding), directory, session=session)
+                trainer = RayTrainerPool(config(2, sharding).trainer_plan, directory, session=session)
             try:
                 results.append(await two_steps(trainer, episodes, directory))
             finally:
@@ -132,7 +132,7 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
 
     async def run() -> None:
         await episodes.write(tmp_path)
-        pool = RayTrainerPool(config, tmp_path, session=session)
+        pool = RayTrainerPool(config.trainer_plan, tmp_path, session=session)
         await pool.start()
         try:
             good = episodes.locations[5]
@@ -179,7 +179,7 @@ def test_a_rank_that_the_others_miss_before_ray_does_is_named(session: RaySessio
 
     async def run() -> None:
         await episodes.write(tmp_path)
-        pool = RayTrainerPool(run_config(model, ranks=2, loss=leaves), tmp_path, session=session)
+        pool = RayTrainerPool(run_config(model, ranks=2, loss=leaves).trainer_plan, tmp_path, session=session)
         await pool.start()
         try:
             await pool.forward_backward(episodes.batch())

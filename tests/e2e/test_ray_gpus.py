@@ -45,7 +45,7 @@ class Holder:
 def hold(config):
     session = RaySession(sys.argv[1])
     session.start()
-    plan, actors = session.plan(config), []
+    plan, actors = session.plan(config.device_demand), []
     for process, (node, count) in plan.gpu_bundles().items():
         strategy = process_scheduling_strategy(node, process)
         actors.append(ray.remote(num_cpus=0, num_gpus=count, scheduling_strategy=strategy)(Holder).remote())
@@ -108,7 +108,7 @@ async def main():
         print(hold(configuration(2, 1, 1)))
         session = RaySession(cluster.address)
         session.start()
-        plan, *others = [session.plan(configuration(2, 1, 1)) for _ in range(3)]
+        plan, *others = [session.plan(configuration(2, 1, 1).device_demand) for _ in range(3)]
         print(all(each == plan for each in others), plan.ranks[1] == plan.engines[0])
 
 asyncio.run(main())

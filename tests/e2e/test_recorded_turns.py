@@ -94,7 +94,12 @@ def test_a_share_of_the_groups_begins_at_recorded_turns(recorded: Path, capsys: 
     assert "the turns before it are context" in " ".join(capsys.readouterr().out.split())
 
     shutil.rmtree(run / "checkpoints")
-    kept = find_recorded_turns(config(recorded.parent, "b", run="gone", at=0), resolve("calculator"), run)
+    kept = find_recorded_turns(
+        config(recorded.parent, "b", run="gone", at=0).environment.start_from,
+        config(recorded.parent, "b", run="gone", at=0).seed,
+        resolve("calculator"),
+        run,
+    )
     assert {start.point.call_id for start in kept if start.point} == {"r#2"}, "a resumed run keeps its choice"
 
 
@@ -112,9 +117,9 @@ def test_the_turn_of_the_last_tool_error(recorded: Path, tmp_path: Path) -> None
     chosen = config(tmp_path, "c", run=str(recorded), at="last tool error")
     if not failed:
         with pytest.raises(InputError, match="have no such turn"):
-            find_recorded_turns(chosen, resolve("calculator"), tmp_path / "c")
+            find_recorded_turns(chosen.environment.start_from, chosen.seed, resolve("calculator"), tmp_path / "c")
         return
-    starts = find_recorded_turns(chosen, resolve("calculator"), tmp_path / "c")
+    starts = find_recorded_turns(chosen.environment.start_from, chosen.seed, resolve("calculator"), tmp_path / "c")
     points = {(start.point.episode_id, start.point.attempt) for start in starts if start.point}
     assert points == failed.keys()
 
@@ -142,13 +147,13 @@ def test_other_code_and_other_environments_are_refused(recorded: Path, tmp_path:
 
     starts = config(tmp_path, "bad", run=str(recorded), at=0)
     with pytest.raises(InputError, match="was played in calculator, which is not trained here"):
-        find_recorded_turns(starts, Other, tmp_path)
+        find_recorded_turns(starts.environment.start_from, starts.seed, Other, tmp_path)
     calculator = resolve("calculator")
     source = calculator.source()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calculator, "source", classmethod(lambda cls: source + "# edited"))
         with pytest.raises(InputError, match="was played by other code of calculator"):
-            find_recorded_turns(starts, calculator, tmp_path)
+            find_recorded_turns(starts.environment.start_from, starts.seed, calculator, tmp_path)
 
 
 class Die:
@@ -194,7 +199,7 @@ class Uses(agentrl.Environment):
 )
 def test_what_cannot_be_recalled_is_refused(tmp_path: Path, kind: str, message: str) -> None:
     tasks = [Task(id=f"{kind}-{number}", data={"kind": kind}) for number in range(4)]
-    factories = RunFactories(engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat())
+    factories = RunFactories(engine=make_engine, trainer=Reading, chat_format=lambda model: PlainChatFormat())
     settings = {
         "name": "a",
         "directory": str(tmp_path),
@@ -209,7 +214,12 @@ def test_what_cannot_be_recalled_is_refused(tmp_path: Path, kind: str, message: 
     asyncio.run(run_training(RunConfig(**settings), Uses, tasks=tasks, held_out=[], quiet=True, factories=factories))
     starts = {"id": "unused", "start_from": {"run": str(tmp_path / "a"), "at": 1}}
     with pytest.raises(InputError, match=message):
-        find_recorded_turns(RunConfig(**settings | {"environment": starts}), Uses, tmp_path / "b")
+        find_recorded_turns(
+            RunConfig(**settings | {"environment": starts}).environment.start_from,
+            RunConfig(**settings | {"environment": starts}).seed,
+            Uses,
+            tmp_path / "b",
+        )
     (parent, *_) = _parents(RecordedTurnsConfig(run=str(tmp_path / "a"), at=0), 0)
     roots = {name_of(Uses): Uses}
     _check_recallable(parent, roots, Uses, RecordedTurnsConfig(run="a", at=0))

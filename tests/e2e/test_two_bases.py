@@ -26,6 +26,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
+from agentrl.config.plans import EnginePlan
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import EngineRouter
@@ -242,8 +243,8 @@ def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: 
 def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
     made: list[EngineRouter] = []
 
-    async def engine(config: agentrl.RunConfig, *arguments: Any) -> Any:
-        made.append(await make_engine(config, *arguments))  # type: ignore[arg-type]
+    async def engine(plan: EnginePlan, *arguments: Any) -> Any:
+        made.append(await make_engine(plan, *arguments))  # type: ignore[arg-type]
         return made[-1]
 
     class Kill:
@@ -340,7 +341,7 @@ def test_doctor_plans_for_each_base(
         )
         model.save_pretrained(tmp_path / name)
     config = load(tmp_path / "train.toml")
-    assert [base.model.path for base in config.bases] == [str(tmp_path / "large"), str(tmp_path / "small")]
+    assert [base.path for base in config.bases] == [str(tmp_path / "large"), str(tmp_path / "small")]
     main(["doctor", str(tmp_path / "train.toml"), "--engine.replicas=1", "--json"])
     report = json.loads(capsys.readouterr().out)["sections"]["memory"]
     engines = {check["name"] for check in report if check["name"].startswith("engine of ")}

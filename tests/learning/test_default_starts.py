@@ -103,8 +103,8 @@ def in_contexts_of(tokens: int, config: RunConfig) -> RunConfig:
 
 def allocated(config: RunConfig) -> int:
     """Bytes that a real step on the longest rows allocates at its peak, without gradients."""
-    model = load_models(config, torch.device("cpu"))["policy"]
-    rows = make_worst_case_samples(config, "policy", model)
+    model = load_models(config.trainer_plan, torch.device("cpu"))["policy"]
+    rows = make_worst_case_samples(config.trainer_plan, "policy", model)
     (batch,) = pack(rows, max_tokens=1 << 30, share=model.shared_prefixes)
     with AllocationCounter([*model.model.parameters(), *model.model.buffers()]) as counted:
         output = token_logprobs(model.model, batch, shared=model.shared_prefixes)
@@ -153,7 +153,7 @@ def test_one_layer_of_each_kind_predicts_the_memory_of_all(
     shape = family_config(name, num_hidden_layers=8, max_position_embeddings=POSITIONS)
     shape.save_pretrained(tmp_path)
     config = default_config(tmp_path, adapter=adapter, dtype="bfloat16", **sections)
-    predictor = TrainerMemoryPredictor(config.with_token_limits(320, 640))
+    predictor = TrainerMemoryPredictor(config.with_token_limits(320, 640).trainer_plan)
     kept = {len(outermost_layers(model.model)) for model in predictor.models.values()}
     predicted = predictor.predict(320, 640)
     engine = partial(
@@ -196,7 +196,7 @@ def test_a_prediction_that_fails_is_a_warning_and_doctor_never_says_ready(
         predict_trainer_memory(chosen)
     adapted = default_config(path, adapter=True, dtype="float32", trainer={"ranks": 2})
     with pytest.warns(UserWarning, match="sharded"):
-        assert shard_count(adapted, 2) == 2
+        assert shard_count(adapted.trainer_plan, 2) == 2
     file = tmp_path / "run.toml"
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{path}"\n')
     with pytest.warns(UserWarning, match="predicted"):

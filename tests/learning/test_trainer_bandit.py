@@ -56,7 +56,7 @@ def test_reward_rises(tmp_path: Path, lora: LoraConfig | None, loss: object, lea
     policies = {"policy": PolicyConfig(lora=lora, learning_rate=learning_rate)}
     episodes = Episodes([])
     trainer = PolicyTrainer(
-        run_config(model, policies=policies, loss=loss), tmp_path, read=lambda units: episodes.read(units)
+        run_config(model, policies=policies, loss=loss).trainer_plan, tmp_path, read=lambda units: episodes.read(units)
     )
     trainer.start()
     generator = torch.Generator().manual_seed(0)

@@ -26,6 +26,7 @@ import msgspec
 
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
@@ -74,11 +75,11 @@ def _script(request: GenerateRequest, policy: str, version: PolicyVersion) -> li
 def live(library: str, directory: Path, *, resume: bool) -> None:
     """One life of the run in `directory`/run."""
 
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(_script, versions=versions, seconds_per_token=0.005, max_context=1 << 20)
 
-    def trainer(config: RunConfig, path: Path, *rest: object) -> Trainer:
-        return RecordingTrainer(list(config.trained), versions=path / "versions")
+    def trainer(plan: TrainerPlan, path: Path, *rest: object) -> Trainer:
+        return RecordingTrainer(list(plan.policies), versions=path / "versions")
 
     config = RunConfig.model_validate(
         {
@@ -96,7 +97,7 @@ def live(library: str, directory: Path, *, resume: bool) -> None:
             "evaluation": {"tasks": 0},
         }
     )
-    factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
+    factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
     asyncio.run(run_training(config, LIBRARIES[library], factories=factories, resume=resume))
 
 

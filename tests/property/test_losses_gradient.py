@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     path = write_model(tmp_path_factory.mktemp("model"))
     torch.set_num_threads(1)
     # In double precision rounding cannot hide a wrong gradient.
-    return load_models(run_config(path), torch.device("cpu"))["policy"].model.double()
+    return load_models(run_config(path).trainer_plan, torch.device("cpu"))["policy"].model.double()
 
 
 def gradient(model: PreTrainedModel, run: Callable[[], Tensor]) -> Tensor:
@@ -162,7 +162,7 @@ def test_every_parameter_has_a_gradient(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "sliding", "moe"])
 def test_other_architectures_agree_with_their_own_forward_pass(kind: str, tmp_path: Path) -> None:
-    other = load_models(run_config(write_model(tmp_path, kind=kind)), torch.device("cpu"))["policy"]
+    other = load_models(run_config(write_model(tmp_path, kind=kind)).trainer_plan, torch.device("cpu"))["policy"]
     assert other.shared_prefixes
     samples = make_samples(3, 6)
     expected = gradient(other.model, lambda: naive_loss(other.model, samples))

@@ -278,7 +278,7 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
         await world.play(Walk)
 
     async def fork(world: World, weights: WeightsRef, number: str) -> None:
-        await serve_configured_weights(config_for(), ServedVersions(world.engine), world.store, [weights])
+        await serve_configured_weights(config_for().bases, ServedVersions(world.engine), world.store, [weights])
         await world.fork(find_parent((run if number == "e0" else forks) / "journal", number, None, 2), Walk)
 
     within(run, play)
@@ -307,7 +307,7 @@ def test_weights_that_are_pruned_meanwhile_are_gone_and_fit_no_worse(tmp_path: P
 
     async def serve(world: World) -> None:
         (tmp_path / "0.1").mkdir()
-        await serve_configured_weights(config_for(), Pruned(world.engine), world.store, [weights])
+        await serve_configured_weights(config_for().bases, Pruned(world.engine), world.store, [weights])
 
     with pytest.raises(InputError, match=r"policy@0\.1, .* are gone"):
         within(tmp_path / "run", serve)

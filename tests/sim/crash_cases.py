@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 import agentrl
+from agentrl.app.plan import RunPlan
 from agentrl.app.recovery import ResumeCheckpoint, ResumeState, read_resume_state
-from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
@@ -117,8 +117,8 @@ class CursorRecovery(ResumeCheckpoint):
 
     consumed: Mapping[str, PolicyVersion]
 
-    def resume_state(self, config: RunConfig, journal: RunLog) -> ResumeState:
-        return read_resume_state(journal, self.consumed, group_size=config.credit.group_size)
+    def resume_state(self, plan: RunPlan, journal: RunLog) -> ResumeState:
+        return read_resume_state(journal, self.consumed, group_size=plan.settings.credit.group_size)
 
 
 class CursorInItsOwnFile(CrashScenario):
@@ -169,9 +169,9 @@ class SameLineage(ResumeCheckpoint):
     """Goes on in the lineage of the dead."""
 
     def first_versions(
-        self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
+        self, plan: RunPlan, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
-        first = ResumeCheckpoint.first_versions(self, config, journal, versions, disk=disk)
+        first = ResumeCheckpoint.first_versions(self, plan, journal, versions, disk=disk)
         return {name: version._replace(lineage=0) for name, version in first.items()}
 
 

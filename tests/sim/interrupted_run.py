@@ -15,16 +15,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import agentrl
+from agentrl.app.policies import seat_settings
 from agentrl.app.recovery import ResumeState, read_resume_state
+from agentrl.config.sections import SamplingConfig
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import random_stream
-from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, SamplingParams
+from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
 from agentrl.core.records import Completion, GroupStart, PolicyVersion, Task, WeightsRef
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
 from agentrl.journal.memory import MemoryJournal
@@ -193,8 +194,7 @@ class Life:
             ended_children=dict(resume_state.ended_children),
         )
         settings = RolloutSettings(
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP_TOKEN,)),
-            limits=EpisodeLimits(max_turns=8, max_tokens=MAX_TOKENS, max_context=1 << 16),
+            seat=seat_settings(SamplingConfig(max_turns=8, max_tokens=MAX_TOKENS), 1 << 16),
             tool_timeout_s=60.0,
             episode_timeout_s=self.episode_timeout_s,
             max_staleness={"left": 1, "right": 3},

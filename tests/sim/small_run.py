@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import agentrl
 from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.plan import resolve
 from agentrl.app.policies import pinned_policy_step_lags
 from agentrl.app.recovery import (
     ResumeState,
@@ -16,6 +17,7 @@ from agentrl.app.recovery import (
     serve_versions_of_trees,
     start_opponent_pools,
 )
+from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import Engine, GenerateRequest
@@ -159,6 +161,7 @@ class SmallRun:
 
     async def run(self) -> RunOutcome:
         """Assemble and run to the end."""
+        plan = resolve(self.config, self.environment)
         policies = list(self.config.policies)
         engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
@@ -173,13 +176,17 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
-        await serve_versions_of_trees(self.config, served, self.journal, self.resume_state)
-        older = await serve_opponents_and_pins(self.config, served, self.journal, self.resumed_at, self.drawn_from)
+        served = ServedVersions(
+            engine, batches=pinned_policy_step_lags(self.config.trained, deterministic=self.config.deterministic)
+        )
+        await serve_versions_of_trees(
+            plan.trained, served, self.journal, self.resume_state, deterministic=self.config.deterministic
+        )
+        older = await serve_opponents_and_pins(plan, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record(VersionPublication(published, self.resumed_at.get(name)))
             await served.make_current(published)
-        opponents = await start_opponent_pools(self.config, served, older)
+        opponents = await start_opponent_pools(self.config.of_kind(OpponentPoolPolicy), served, older)
         await self.journal.flush()
         parts = RunParts(
             served=served,
@@ -200,7 +207,7 @@ class SmallRun:
             if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,
         )
-        self.orchestrator = assemble_orchestrator(self.config, self.environment, parts)
+        self.orchestrator = assemble_orchestrator(plan, parts)
         if self.during is not None:
             self.during(self.orchestrator)
         outcome = await self.orchestrator.run()

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.policies import split_group_warnings, units_per_root_group
+from agentrl.app.plan import resolve
+from agentrl.app.policies import split_group_warnings
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
@@ -123,7 +124,7 @@ def test_a_first_prompt_that_does_not_fit_ends_the_run_by_name() -> None:
 
 def refused(environment: type[agentrl.Environment], **changes: Any) -> str:
     with pytest.raises((ConfigError, EnvironmentDefinitionError)) as refusal:
-        units_per_root_group(config_for(**changes), environment)
+        resolve(config_for(**changes), environment)
     return str(refusal.value)
 
 
@@ -144,13 +145,13 @@ def test_a_step_that_no_fan_out_can_fill_is_refused() -> None:
     assert "12 units of guesser" in told
     assert "step_size = 24 or 36, or max_staleness = 1" in told
     for step_size, staleness in ((36, 0), (30, 1)):
-        units_per_root_group(config_for(step_size=step_size, max_staleness=staleness), Ask)
+        resolve(config_for(step_size=step_size, max_staleness=staleness), Ask)
 
 
 def test_steps_that_end_inside_groups_are_told_with_a_size_that_fits() -> None:
     def told(**changes: Any) -> list[str]:
         config = config_for(**changes)
-        return list(split_group_warnings(config, units_per_root_group(config, Guess)))
+        return list(split_group_warnings(config.trained, "group", resolve(config, Guess).demands))
 
     [line] = told(step_size=6, max_staleness=1)
     assert "policies.guesser.step_size = 6 is not a multiple of the 4 units" in line

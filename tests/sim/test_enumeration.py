@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import agentrl
-from agentrl.app.policies import _check_roulette
+from agentrl.app.policies import check_roulette
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import ScoreCredit, ScoreOf
@@ -436,5 +436,6 @@ class Parent(Stopping):
 
 
 def test_children_with_roulette_are_refused() -> None:
+    config = config_of(FAST["plain"])
     with pytest.raises(ConfigError, match="Parent spawns episodes with roulette"):
-        _check_roulette(config_of(FAST["plain"]), Parent)
+        check_roulette(Parent, config.credit, config.trainer.loss, config.scorers)

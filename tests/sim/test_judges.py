@@ -449,4 +449,4 @@ def test_a_rubric_is_read_beside_the_configuration_and_must_exist(tmp_path: Path
     (tmp_path / "rubric.md").write_text(RUBRIC, encoding="utf-8")
     loaded = load(tmp_path / "run.toml", [])
     assert loaded.scorers["helpful"].rubric == RUBRIC
-    assert loaded.policy_of("solver") == "policy", "a judge holds no seat"
+    assert loaded.seat_assignment.policy_of("solver") == "policy", "a judge holds no seat"

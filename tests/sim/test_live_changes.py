@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.assemble import change_orchestrator
+from agentrl.app.plan import resolve
 from agentrl.config.load import changed_config
 from agentrl.core.ports import Trainer
 from agentrl.orchestrator.checkpoints import CheckpointWriter
@@ -48,7 +49,7 @@ class ChangingObserver(Seen):
         for key, value in changes.items():
             run.config, differences = changed_config(run.config, tuple(key.split(".")), value)
             assert [difference.rule.is_live for difference in differences] == [True]
-            change_orchestrator(run.orchestrator, run.config, run.environment)
+            change_orchestrator(run.orchestrator, resolve(run.config, run.environment))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.policies import units_per_root_group
+from agentrl.app.plan import resolve
 from agentrl.app.recovery import read_resume_state
 from agentrl.app.run_parts import environment_of, held_out_task_splits, task_source
 from agentrl.config.run import RunConfig
@@ -150,20 +150,22 @@ def test_a_configuration_names_members_options_and_splits() -> None:
     environment = environment_of(chosen)
     assert issubclass(environment, Mixture)
     assert [root.__name__ for root in root_environments(environment)] == ["Digits", "Easy"]
-    source = task_source(chosen, environment, "train")
+    source = task_source(chosen.environment, chosen.seed, environment, "train")
     assert len(source) == 10 + 9
-    splits, available = held_out_task_splits(chosen, environment)
+    splits, available = held_out_task_splits(chosen.evaluation, chosen.environment, chosen.seed, environment)
     assert [(split.name, len(split.tasks)) for split in splits] == [("Digits@held_out", 3), ("Easy@held_out", 3)]
     assert available == 10 + 9
-    assert units_per_root_group(chosen, environment)[0].units == {"guesser": 4}
+    assert resolve(chosen, environment).demands[0].units == {"guesser": 4}
 
 
 def test_splits_and_environments_beside_the_trained_one() -> None:
     tasks = {"held_out": 2, "hard": 1, f"{__name__}:Digits@held_out": 5}
     chosen = config_for(environment={"id": f"{__name__}:Easy", "options": {"count": 7}}, evaluation={"tasks": tasks})
     environment = environment_of(chosen)
-    assert len(task_source(chosen, environment, "train")) == 7, "options are those of what is trained"
-    splits, _ = held_out_task_splits(chosen, environment)
+    assert len(task_source(chosen.environment, chosen.seed, environment, "train")) == 7, (
+        "options are those of what is trained"
+    )
+    splits, _ = held_out_task_splits(chosen.evaluation, chosen.environment, chosen.seed, environment)
     assert {split.name: len(split.tasks) for split in splits} == {
         "Easy@held_out": 2,
         "Easy@hard": 1,
@@ -174,14 +176,23 @@ def test_splits_and_environments_beside_the_trained_one() -> None:
     ]
     alone = config_for(environment={"id": f"{__name__}:Easy"}, evaluation={"tasks": {"held_out": 2, "hard": 2}})
     assert environment_of(alone) is Easy
-    assert [split.name for split in held_out_task_splits(alone, Easy)[0]] == ["held_out", "hard"]
+    assert [split.name for split in held_out_task_splits(alone.evaluation, alone.environment, alone.seed, Easy)[0]] == [
+        "held_out",
+        "hard",
+    ]
 
 
 def test_the_tasks_to_evaluate_on_are_drawn_from_the_whole_list_by_the_seed() -> None:
     ordered = [Task(id=f"{number}", data={}) for number in range(1000)]
 
     def drawn(seed: int) -> list[int]:
-        [split], available = held_out_task_splits(config_for(seed=seed, evaluation={"tasks": 64}), Digits, ordered)
+        [split], available = held_out_task_splits(
+            config_for(seed=seed, evaluation={"tasks": 64}).evaluation,
+            config_for(seed=seed, evaluation={"tasks": 64}).environment,
+            config_for(seed=seed, evaluation={"tasks": 64}).seed,
+            Digits,
+            ordered,
+        )
         assert available == len(ordered)
         return [int(task.id) for task in split.tasks]
 
@@ -195,12 +206,17 @@ def test_what_a_mixture_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"two environments .* Easy"):
         mixture({Easy: 1.0, type("Easy", (Guess,), {}): 1.0})
     with pytest.raises(ConfigError, match=r"environment.options.count.*for each class name \(Digits, Easy\)"):
-        task_source(config(options={"count": 3}), BOTH, "train")
+        task_source(config(options={"count": 3}).environment, config(options={"count": 3}).seed, BOTH, "train")
     with pytest.raises(ConfigError, match="Digits has no split 'hard'; it has train, held_out"):
-        held_out_task_splits(config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}), Digits)
+        held_out_task_splits(
+            config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}).evaluation,
+            config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}).environment,
+            config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}).seed,
+            Digits,
+        )
     with pytest.raises(ConfigError, match=r"number of units .* Ask"):
-        units_per_root_group(config(), mixture({Ask: 1.0, Digits: 1.0}))
+        resolve(config(), mixture({Ask: 1.0, Digits: 1.0}))
     with pytest.raises(InputError, match="tasks= and held_out="):
-        task_source(config(), BOTH, "train", TASKS)
+        task_source(config().environment, config().seed, BOTH, "train", TASKS)
     with pytest.raises(ValueError, match="name of a split is expected"):
         config_for(evaluation={"tasks": {"Easy@": 3}})

@@ -314,7 +314,7 @@ def test_too_few_places_for_adapters_are_refused_at_the_start(adapters: int, fit
     engine = ScriptedEngine([[1]], versions={})
     capabilities = replace(engine.capabilities, adapters=adapters)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="7 adapters at once"):
-        check_engine_capabilities(config(), capabilities)
+        check_engine_capabilities(config().engine_plan, capabilities)
 
 
 def test_the_harder_ones_are_drawn_more_often() -> None:

@@ -160,7 +160,7 @@ class Machine:
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
         work = wire.WorkerSetup(
             number=0,
-            config={},
+            plan={},
             journal="",
             environments={},
             sources={},

@@ -19,6 +19,7 @@ from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.plan import resolve
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
@@ -124,7 +125,7 @@ async def _run(scenario: Scenario) -> Recorder:
         tasks=SimulatedTasks(plan.seed),
         versions=versions,
     )
-    journal.orchestrator = orchestrator = assemble_orchestrator(config, make_root_environment(plan), parts)
+    journal.orchestrator = orchestrator = assemble_orchestrator(resolve(config, make_root_environment(plan)), parts)
     worker = orchestrator.dispatcher.worker
     assert isinstance(worker, AsyncioWorker)
     for engine in recorder.engines:
@@ -460,7 +461,7 @@ def _kinds_with(plan: SimulationPlan, policy: str) -> set[tuple[str, bool]]:
         for name, environment in plan.environments.items()
         for is_child in (False, True)
         for seat in environment.seats
-        if config.policy_of(f"{name}.{seat}" if is_child else seat, 0) == policy
+        if config.seat_assignment.policy_of(f"{name}.{seat}" if is_child else seat, 0) == policy
     }
 
 

@@ -22,7 +22,9 @@ from typing import Any, Literal
 import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import ModelConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
@@ -116,7 +118,7 @@ def scripted(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
 class PipeTrainer:
     """`tests.support.chaos_trainer`, as the port."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, plan: TrainerPlan, directory: Path) -> None:
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -215,7 +217,7 @@ class Hurried(SystemClock):
 
 
 async def scripted_engine(
-    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
+    plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
 ) -> Engine:
     program = ChildProgram("tests.support.chaos_run:scripted", {})
     placement = LocalPlacement(log)
@@ -229,7 +231,7 @@ async def scripted_engine(
     ).ready()
 
 
-def scripted_format(config: RunConfig) -> ChatFormat:
+def scripted_format(model: ModelConfig) -> ChatFormat:
     return PlainChatFormat()
 
 

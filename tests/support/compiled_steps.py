@@ -29,7 +29,7 @@ def main(options: list[str]) -> None:
             recompute = "recompute" in options
             config = run_config(base, policies=policies, compile=compiled, recompute=recompute, micro_batch_tokens=900)
             episodes = Episodes(rows)
-            trainer = PolicyTrainer(config, Path(place) / str(compiled), read=episodes.read)
+            trainer = PolicyTrainer(config.trainer_plan, Path(place) / str(compiled), read=episodes.read)
             trainer.start()
             for step in (1, 2):
                 trainer.forward_backward(episodes.batch(step))

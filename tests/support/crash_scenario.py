@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.plan import resolve
 from agentrl.app.policies import pinned_policy_step_lags, seats_by_episode_kind
 from agentrl.app.recovery import ResumeCheckpoint, remove_leftover_directories
 from agentrl.config.run import RunConfig
@@ -148,7 +149,7 @@ class CrashScenario:
         Raises:
             AgentRLError: what ended the run.
         """
-        disk, journal = machine.disk, machine.journal
+        disk, journal, plan = machine.disk, machine.journal, resolve(self.config, self.environment)
         recovery = self.recovery(machine)
         machine.rejected = recovery.rejected
         remove_leftover_directories(CHECKPOINTS, VERSIONS, disk=disk)
@@ -157,13 +158,15 @@ class CrashScenario:
             self.trainable, clock=clock, step_seconds=0.7, publish_seconds=0.1, versions=VERSIONS, disk=disk
         )
         await trainer.start(recovery.start_from)
-        versions = recovery.first_versions(self.config, journal, VERSIONS, disk=disk)
+        versions = recovery.first_versions(plan, journal, VERSIONS, disk=disk)
         engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
-        served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
-        resume_state = recovery.resume_state(self.config, journal)
-        opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal, resume_state)
+        served = ServedVersions(
+            engine, batches=pinned_policy_step_lags(self.config.trained, deterministic=self.config.deterministic)
+        )
+        resume_state = recovery.resume_state(plan, journal)
+        opponents = await recovery.publish_first_versions(plan, first, trainer, served, journal, resume_state)
         parts = RunParts(
             served=served,
             trainer=trainer,
@@ -182,7 +185,7 @@ class CrashScenario:
             running_best=recovery.running_best(VERSIONS, disk=disk),
             disk=disk,
         )
-        orchestrator = assemble_orchestrator(self.config, self.environment, parts)
+        orchestrator = assemble_orchestrator(plan, parts)
         self.rewired(orchestrator, machine)
         await orchestrator.run()
         orchestrator.buffer.ledger.check()

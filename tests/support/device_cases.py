@@ -161,7 +161,7 @@ def training(
     """Make a case of optimizer steps through `PolicyTrainer`."""
 
     def run(device: torch.device, place: Path) -> Numbers:
-        trainer.rank_device = lambda config, rank: device
+        trainer.rank_device = lambda rank, **_: device
         base = _write_base(place / f"base-{kind}", kind)
         policy = PolicyConfig(learning_rate=1e-2, lora=LORA if lora else None)
         if reference == "model":
@@ -185,7 +185,7 @@ def training(
 
 
 def _trained(config: RunConfig, episodes: Episodes, place: Path, *, steps: int, resume: bool) -> Numbers:
-    learns = trainer.PolicyTrainer(config, place / "run", read=episodes.read)
+    learns = trainer.PolicyTrainer(config.trainer_plan, place / "run", read=episodes.read)
     learns.start()
     COUNTERS.clear()
     found: Numbers = {}
@@ -196,7 +196,7 @@ def _trained(config: RunConfig, episodes: Episodes, place: Path, *, steps: int, 
         published = learns.publish("policy", PolicyVersion("policy", 0, steps))
         found["tensors"] = _stored_sums(Path(published.path))
         learns.save(place / "checkpoint")
-        learns = trainer.PolicyTrainer(config, place / "resumed", read=episodes.read)
+        learns = trainer.PolicyTrainer(config.trainer_plan, place / "resumed", read=episodes.read)
         learns.start(place / "checkpoint")
         learns.forward_backward(episodes.batch(steps + 1))
         found |= {f"resumed {name}": value for name, value in _numbers(learns.optim_step("policy", steps + 1)).items()}
@@ -224,7 +224,7 @@ def passing(*, kind: str = "qwen3", masked: bool = False, shared: bool = True, p
 
     def run(device: torch.device, place: Path) -> Numbers:
         config = run_config(_write_base(place / f"base-{kind}", kind))
-        model = models.load_models(config, device)["policy"].model
+        model = models.load_models(config.trainer_plan, device)["policy"].model
         random, samples = np.random.default_rng(0), make_samples(5, 6)
         if masked:
             samples = [replace(sample, sampling_mask=_random_mask(sample, random)) for sample in samples]
@@ -256,7 +256,7 @@ def sampling(
     filters = {name: settings.pop(name) for name in ("top_k", "top_p", "min_p", "temperature") if name in settings}
 
     def run(device: torch.device, place: Path) -> Numbers:
-        trainer.rank_device = lambda config, rank: device
+        trainer.rank_device = lambda rank, **_: device
         base = _write_base(place / f"base-{kind}", kind)
         names = [f"policy{index}" for index in range(versions)] if versions > 1 else ["policy"]
         lora_config = LoraConfig(rank=4, alpha=8.0) if lora else None
@@ -265,7 +265,7 @@ def sampling(
         for name in names:
             episodes = Episodes(make_rows(0, 8), policy=name)
             learns = trainer.PolicyTrainer(
-                run_config(base, policies=policies), place / device.type / name, read=episodes.read
+                run_config(base, policies=policies).trainer_plan, place / device.type / name, read=episodes.read
             )
             learns.start()
             learns.forward_backward(episodes.batch(1))
@@ -478,8 +478,10 @@ def silent_fallbacks() -> int:
     silent = 0
     for kind in ("qwen3", "sliding", "moe"):
         with tempfile.TemporaryDirectory() as place, on_accelerator(dense=False) as device:
-            trainer.rank_device = lambda config, rank, device=device: device
-            learns = trainer.PolicyTrainer(run_config(_write_base(Path(place) / kind, kind)), Path(place) / "run")
+            trainer.rank_device = lambda rank, device=device, **_: device
+            learns = trainer.PolicyTrainer(
+                run_config(_write_base(Path(place) / kind, kind)).trainer_plan, Path(place) / "run"
+            )
             lines = " ".join(learns.start())
             silent += not ("computed once" in lines or "ValueError" in lines)
     return silent
@@ -509,10 +511,12 @@ def compiled_kernels() -> dict[str, float]:
         _replaced(forward, "_shared_memory", lambda _: lambda device: 232_448),
     ):
         place = Path(directory)
-        trainer.rank_device = lambda config, rank: device
+        trainer.rank_device = lambda rank, **_: device
         base = _write_base(place / "base", "qwen3")
         episodes = Episodes(make_rows(0, 8))
-        learns = trainer.PolicyTrainer(run_config(base, policies=_ADAPTER), place / "run", read=episodes.read)
+        learns = trainer.PolicyTrainer(
+            run_config(base, policies=_ADAPTER).trainer_plan, place / "run", read=episodes.read
+        )
         learns.start()
         version = learns.publish("policy", PolicyVersion("policy", 0, 0))
         asyncio.run(_sampled(base, ["policy"], [version], device, {}, scored=False, lora=True))

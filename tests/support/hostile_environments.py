@@ -31,6 +31,7 @@ from agentrl.app import run_parts
 from agentrl.app.run_parts import RunFactories, make_chat_format
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import run_training
+from agentrl.config.plans import EnginePlan
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import Engine, GenerateRequest
@@ -89,8 +90,8 @@ def babbling_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     return ScriptedEngine(script, versions=versions, seconds_per_token=5e-4, max_context=4096)
 
 
-async def _engine(config: RunConfig, versions: Any, tell: Any, log: Any) -> Engine:
-    if config.workers == 1:
+async def _engine(plan: EnginePlan, versions: Any, tell: Any, log: Any) -> Engine:
+    if not plan.demand.workers:
         return babbling_engine(versions)
     return await ProcessEngine(ChildProgram("tests.support.hostile_environments:babbling_engine", {}), versions).ready()
 

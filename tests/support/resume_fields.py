@@ -30,6 +30,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.fields import ResumeRule, Section, resolve_package_directory
 from agentrl.config.load import check_settings_unchanged, resume_rule_of, sections_in_annotation
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import ScorerConfig
@@ -232,10 +233,10 @@ class Guess(agentrl.Environment):
 class Reading(RecordingTrainer):
     """Reads the rows of its units, as a trainer does; it learns nothing from them."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, plan: TrainerPlan, directory: Path) -> None:
         from agentrl.journal.rows import make_unit_reader
 
-        super().__init__(list(config.trained), versions=directory / "versions")
+        super().__init__(list(plan.policies), versions=directory / "versions")
         self._rows_of = make_unit_reader(directory)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
@@ -250,11 +251,11 @@ def say(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[i
 
 
 async def make_engine(
-    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
+    plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
 ) -> Engine:
     """A scripted engine that says it records all an engine can."""
     await asyncio.sleep(0)
-    engine = ScriptedEngine(say, versions=versions, refresh="turn", max_context=config.engine.max_context)
+    engine = ScriptedEngine(say, versions=versions, refresh="turn", max_context=plan.engine.max_context)
     engine.capabilities = replace(engine.capabilities, sampling_mask=True, expert_routing=True)
     return engine
 
@@ -297,7 +298,7 @@ def play(
 ) -> Run:
     """One life of the run."""
     factories = RunFactories(
-        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat(), assembled=assembled
+        engine=make_engine, trainer=Reading, chat_format=lambda model: PlainChatFormat(), assembled=assembled
     )
     return asyncio.run(
         run_training(config, Guess, tasks=TASKS, held_out=TASKS[:1], resume=resume, quiet=quiet, factories=factories)
@@ -331,7 +332,7 @@ def play_file(directory: Path, *, resume: bool, **settings: Any) -> None:
         **settings,
     )
     factories = RunFactories(
-        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat(), assembled=assembled
+        engine=make_engine, trainer=Reading, chat_format=lambda model: PlainChatFormat(), assembled=assembled
     )
     asyncio.run(run_training(config, resolve(config.environment.id), resume=resume, factories=factories))
 

@@ -7,7 +7,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,6 @@ def play(
     async def played() -> EpisodeHeader:
         engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
         settings = plain_rollout_settings(max_turns=8, max_tokens=4096)
-        settings = replace(settings, sampling=replace(settings.sampling, stop_token_ids=chat.stop_token_ids))
         failures: list[BaseException] = []
         dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=Runner)
         ended: list[EpisodeHeader] = []

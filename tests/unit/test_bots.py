@@ -64,7 +64,9 @@ def played(bot: str, then: Callable[[SmallRun], Awaitable[None]] | None = None, 
         config = config_for(policies={"guesser": {"step_size": 4, **changes}, "dealer": dealt}, steps=1)
 
         def engine(*arguments: Any, **keywords: Any) -> EngineRouter:
-            return EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config, print))
+            return EngineRouter(
+                [ScriptedEngine(*arguments, **keywords)], external=external_policies(config.engine_plan.external, print)
+            )
 
         run = SmallRun(config=config, environment=Cards, trainer_options={}, engine_options={})
         run.engine_class = engine  # type: ignore[assignment]
@@ -129,7 +131,7 @@ def test_a_bot_that_fails_ends_the_episode_by_name(bot: str, told: str) -> None:
 def test_a_bot_that_is_not_there_is_named(reference: str, told: str) -> None:
     config = config_for(policies={"guesser": {}, "dealer": {"kind": "bot", "id": reference}})
     with pytest.raises(EnvironmentDefinitionError, match=told):
-        external_policies(config, print)
+        external_policies(config.engine_plan.external, print)
 
 
 def test_a_bots_file_is_looked_for_beside_the_toml_file(tmp_path: Path) -> None:
@@ -144,4 +146,4 @@ def test_a_bots_file_is_looked_for_beside_the_toml_file(tmp_path: Path) -> None:
     dealer_of = config.policies["dealer"]
     assert isinstance(dealer_of, BotPolicy)
     assert dealer_of.id == f"{(tmp_path / 'bots.py').resolve()}:play"
-    assert set(external_policies(config, print)) == {"dealer"}
+    assert set(external_policies(config.engine_plan.external, print)) == {"dealer"}

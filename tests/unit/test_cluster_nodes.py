@@ -116,7 +116,7 @@ def test_a_node_without_the_environment_or_with_another_version_is_named(
 
 
 def test_ranks_begin_at_the_run_s_host_engines_at_the_last_node_and_workers_are_spread() -> None:
-    plan = plan_nodes(configuration(workers=4, trainer={"ranks": 2}, engine={"replicas": 4}), NODES)
+    plan = plan_nodes(configuration(workers=4, trainer={"ranks": 2}, engine={"replicas": 4}).device_demand, NODES)
     assert [node.address[-1] for node in plan.ranks] == ["1", "2"]
     assert [node.address[-1] for node in plan.engines] == ["3", "2", "1", "3"]
     assert [node.address[-1] for node in plan.workers] == ["1", "2", "3", "1"]
@@ -128,14 +128,14 @@ def test_ranks_begin_at_the_run_s_host_engines_at_the_last_node_and_workers_are_
 
 
 def test_a_worker_in_the_run_s_process_has_no_node() -> None:
-    plan = plan_nodes(configuration(), NODES[:1])
+    plan = plan_nodes(configuration().device_demand, NODES[:1])
     assert (plan.workers, plan.ranks, plan.engines) == ((), (NODES[0],), (NODES[0],))
 
 
 def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
     nodes = [replace(node, gpus=2) for node in NODES]
     vllm = {"replicas": 2, "vllm": {"tensor_parallel_size": 2}}
-    plan = plan_nodes(configuration(trainer={"ranks": 2}, engine=vllm), nodes)
+    plan = plan_nodes(configuration(trainer={"ranks": 2}, engine=vllm).device_demand, nodes)
     assert [node.address[-1] for node in plan.ranks] == ["1", "1"]
     assert sorted(node.address[-1] for node in plan.engines) == ["2", "3"]
 
@@ -143,38 +143,38 @@ def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
 def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
     nodes = [NODES[0], *(replace(node, gpus=1) for node in NODES[1:])]
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1"):
-        plan_nodes(configuration(engine={"vllm": {}}), nodes)
+        plan_nodes(configuration(engine={"vllm": {}}).device_demand, nodes)
     with pytest.raises(ConfigError, match=r"2 free GPUs .*4"):
-        plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}), nodes)
+        plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}).device_demand, nodes)
     one_each = [replace(node, gpus=1) for node in NODES]
     with pytest.raises(ConfigError, match="one node"):
-        plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}), one_each)
+        plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}).device_demand, one_each)
 
 
 def test_gpus_that_other_programs_hold_are_counted_out_loud() -> None:
     with pytest.raises(ConfigError, match="hold 3 GPUs"):
-        plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], gpus=1, held=3)])
+        plan_nodes(configuration(engine={"vllm": {}}).device_demand, [replace(NODES[0], gpus=1, held=3)])
     with pytest.raises(ConfigError, match="hold 4 GPUs"):
-        plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], held=4)])
+        plan_nodes(configuration(engine={"vllm": {}}).device_demand, [replace(NODES[0], held=4)])
 
 
 def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> None:
     first, second, third = (replace(node, gpus=1) for node in NODES)
     config = configuration(trainer={"ranks": 2}, engine={"vllm": {}})
-    plan = plan_nodes(config, [first, second, third])
+    plan = plan_nodes(config.device_demand, [first, second, third])
     assert list(plan.gpu_bundles().items()) == [
         ("trainer rank 0", (first, 1)),
         ("trainer rank 1", (second, 1)),
         ("engine 0", (third, 1)),
     ]
     held = [replace(node, gpus=0, held=1) for node in (first, second, third)]
-    same = reassign_lost_ranks(plan, config, held)
+    same = reassign_lost_ranks(plan, 0, held)
     assert same.ranks[0] == same.nodes[0], "rank 0 is on the run's host, whatever GPUs are free there"
     assert same.lines() == plan.lines()
     with pytest.raises(TrainerLostError, match=r"10\.0\.0\.2"):
-        reassign_lost_ranks(plan, config, [held[0], held[2]])
+        reassign_lost_ranks(plan, 0, [held[0], held[2]])
     joined = Node("id4", "10.0.0.4", 1)
-    moved = reassign_lost_ranks(plan, config.model_copy(update={"workers": 4}), [held[0], held[2], joined])
+    moved = reassign_lost_ranks(plan, 4, [held[0], held[2], joined])
     assert moved.ranks == (first, joined)
     assert moved.engines == plan.engines
     assert moved.workers == (first, third, joined, first)

@@ -37,4 +37,4 @@ def test_what_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.
         models._check_compilable(sharded=True)
     monkeypatch.setattr(models, "finds_compiler", lambda: False)
     with pytest.raises(ConfigError, match=r"apt install g\+\+"):
-        models.load_models(run_config(write_model(tmp_path / "model"), compile=True), torch.device("cpu"))
+        models.load_models(run_config(write_model(tmp_path / "model"), compile=True).trainer_plan, torch.device("cpu"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.control import RunControl, serve_control
+from agentrl.app.plan import resolve
 from agentrl.app.resume import with_recorded_changes
 from agentrl.config.load import SettingSources, load, setting_sources
 from agentrl.config.run import RunConfig
@@ -35,9 +36,10 @@ async def changed(
     """Change settings of a run with a configuration; returns the run's info afterwards."""
     store = SqliteJournal(path)
     control = RunControl(
-        *(config, configured or config.model_dump(mode="json"), environment, None, store),  # type: ignore[arg-type]  # no request here reaches the loop
+        *(resolve(config, environment), configured or config.model_dump(mode="json")),
+        *(None, store),  # type: ignore[arg-type]  # no request here reaches the loop
         clock=SystemClock(),
-        apply=lambda config: None,
+        apply=lambda plan: None,
         tell=lambda line: None,
     )
     try:
@@ -131,9 +133,9 @@ def test_changes_stay_recorded_however_often_the_run_pauses(tmp_path: Path) -> N
 def test_another_user_is_refused_even_if_that_is_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer() -> bytes:
         control = RunControl(
-            *(config_for(), {}, Guess, None, None),  # type: ignore[arg-type]  # the request is refused before
+            *(resolve(config_for(), Guess), {}, None, None),  # type: ignore[arg-type]  # the request is refused before
             clock=SystemClock(),
-            apply=lambda config: None,
+            apply=lambda plan: None,
             tell=lambda line: None,
         )
         async with serve_control(tmp_path, control, pytest.fail):

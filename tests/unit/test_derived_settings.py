@@ -46,11 +46,11 @@ def test_an_adapter_takes_ten_times_the_learning_rate_of_all_weights(repository:
 
 
 def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -> None:
-    assert configured(repository).trains_in_process
-    assert not configured(repository, trainer={"ranks": 2}).trains_in_process
+    assert configured(repository).trainer_plan.in_process
+    assert not configured(repository, trainer={"ranks": 2}).trainer_plan.in_process
     local = configured(repository, cluster={"address": "local"})
-    assert (local.trains_in_process, local.engine_in_process) == (False, False)
-    assert (local.in_ray, local.on_cluster, local.ray_address) == (True, False, "")
+    assert (local.trainer_plan.in_process, local.engine_in_process) == (False, False)
+    assert (local.on_cluster, local.cluster.ray_address) == (False, "")
     assert configured(repository, cluster={"address": "auto"}).on_cluster
 
 
@@ -91,11 +91,11 @@ def test_a_context_is_as_long_as_the_model_has_positions(repository: Path, monke
 def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = configured(repository, engine={"max_context": MIN_CONTEXT}, trainer={"micro_batch_tokens": MIN_CONTEXT})
     free(monkeypatch, 1)
-    size = int(1.3 * estimate_memory(least).total / USED_SHARE)
+    size = int(1.3 * estimate_memory(least.engine_plan, least.trainer_plan).total / USED_SHARE)
     free(monkeypatch, size)
     config = with_chosen_token_limits(configured(repository), {})
     assert MIN_CONTEXT <= config.engine.max_context < POSITIONS
-    assert estimate_memory(config).total <= size
+    assert estimate_memory(config.engine_plan, config.trainer_plan).total <= size
     free(monkeypatch, 1 << 36)
     kept = with_chosen_token_limits(configured(repository), config.model_dump(mode="json"))
     assert (kept.engine, kept.trainer) == (config.engine, config.trainer), "a resumed run keeps what was found"

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.app.engines import check_vllm_usable, device_plan, engine_program, with_chosen_engine
+from agentrl.app.engines import check_vllm_usable, engine_program
+from agentrl.app.plan import with_chosen_engine
 from agentrl.cli.doctor import placement_checks
 from agentrl.cli.main import main
-from agentrl.config.devices import CONTEXT, DevicePlan, plan_devices
+from agentrl.config.devices import CONTEXT, DevicePlan, device_plan, plan_devices
 from agentrl.config.load import load
 from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core.errors import ConfigError, InputError
@@ -65,7 +66,7 @@ def machine(count: int, nodes: int = 0) -> list[Gpu]:
 
 
 def planned(ranks: int, replicas: int, size: int, count: int, nodes: int) -> DevicePlan:
-    return plan_devices(configuration(ranks, replicas, size), machine(count, nodes))
+    return plan_devices(configuration(ranks, replicas, size).device_demand, machine(count, nodes))
 
 
 @pytest.mark.parametrize(("ranks", "replicas", "size", "count", "nodes"), COMBINATIONS)
@@ -117,36 +118,36 @@ def test_too_few_gpus_are_refused_by_name(
 
 def test_a_share_that_leaves_the_trainer_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.memory_share"):
-        plan_devices(configuration(memory_share=0.93), machine(1))
-    assert plan_devices(configuration(memory_share=0.6), machine(1)).shares == (0.6,)
+        plan_devices(configuration(memory_share=0.93).device_demand, machine(1))
+    assert plan_devices(configuration(memory_share=0.6).device_demand, machine(1)).shares == (0.6,)
 
 
 def test_memory_that_another_process_holds_is_named_before_vllm_starts() -> None:
     busy = [gpu._replace(memory=Memory(4 << 30, 24 << 30)) if gpu.id == "1" else gpu for gpu in machine(2)]
-    assert plan_devices(configuration(1, 1), machine(2)).memory_conflicts() == []
-    (told,) = plan_devices(configuration(1, 1), busy).memory_conflicts()
+    assert plan_devices(configuration(1, 1).device_demand, machine(2)).memory_conflicts() == []
+    (told,) = plan_devices(configuration(1, 1).device_demand, busy).memory_conflicts()
     assert re.search(r"GPU 1: .* takes 90% of its memory, 21\.6 GiB, and 4\.0 are free", told)
-    assert plan_devices(configuration(1, 1, memory_share=0.1), busy).memory_conflicts() == []
+    assert plan_devices(configuration(1, 1, memory_share=0.1).device_demand, busy).memory_conflicts() == []
 
 
 def test_a_reward_model_takes_a_gpu_that_is_left_or_the_cpu() -> None:
     models = {"prm": {"reward_model": "a", "unscorable": 0.0}, "orm": {"reward_model": "b", "unscorable": 0.0}}
     config = RunConfig.model_validate(configuration().model_dump(exclude_none=True) | {"scorers": models})
-    plan = plan_devices(config, machine(3))
+    plan = plan_devices(config.device_demand, machine(3))
     assert plan.lines()[1:] == [
         "GPU 1: reward model prm",
         "GPU 2: engine 0 (90% of its memory)",
         "CPU: reward model orm",
     ]
     assert [gpu and gpu.id for gpu in map(plan.gpu_of_reward_model, ("prm", "orm"))] == ["1", None]
-    assert plan_devices(config, machine(2)).reward_models == {"prm": None, "orm": None}
+    assert plan_devices(config.device_demand, machine(2)).reward_models == {"prm": None, "orm": None}
     models["prm"]["device"] = "cpu"
     on_cpu = RunConfig.model_validate(config.model_dump(exclude_none=True) | {"scorers": models})
-    assert plan_devices(on_cpu, machine(3)).reward_models == {"prm": None, "orm": 1}
+    assert plan_devices(on_cpu.device_demand, machine(3)).reward_models == {"prm": None, "orm": 1}
 
 
 def test_without_gpus_nothing_is_assigned() -> None:
-    plan = plan_devices(configuration(4, 4), [])
+    plan = plan_devices(configuration(4, 4).device_demand, [])
     assert (plan.ranks, plan.engines, plan.lines(), plan.gpu_of_rank(3), plan.gpus_of_engine(3)) == (
         (),
         (),
@@ -175,8 +176,8 @@ def test_weights_go_by_where_trainer_and_engine_stand(
 
 
 def test_weights_go_by_file_on_cpus_and_to_engines_without_a_trainer_beside() -> None:
-    assert local_transport(plan_devices(configuration(), []), 0) is None
-    assert local_transport(plan_devices(configuration(), machine(1), ranks=False), 0) is None
+    assert local_transport(plan_devices(configuration().device_demand, []), 0) is None
+    assert local_transport(plan_devices(configuration().device_demand, machine(1), ranks=False), 0) is None
 
 
 def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:
@@ -188,21 +189,23 @@ FROZEN = {"kind": "frozen", "model": "models/other"}
 
 
 def test_each_base_model_has_engines_and_gpus_of_its_own() -> None:
-    plan = plan_devices(of_two_bases(2, 2), machine(10))
+    plan = plan_devices(of_two_bases(2, 2).device_demand, machine(10))
     assert plan.engines == ((2, 3), (4, 5), (6, 7), (8, 9))
     assert plan.ranks == (0, 1)
     assert plan.lines()[2] == f"GPU 2: engine 0 of {Path.cwd().name}/unused (90% of its memory)"
     assert [plan.name_of_engine(number).split("/")[-1] for number in range(4)] == [*["unused"] * 2, *["other"] * 2]
-    shared = plan_devices(of_two_bases(), machine(2))
+    shared = plan_devices(of_two_bases().device_demand, machine(2))
     assert (shared.ranks, shared.engines, shared.shares) == ((0, 1), ((0,), (1,)), (0.45, 0.45))
-    assert plan_devices(of_two_bases(2), machine(3)).engines == ((1,), (2,)) * 2, "three GPUs hold no four engines"
+    assert plan_devices(of_two_bases(2).device_demand, machine(3)).engines == ((1,), (2,)) * 2, (
+        "three GPUs hold no four engines"
+    )
     with pytest.raises(ConfigError, match=r"engine\.replicas"):
-        plan_devices(of_two_bases(4), machine(3))
+        plan_devices(of_two_bases(4).device_demand, machine(3))
 
 
 def test_embedded_engines_of_several_bases_share_gpus() -> None:
     """They reserve nothing, so one GPU serves all of them."""
-    plan = plan_devices(of_two_bases(vllm=None), machine(2))
+    plan = plan_devices(of_two_bases(vllm=None).device_demand, machine(2))
     assert (plan.engines, plan.shares) == (((1,), (1,)), (0.225, 0.225))
     assert plan.share_of_rank(1) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
     first, second = plan.lines()
@@ -235,7 +238,7 @@ def test_the_gpus_are_those_the_driver_reports_and_the_process_may_use(
     for visible, expected in (("1", [second]), ("GPU-bb,0", [second, first]), ("", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert list(gpus()) == expected
-    assert device_plan(configuration()).gpus == ()
+    assert device_plan(configuration().device_demand).gpus == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(InputError, match="names 7"):
         gpus()
@@ -290,7 +293,9 @@ def test_the_memory_of_a_rank_is_asked_of_the_driver(
     assert device_memory() == (Memory(22000 << 20, 23034 << 20), True)
     config = configuration(ranks=2)
     model = config.model.model_copy(update={"path": str(repository / "environments/frozen_lake/model")})
-    assert shard_count(config.model_copy(update={"model": model}), 2) == 1, "a small model is held whole by each rank"
+    assert shard_count(config.model_copy(update={"model": model}).trainer_plan, 2) == 1, (
+        "a small model is held whole by each rank"
+    )
     assert not torch.cuda.is_initialized()
 
 
@@ -303,20 +308,20 @@ def test_cuda_numbers_gpus_as_their_driver_does() -> None:
 
 def test_different_gpu_models_are_named() -> None:
     cards = [*machine(1), Gpu("1", "large card", Memory(80 << 30, 80 << 30))]
-    assert plan_devices(configuration(), cards).mixed_gpus() == []
-    (told,) = plan_devices(configuration(size=2), cards).mixed_gpus()
+    assert plan_devices(configuration().device_demand, cards).mixed_gpus() == []
+    (told,) = plan_devices(configuration(size=2).device_demand, cards).mixed_gpus()
     assert told.startswith("engine 0 computes on different GPU models")
-    (told,) = plan_devices(configuration(ranks=2), cards).mixed_gpus()
+    (told,) = plan_devices(configuration(ranks=2).device_demand, cards).mixed_gpus()
     assert told.startswith("the trainer computes on different GPU models")
 
 
 def test_without_a_compiler_vllm_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver(monkeypatch, tmp_path, TWO)
-    check_vllm_usable(configuration())
+    check_vllm_usable(configuration().engine, [], on_cluster=False)
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match="compiler"):
-        check_vllm_usable(configuration())
+        check_vllm_usable(configuration().engine, [], on_cluster=False)
 
 
 ONE = "echo '0, GPU-aa, NVIDIA L4, 580.65.06, 23034, 22000'"
@@ -343,7 +348,7 @@ def install_vllm(path: Path, version: str = "0.32.0") -> None:
 
 def test_a_run_on_a_gpu_takes_vllm_if_it_can_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS))
-    monkeypatch.setattr("agentrl.app.engines.installed_version", lambda name: None)
+    monkeypatch.setattr("agentrl.app.plan.installed_version", lambda name: None)
     assert with_chosen_engine(config, {}) == (config, ""), "no GPU"
     driver(monkeypatch, tmp_path, ONE)
     unchanged, line = with_chosen_engine(config, {})
@@ -422,13 +427,14 @@ def test_small_models_stay_on_the_cpu_unless_a_gpu_is_asked_for(
     config, line = with_chosen_engine(small, {})
     assert config == small
     assert line.startswith("engine and trainer: on the CPU")
-    assert device_plan(small).lines() == []
-    assert device_plan(large).lines() == ["GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)"]
-    assert [rank_device(each, 0).type for each in (small, large)] == ["cpu", "cuda"]
-    assert [engine_program(each, each).arguments["device"] for each in (small, large)] == ["cpu", None]
+    assert device_plan(small.device_demand).lines() == []
+    assert device_plan(large.device_demand).lines() == ["GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)"]
+    assert [rank_device(0, stays_on_cpu=each.stays_on_cpu).type for each in (small, large)] == ["cpu", "cuda"]
+    programs = [engine_program(each.engine_plan, each.bases[0]) for each in (small, large)]
+    assert [program.arguments["device"] for program in programs] == ["cpu", None]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert len(device_plan(small).gpus) == 1
-    assert rank_device(small, 0).type == "cuda"
+    assert len(device_plan(small.device_demand).gpus) == 1
+    assert rank_device(0, stays_on_cpu=small.stays_on_cpu).type == "cuda"
     assert with_chosen_engine(small, {})[0].engine.kind == "vllm"
 
 
@@ -442,7 +448,7 @@ def of_two_full_policies(count: int, **section: Any) -> RunConfig:
 def test_each_policy_that_trains_all_weights_has_an_engine_of_its_own() -> None:
     config = of_two_full_policies(2)
     assert [list(base.policies) for base in config.bases] == [["policy0"], ["policy1"]]
-    plan = plan_devices(config, machine(2))
+    plan = plan_devices(config.device_demand, machine(2))
     assert plan.engines == ((0,), (1,))
     assert [plan.name_of_engine(number).split("/")[-1] for number in range(2)] == [
         "unused for policy0",
@@ -454,15 +460,15 @@ def test_each_policy_that_trains_all_weights_has_an_engine_of_its_own() -> None:
 
 def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
     config = of_two_full_policies(2)
-    plan = plan_devices(config, machine(1))
+    plan = plan_devices(config.device_demand, machine(1))
     assert (plan.ranks, plan.engines, plan.shares) == ((0,), ((0,), (0,)), (0.225, 0.225))
     assert plan.share_of_rank(0) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
     assert [local_transport(plan, number) for number in range(2)] == ["ipc", "ipc"]
     assert plan.lines()[0].count("engine ") == 2
     with pytest.raises(ConfigError, match="CUDA contexts"):
-        plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}), machine(1))
+        plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}).device_demand, machine(1))
     half_free = [gpu._replace(memory=Memory(8 << 30, 24 << 30)) for gpu in machine(1)]
-    (told,) = plan_devices(config, half_free).memory_conflicts()
+    (told,) = plan_devices(config.device_demand, half_free).memory_conflicts()
     assert re.search(r"GPU 0: engine 0 of .* and engine 1 of .* take 45% of its memory, 10\.8 GiB, and 8\.0 are", told)
 
 

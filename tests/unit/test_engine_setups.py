@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from agentrl.app import engines
 from agentrl.cli.main import main
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
@@ -74,7 +73,7 @@ def test_doctor_accepts_and_explains_a_set_up(
     file.write_text(re.sub(rf"(Qwen|(\.\./)?models)/{model}\"", f'{tmp_path / model}"', text))
     count, size = MACHINES[model]
     card = Memory(size * 10**9, size * 10**9)
-    monkeypatch.setattr(engines, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
     code = main(["doctor", str(file), "--json"])
     printed = capsys.readouterr()
     assert printed.out, printed.err
@@ -90,7 +89,7 @@ def test_doctor_accepts_and_explains_a_set_up(
 def test_doctor_names_all_that_the_gpu_example_lacks_here(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engines, "gpus", lambda: ())
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: ())
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     example = repository / "examples/11_gpu.toml"
     absent = tmp_path / "Qwen3-0.6B"

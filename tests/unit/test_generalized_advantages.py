@@ -159,7 +159,7 @@ def config_of(model: Path, advantage: Any = GAE, **trainer: Any) -> RunConfig:
 
 
 def started(config: RunConfig, place: Path, *, resume: Path | None = None) -> PolicyTrainer:
-    trainer = PolicyTrainer(config, place, read=CONVERSATIONS.read)
+    trainer = PolicyTrainer(config.trainer_plan, place, read=CONVERSATIONS.read)
     trainer.start(resume)
     if resume is None and (head := trainer._learner("policy").value_head) is not None:
         with torch.no_grad():  # else all values of the first step are 0
@@ -346,7 +346,9 @@ def test_values_learn_the_returns(model: Path, tmp_path: Path) -> None:
 
     policies: Any = {"policy": PolicyConfig(learning_rate=1e-12)}
     advantage = {"name": "gae", "trace_decay": 1.0, "value_learning_rate": 0.3}
-    trainer = PolicyTrainer(config_of(model, advantage, policies=policies), tmp_path, read=CONVERSATIONS.read)
+    trainer = PolicyTrainer(
+        config_of(model, advantage, policies=policies).trainer_plan, tmp_path, read=CONVERSATIONS.read
+    )
     trainer.start()
     found = [taken(trainer, step) for step in range(1, 60)]
     assert found[0]["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
@@ -433,7 +435,7 @@ def test_a_step_is_computed_again_from_a_checkpoint(model: Path, tmp_path: Path)
     taken(trainer, 1)
     trainer.save(tmp_path / "checkpoint")
     reports = [taken(trainer, step) for step in (2, 3)]
-    again = PolicyTrainer(config_of(model), tmp_path / "run", read=CONVERSATIONS.read, publishes=False)
+    again = PolicyTrainer(config_of(model).trainer_plan, tmp_path / "run", read=CONVERSATIONS.read, publishes=False)
     again.start()
     assert again.only_in_checkpoints("policy")
     between = [(CONVERSATIONS.batch(2), reports[0]["learning_rate"])]

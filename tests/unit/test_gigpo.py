@@ -25,7 +25,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import EpisodeEnded, decode_episode_header, encode_episode_ended
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.ids import group_id_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
@@ -227,15 +227,15 @@ def walk(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[
 
 
 def train(directory: Path, environment: type[agentrl.Environment] = Corridor, **changes: Any) -> Path:
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(walk, versions=versions)
 
-    def trainer(config: RunConfig, *rest: Any) -> Trainer:
-        return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
+    def trainer(plan: TrainerPlan, *rest: Any) -> Trainer:
+        return RecordingTrainer(list(plan.policies), versions=rest[0] / "versions")
 
     config = config_for(name="run", directory=str(directory), **changes)
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, environment, tasks=TASKS, quiet=True, factories=factories))
     return directory / "run"

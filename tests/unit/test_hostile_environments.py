@@ -139,7 +139,7 @@ def play(
     factories = RunFactories(
         engine=engine,
         trainer=lambda config, directory: RecordingTrainer(["guesser"]),
-        chat_format=lambda config: PlainChatFormat(),
+        chat_format=lambda model: PlainChatFormat(),
     )
     running = run_training(
         config, environment, tasks=TASKS, held_out=held_out, quiet=quiet, factories=factories, resume=resume
@@ -424,7 +424,7 @@ def test_a_run_without_training_tasks_is_refused_and_leaves_nothing(tmp_path: Pa
             return []
 
     config = config_for(name="run", directory=str(tmp_path))
-    factories = RunFactories(chat_format=lambda config: PlainChatFormat())
+    factories = RunFactories(chat_format=lambda model: PlainChatFormat())
     with pytest.raises(InputError, match=r"Idle\.tasks\('train', seed=0\) is empty"):
         asyncio.run(run_training(config, Idle, factories=factories))
     assert list(tmp_path.iterdir()) == []

@@ -87,7 +87,7 @@ def test_an_absurdly_long_token_is_named_before_it_is_compiled(model: Path) -> N
         TemplateChatFormat.load(model)
     policy = PolicyConfig(learning_rate=1e-2, reference=str(model))
     with pytest.raises(ModelError, match="60,000"):
-        check_tokenizers(run_config(model, policies={"policy": policy}))
+        check_tokenizers(run_config(model, policies={"policy": policy}).engine_plan)
 
 
 @pytest.mark.parametrize("settings", [{"quantization_config": {"quant_method": "fp8"}}, {"text_config": None}])
@@ -99,7 +99,7 @@ def test_quantized_weights_are_not_trained(settings: dict[str, Any], policy: dic
     config = config.model_copy(update={"policies": {"policy": trained}})
     is_refused = "quantization_config" in settings and policy != {"lora": {"rank": 2}}
     with pytest.raises(ConfigError, match=r"policies\.policy.* \(fp8\)") if is_refused else nullcontext():
-        check_quantized_models(config)
+        check_quantized_models(config.bases)
 
 
 def test_outputs_that_a_checkpoint_s_training_asked_for_are_left_out(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_recorded_turns_are_read_only_where_they_lie(tmp_path: Path, make: Calla
     config = sample_run_config(tmp_path, "x").model_copy(update={"environment": EnvironmentConfig(**environment)})
     make(tmp_path / "recorded_turns.json")
     with pytest.raises(JournalError, match=r"recorded_turns\.json: .*cannot be read"):
-        find_recorded_turns(config, Propose, tmp_path)
+        find_recorded_turns(config.environment.start_from, config.seed, Propose, tmp_path)
 
 
 INJECTIONS = ("$(touch ran)", "`touch ran`", "x; touch ran #", "'; touch ran; '", "x\n  touch ran")

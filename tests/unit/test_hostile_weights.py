@@ -23,7 +23,7 @@ NORM = "model.norm.weight"
 
 
 def train(path: Path) -> None:
-    load_models(run_config(path), torch.device("cpu"))
+    load_models(run_config(path).trainer_plan, torch.device("cpu"))
 
 
 def sample(path: Path) -> None:

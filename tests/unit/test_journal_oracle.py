@@ -16,7 +16,7 @@ import pytest
 import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -288,17 +288,17 @@ def trained_with_a_loss(tmp_path: Path, changes: dict[str, Any]) -> sqlite3.Conn
     )
     trainers: list[RecordingTrainer] = []
 
-    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+    def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
         losses = {} if trainers else {("guesser", 4): TrainerLostError("it died")}
         made = RecordingTrainer(["guesser", "rival"], failures=losses, versions=directory / "versions")
         trainers.append(made)
         return made
 
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(digit, versions=versions)
 
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
     assert len(trainers) == 2
@@ -314,10 +314,10 @@ LIVES = [
 
 @pytest.mark.parametrize("lives", LIVES, ids="-".join)
 def test_a_run_whose_advantage_changed_on_resume_follows_from_the_page(tmp_path: Path, lives: tuple[str, ...]) -> None:
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(digit, versions=versions)
 
-    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+    def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
         return RecordingTrainer(["guesser", "rival"], versions=directory / "versions")
 
     for life, advantage in enumerate(lives):
@@ -332,7 +332,7 @@ def test_a_run_whose_advantage_changed_on_resume_follows_from_the_page(tmp_path:
         factories = RunFactories(
             engine=engine,
             trainer=trainer,
-            chat_format=lambda config: PlainChatFormat(),
+            chat_format=lambda model: PlainChatFormat(),
             clock=NoWaiting(),
             assembled=stopped.watch,
         )

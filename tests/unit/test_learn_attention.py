@@ -241,7 +241,9 @@ def test_an_error_of_the_attention_kernel_is_reported(tmp_path: Path) -> None:
         raise RuntimeError("out of resource: shared memory, Required: 102400, Hardware limit: 101376")
 
     episodes = Episodes(make_rows(0, 4))
-    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
+    trainer = PolicyTrainer(
+        run_config(write_model(tmp_path / "model")).trainer_plan, tmp_path / "run", read=episodes.read
+    )
     AttentionInterface.register(ATTENTION, fails)
     try:
         lines = trainer.start()
@@ -265,7 +267,9 @@ def test_attention_that_is_compiled_for_a_step_is_checked_before_it(
         return output, none
 
     episodes = Episodes(make_rows(0, 4))
-    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
+    trainer = PolicyTrainer(
+        run_config(write_model(tmp_path / "model")).trainer_plan, tmp_path / "run", read=episodes.read
+    )
     trainer.start()
     monkeypatch.setattr(trainer_module, "compiles_attention", lambda device: True)  # as on CUDA
     AttentionInterface.register(ATTENTION, compiled)
@@ -276,7 +280,7 @@ def test_attention_that_is_compiled_for_a_step_is_checked_before_it(
         AttentionInterface.register(ATTENTION, tree_attention)
     report = trainer.optim_step("policy", 1)
     assert report.metrics["shares_prefixes"] == (not fault)
-    unchecked = PolicyTrainer(run_config(tmp_path / "model"), tmp_path / "other", read=episodes.read)
+    unchecked = PolicyTrainer(run_config(tmp_path / "model").trainer_plan, tmp_path / "other", read=episodes.read)
     unchecked.start()
     unchecked.forward_backward(episodes.batch())
     assert report.grad_norm == pytest.approx(unchecked.optim_step("policy", 1).grad_norm, rel=1e-4)
@@ -289,7 +293,7 @@ def test_adapters_on_one_base_share_prefixes_all_or_none(tmp_path: Path, monkeyp
         name: config.policies["policy"].model_copy(update={"lora": LoraConfig(rank=2, target_modules=[target])})
         for name, target in (("one", "q_proj"), ("two", "up_proj"))
     }
-    trainer = PolicyTrainer(config.model_copy(update={"policies": policies}), tmp_path / "run")
+    trainer = PolicyTrainer(config.model_copy(update={"policies": policies}).trainer_plan, tmp_path / "run")
     trainer.start()
     models = {name: learner.model for name, learner in trainer._learners.items()}
     assert {model.shared_prefixes for model in models.values()} == {True}
@@ -342,7 +346,7 @@ def test_a_step_shares_some_prefixes_and_not_others(tmp_path: Path) -> None:
     reports = []
     for chooses in (False, True):
         config = run_config(path, micro_batch_tokens=180)
-        trainer = PolicyTrainer(config, tmp_path / f"run {chooses}", read=episodes.read)
+        trainer = PolicyTrainer(config.trainer_plan, tmp_path / f"run {chooses}", read=episodes.read)
         trainer.start()
         model = trainer._learners["policy"].model
         model.chooses_sharing = chooses  # as on CUDA
@@ -358,7 +362,7 @@ def test_padded_rows_are_used_on_a_card_only_if_they_are_exact(tmp_path: Path, m
     episodes = Episodes(make_rows(0, 4))
     path = write_model(tmp_path / "model")
     for fault in (False, True):
-        trainer = PolicyTrainer(run_config(path), tmp_path / f"run {fault}", read=episodes.read)
+        trainer = PolicyTrainer(run_config(path).trainer_plan, tmp_path / f"run {fault}", read=episodes.read)
         trainer.start()
         monkeypatch.setattr(trainer_module, "compiles_attention", lambda device: True)  # as on CUDA
         original = AttentionInterface()["sdpa"]
@@ -376,7 +380,7 @@ def test_padded_rows_are_used_on_a_card_only_if_they_are_exact(tmp_path: Path, m
 
 
 def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
-    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run")
+    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")).trainer_plan, tmp_path / "run")
     assert "computed once" in " ".join(trainer.start())
 
 

@@ -192,7 +192,7 @@ def test_a_step_with_fused_layers_is_the_same_step(lora: Any, recompute: bool, t
     for kernels in (None, KERNELS):
         policies = {"policy": PolicyConfig(learning_rate=1e-2, lora=lora)}
         config = run_config(tmp_path / "model", policies=policies, recompute=recompute)
-        trainer = PolicyTrainer(config, tmp_path / f"run {kernels is None}", read=episodes.read)
+        trainer = PolicyTrainer(config.trainer_plan, tmp_path / f"run {kernels is None}", read=episodes.read)
         trainer.start()
         trainer._kernels = kernels  # as on CUDA with liger-kernel
         CALLS.clear()
@@ -207,7 +207,9 @@ def test_a_step_with_fused_layers_is_the_same_step(lora: Any, recompute: bool, t
 
 def test_a_step_warns_of_layers_that_are_not_fused(tmp_path: Path) -> None:
     episodes = Episodes(make_rows(0, 4))
-    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
+    trainer = PolicyTrainer(
+        run_config(write_model(tmp_path / "model")).trainer_plan, tmp_path / "run", read=episodes.read
+    )
     trainer.start()
     trainer._kernels = KERNELS._replace(silu_mul=wrong_gradients)
     with pytest.warns(match="Qwen3ForCausalLM: .*not Qwen3MLP: .*differs"):

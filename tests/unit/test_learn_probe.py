@@ -60,7 +60,7 @@ def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, 
     untrained = PolicyConfig(lora=LORA if kind == "qwen3" else None)
     policies = {"policy": trained, "other": untrained}
     config = run_config(path, policies=policies)
-    trainer = stepped(PolicyTrainer(config, tmp_path, read=episodes.read), episodes)
+    trainer = stepped(PolicyTrainer(config.trainer_plan, tmp_path, read=episodes.read), episodes)
     other = trainer.publish("other", PolicyVersion("other", 0, 0))
     reference = trainer.publish("policy", FIRST)
     canary, start = probe_in(reference), AutoModelForCausalLM.from_pretrained(path)
@@ -79,9 +79,9 @@ def test_a_resumed_trainer_publishes_the_same_file(tmp_path: Path, episodes: Epi
     path = write_model(tmp_path / "model")
     write_tokenizer(path)
     config = run_config(path, policies={"policy": PolicyConfig(lora=LORA if with_adapter else None)})
-    undisturbed = stepped(PolicyTrainer(config, tmp_path, read=episodes.read), episodes)
+    undisturbed = stepped(PolicyTrainer(config.trainer_plan, tmp_path, read=episodes.read), episodes)
     undisturbed.save(tmp_path / "checkpoint")
-    resumed = PolicyTrainer(config, tmp_path / "again", read=episodes.read)
+    resumed = PolicyTrainer(config.trainer_plan, tmp_path / "again", read=episodes.read)
     stepped(resumed, episodes, tmp_path / "checkpoint")
     reference = undisturbed.publish("policy", FIRST)
     assert resumed.publish("policy", PolicyVersion("policy", 1, 1)).sha256 == reference.sha256
@@ -93,7 +93,7 @@ def test_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
     shapes = {}
     for longest in (512, 10):
         config = run_config(path).model_copy(update={"engine": EngineConfig(max_context=longest)})
-        trainer = stepped(PolicyTrainer(config, tmp_path / f"{longest}", read=episodes.read), episodes)
+        trainer = stepped(PolicyTrainer(config.trainer_plan, tmp_path / f"{longest}", read=episodes.read), episodes)
         reference = trainer.publish("policy", FIRST)
         file = read_weights(reference)
         canary = read_canary(reference, file.metadata, file.tensors)
@@ -104,7 +104,7 @@ def test_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
 def test_weights_that_have_diverged_are_not_published(tmp_path: Path, episodes: Episodes) -> None:
     path = write_model(tmp_path / "model")
     write_tokenizer(path)
-    trainer = stepped(PolicyTrainer(run_config(path), tmp_path, read=episodes.read), episodes)
+    trainer = stepped(PolicyTrainer(run_config(path).trainer_plan, tmp_path, read=episodes.read), episodes)
     with torch.no_grad():
         next(iter(trainer._learners["policy"].model.parameters.values())).fill_(torch.inf)
     with pytest.raises(TrainerError, match="diverged"):

@@ -38,7 +38,7 @@ def episodes() -> Episodes:
 
 def started(model: Path, directory: Path, episodes: Episodes) -> PolicyTrainer:
     directory.mkdir(exist_ok=True)
-    trainer = PolicyTrainer(run_config(model), directory, read=episodes.read)
+    trainer = PolicyTrainer(run_config(model).trainer_plan, directory, read=episodes.read)
     trainer.start()
     return trainer
 

@@ -53,7 +53,7 @@ def episodes() -> Episodes:
 
 
 def started(config: RunConfig, directory: Path, episodes: Episodes, *, resume: Path | None = None) -> PolicyTrainer:
-    trainer = PolicyTrainer(config, directory, read=episodes.read)
+    trainer = PolicyTrainer(config.trainer_plan, directory, read=episodes.read)
     trainer.start(resume)
     return trainer
 
@@ -80,7 +80,7 @@ def test_units_that_cannot_be_trained_are_named_and_the_others_are_trained(
                 raise EntriesError(f"{unit.episode_id} was sampled at another temperature than its row")
         return episodes.read(units)
 
-    trainer = PolicyTrainer(run_config(model), tmp_path, read=read)
+    trainer = PolicyTrainer(run_config(model).trainer_plan, tmp_path, read=read)
     trainer.start()
     with pytest.raises(UntrainableUnitsError) as caught:
         trainer.forward_backward(episodes.batch())
@@ -406,7 +406,7 @@ def test_an_adapter_on_what_cannot_have_one_is_refused(
 
 def test_the_port_runs_in_a_thread_and_the_loop_goes_on(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     async def run() -> tuple[int, str]:
-        trainer: Trainer = InProcessTrainer(run_config(model), tmp_path, read=episodes.read)
+        trainer: Trainer = InProcessTrainer(run_config(model).trainer_plan, tmp_path, read=episodes.read)
         await trainer.start()
         reference = await trainer.publish("policy", START)
         computing = asyncio.ensure_future(trainer.forward_backward(episodes.batch()))

@@ -204,7 +204,9 @@ def test_a_dry_run_prints_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "env.py").write_text("import agentrl\nclass Desk(agentrl.ToolEnvironment):\n    pass\n")
+    (tmp_path / "env.py").write_text(
+        "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
+    )
     (tmp_path / "run.toml").write_text(
         f'[environment]\nid = "env.py:Desk"\noptions.api_key = "{SECRET}"\n[model]\npath = "models/m"\n[policies.p]\n'
     )
@@ -223,7 +225,9 @@ def test_a_printed_configuration_without_secrets_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "env.py").write_text("import agentrl\nclass Desk(agentrl.ToolEnvironment):\n    pass\n")
+    (tmp_path / "env.py").write_text(
+        "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
+    )
     (tmp_path / "run.toml").write_text(
         '[environment]\nid = "env.py:Desk"\noptions = {answer_key = "A", key = "id", sort_key = "date"}\n'
         '[model]\npath = "models/m"\ntemplate_variables = {bos_token = "<s>"}\n[policies.p]\n'

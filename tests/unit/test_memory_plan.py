@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, Qwen3Config
 
 import agentrl
-from agentrl.app import engines, training
 from agentrl.app import memory_estimate as run_memory
+from agentrl.app import training
 from agentrl.app.memory_estimate import (
     MemoryEstimate,
     check_gpu_memory,
@@ -35,7 +35,7 @@ from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter, TrainerMemoryPredictor, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
-from tests.learn_cases import predict_trainer_memory
+from tests.learn_cases import plans, predict_trainer_memory
 from tests.support.reward_models import save_reward_model
 
 OVERRIDES = ("--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
@@ -47,8 +47,10 @@ def configured(repository: Path, *overrides: str) -> RunConfig:
 
 def allocated(config: RunConfig) -> int:
     """Bytes that a step on the longest rows allocates at its peak, beside the gradients of an earlier micro-batch."""
-    (model,) = load_models(config, torch.device("cpu")).values()
-    (batch,) = pack(make_worst_case_samples(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    (model,) = load_models(config.trainer_plan, torch.device("cpu")).values()
+    (batch,) = pack(
+        make_worst_case_samples(config.trainer_plan, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes
+    )
 
     def step() -> None:
         output = token_logprobs(model.model, batch, shared=model.shared_prefixes)
@@ -73,14 +75,18 @@ def allocated(config: RunConfig) -> int:
 )
 def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, overrides: list[str]) -> None:
     config = configured(repository, *overrides)
-    (planned,) = (part.bytes for part in estimate_memory(config).parts if part.name.startswith("activations"))
+    (planned,) = (
+        part.bytes
+        for part in estimate_memory(config.engine_plan, config.trainer_plan).parts
+        if part.name.startswith("activations")
+    )
     assert planned == allocated(config)
 
 
 def test_what_further_value_updates_hold_is_planned(repository: Path) -> None:
     def planned(updates: int) -> int:
         gae = ["--credit.advantage.name=gae", f"--credit.advantage.value_updates={updates}"]
-        parts = estimate_memory(configured(repository, *gae)).parts
+        parts = estimate_memory(*plans(configured(repository, *gae))).parts
         return next(part.bytes for part in parts if part.name.startswith("activations"))
 
     config = configured(repository)
@@ -98,11 +104,13 @@ def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
     teacher = ["--trainer.loss.name=distillation", f"--policies.solver.reference={config.model.path}"]
     (planned,) = (
         part.bytes
-        for part in estimate_memory(configured(repository, *teacher)).parts
+        for part in estimate_memory(*plans(configured(repository, *teacher))).parts
         if part.name.startswith("activations")
     )
-    (model,) = load_models(config, torch.device("cpu")).values()
-    (batch,) = pack(make_worst_case_samples(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    (model,) = load_models(config.trainer_plan, torch.device("cpu")).values()
+    (batch,) = pack(
+        make_worst_case_samples(config.trainer_plan, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes
+    )
     with torch.no_grad():
         reference = token_logprobs(model.model, batch, shared=model.shared_prefixes, top=TOP_TOKENS)
 
@@ -122,7 +130,9 @@ def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
 
 def test_rounded_copies_of_all_weights_change_the_activations_by_little(repository: Path) -> None:
     config = configured(repository, "--model.dtype=bfloat16")
-    plan = {part.name: part.bytes for part in estimate_memory(config).parts if part.bytes}
+    plan = {
+        part.name: part.bytes for part in estimate_memory(config.engine_plan, config.trainer_plan).parts if part.bytes
+    }
     (planned,) = (size for name, size in plan.items() if name.startswith("activations"))
     (trained,) = (size for name, size in plan.items() if name.startswith("trained parameters"))
     assert planned == pytest.approx(allocated(config), rel=0.1), (
@@ -132,7 +142,7 @@ def test_rounded_copies_of_all_weights_change_the_activations_by_little(reposito
 
 
 def test_each_part_is_its_arithmetic(repository: Path) -> None:
-    parts = {part.name: part for part in estimate_memory(configured(repository)).parts if part.bytes}
+    parts = {part.name: part for part in estimate_memory(*plans(configured(repository))).parts if part.bytes}
     (trained,) = (part.bytes for name, part in parts.items() if name.startswith("trained parameters"))
     weights = json.loads((repository / "environments/calculator/model/config.json").read_text())
     kept = 2 * weights["num_key_value_heads"] * weights["head_dim"] * weights["num_hidden_layers"] * 4
@@ -142,7 +152,7 @@ def test_each_part_is_its_arithmetic(repository: Path) -> None:
 
 def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
     def planned(*overrides: str) -> tuple[int, int]:
-        plan = estimate_memory(configured(repository, "--policies.solver.lora.rank=4", *overrides))
+        plan = estimate_memory(*plans(configured(repository, "--policies.solver.lora.rank=4", *overrides)))
         held = ("weights in", "trained parameters")
         weights, trained = (sum(part.bytes for part in plan.parts if part.name.startswith(name)) for name in held)
         return weights, trained
@@ -197,7 +207,7 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(ModelError, match=name):
-        estimate_memory(configured(repository, f"--model.path={tmp_path / 'model'}"))
+        estimate_memory(*plans(configured(repository, f"--model.path={tmp_path / 'model'}")))
 
 
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +221,11 @@ def test_a_reward_model_and_what_it_keeps_are_counted(repository: Path, tmp_path
     model = save_reward_model(tmp_path / "prm")
     sizes = ("--engine.max_context=512", "--trainer.micro_batch_tokens=512", "--scorers.prm.unscorable=0.0")
     config = configured(repository, *sizes, f"--scorers.prm.reward_model={model}", "--scorers.prm.cache_tokens=1000")
-    parts = [part for part in estimate_memory(config).parts if part.process == "reward model prm"]
+    parts = [
+        part
+        for part in estimate_memory(config.engine_plan, config.trainer_plan).parts
+        if part.process == "reward model prm"
+    ]
     assert [(part.name, part.bytes) for part in parts[:2]] == [
         ("weights", (model / "model.safetensors").stat().st_size),
         ("keys and values of 1,000 tokens", 1000 * 2 * 2 * 2 * 8 * 4),
@@ -223,7 +237,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     """A machine with GPUs."""
     monkeypatch.setattr("agentrl.config.run.MIN_GPU_PARAMETERS", 0)  # so small a model would stay on the CPU
     there = tuple(Gpu(str(at), "card", Memory(gib << 30, gib << 30)) for at in range(count))
-    monkeypatch.setattr(engines, "gpus", lambda: there)
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: there)
 
 
 DETERMINISTIC = ("--deterministic=true", "--policies.solver.max_staleness=0")
@@ -248,7 +262,7 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     def planned(*overrides: str, ranks: int = 1) -> MemoryEstimate:
         cards(monkeypatch, ranks, 24)
         return estimate_memory(
-            configured(repository, "--cluster.address=local", f"--trainer.ranks={ranks}", *overrides)
+            *plans(configured(repository, "--cluster.address=local", f"--trainer.ranks={ranks}", *overrides))
         )
 
     def trained(plan: MemoryEstimate | None) -> list[str]:
@@ -290,7 +304,7 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("0", "card", Memory(free=2 << 30, total=24 << 30))
-    monkeypatch.setattr(engines, "gpus", lambda: (gpu,))
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (gpu,))
     file = str(repository / "examples/01_tool_use.toml")
     words = "GPU 0: engine 0 takes 45% of its memory, 10.8 GiB, and 2.0 are free: stop what else computes there"
     assert main(["doctor", file, *VLLM]) == 1
@@ -310,7 +324,7 @@ def test_copies_between_steps_are_planned(repository: Path, monkeypatch: pytest.
     """Of the gradients that ranks sum, and of the weights that are sent to an engine, a bucket at a time."""
     ranks = ("--trainer.ranks=2", "--trainer.sharding=none", "--model.dtype=float32")
     config = configured(repository, *ranks)
-    (model,) = load_models(config, torch.device("meta")).values()
+    (model,) = load_models(config.trainer_plan, torch.device("meta")).values()
     sizes = [each.nbytes for each in model.parameters.values()]
     assert predict_trainer_memory(config).copies == sum(sizes)
     monkeypatch.setattr(memory_prediction, "BUCKET", max(sizes) // 2)
@@ -344,25 +358,25 @@ def test_a_trainer_that_does_not_fit_beside_vllm_is_refused_with_what_is_missing
 ) -> None:
     config = large_run(repository, large_base)
     cards(monkeypatch, 1, 24)
-    assert check_gpu_memory(config) == []
+    assert check_gpu_memory(config.engine_plan, config.trainer_plan) == []
     parameters = sum(each.numel() for each in read_meta_model(large_base, max_context=1024).parameters())
     cards(monkeypatch, 1, 12)
     with pytest.raises(ConfigError, match=r"GPU 0 \(12\.0 GiB, 12\.0 free\) is too small for trainer rank 0") as raised:
-        check_gpu_memory(config)
+        check_gpu_memory(config.engine_plan, config.trainer_plan)
     assert "Set trainer.sharding = 'offload', a smaller policies.NAME.lora.rank" in str(raised.value)
     needed, allowed, missing = (float(size) for size in TRAINED.findall(str(raised.value))[0])
     assert needed == pytest.approx(parameters * (2 + 16) / GIB, abs=0.05)
     assert allowed == pytest.approx(12 * 0.55 - 2 * CONTEXT / GIB, abs=0.05)
     assert missing == pytest.approx(needed - allowed, abs=0.11)
     cards(monkeypatch, 2, 12)
-    assert check_gpu_memory(config) == [], "a second card takes the engine"
+    assert check_gpu_memory(config.engine_plan, config.trainer_plan) == [], "a second card takes the engine"
 
 
 def test_an_evaluation_is_refused_a_gpu_that_is_too_small_for_its_engine(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Gpu("0", "card", Memory(free=1 << 20, total=1 << 20))
-    monkeypatch.setattr(engines, "gpus", lambda: (card,))
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (card,))
     config = configured(repository, "--engine.max_context=256", "--engine.vllm.enforce_eager=true")
     with pytest.raises(ConfigError, match=r"GPU 0 .* is too small for engine 0"):
         agentrl.evaluate(config)
@@ -372,9 +386,9 @@ def test_memory_that_another_process_holds_is_missing_in_the_trainers_part(
     repository: Path, large_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Gpu("0", "card", Memory(free=17 << 30, total=24 << 30))
-    monkeypatch.setattr(engines, "gpus", lambda: (card,))
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (card,))
     with pytest.raises(ConfigError, match=r"GPU 0 \(24\.0 GiB, 17\.0 free\) is too small for trainer rank 0"):
-        check_gpu_memory(large_run(repository, large_base))
+        check_gpu_memory(*plans(large_run(repository, large_base)))
 
 
 def test_two_policies_that_train_all_weights_share_a_gpu_or_are_refused_with_what_is_missing(
@@ -384,16 +398,16 @@ def test_two_policies_that_train_all_weights_share_a_gpu_or_are_refused_with_wha
     policies = {"solver": config.policies["solver"], "other": config.policies["solver"]}
     config = RunConfig.model_validate(config.model_dump(exclude_none=True) | {"policies": policies})
     cards(monkeypatch, 1, 48)
-    assert check_gpu_memory(config) == []
+    assert check_gpu_memory(config.engine_plan, config.trainer_plan) == []
     cards(monkeypatch, 1, 24)
     with pytest.raises(ConfigError) as raised:
-        check_gpu_memory(config)
+        check_gpu_memory(config.engine_plan, config.trainer_plan)
     (trainer,) = TRAINED.findall(str(raised.value))
     assert float(trainer[2]) == pytest.approx(float(trainer[0]) - float(trainer[1]), abs=0.11)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"memory_share": 0.03})})
     cards(monkeypatch, 1, 48)
     with pytest.raises(ConfigError) as raised:
-        check_gpu_memory(config)
+        check_gpu_memory(config.engine_plan, config.trainer_plan)
     assert len(TRAINED.findall(str(raised.value))) == 2, "neither engine has room for weights and one context"
     assert "too small for engine 1 of " in str(raised.value)
 
@@ -403,14 +417,14 @@ def test_what_is_only_predicted_to_be_too_much_is_a_warning(
 ) -> None:
     cards(monkeypatch, 1, 15)
     long = ("--engine.max_context=4096", "--trainer.micro_batch_tokens=32768")
-    (told,) = check_gpu_memory(large_run(repository, large_base, *long))
+    (told,) = check_gpu_memory(*plans(large_run(repository, large_base, *long)))
     assert re.search(r"trainer rank 0 may need [\d.]+ GiB of GPU 0, and may take 7\.4", told)
 
-    def fails(_: RunConfig) -> MemoryEstimate:
+    def fails(*_: object) -> MemoryEstimate:
         raise RuntimeError("no prediction")
 
     monkeypatch.setattr(run_memory, "estimate_memory", fails)
-    (told,) = check_gpu_memory(large_run(repository, large_base))
+    (told,) = check_gpu_memory(*plans(large_run(repository, large_base)))
     assert "no prediction" in told
 
 
@@ -420,7 +434,7 @@ def test_chosen_sizes_fit_the_trainers_part_of_a_shared_card(
     cards(monkeypatch, 1, 24)
     sizes = ("--engine.max_context=0", "--trainer.micro_batch_tokens=0")
     config = with_chosen_token_limits(large_run(repository, large_base, *sizes), {})
-    needs = gpu_memory_needs(config, estimate_memory(config))
+    needs = gpu_memory_needs(config.engine_plan, estimate_memory(config.engine_plan, config.trainer_plan))
     assert {need.user for need in needs} == {"trainer rank 0", "engine 0"}
     assert all(need.needed <= need.allowed for need in needs)
 
@@ -433,7 +447,7 @@ def test_a_card_that_is_too_full_is_refused_before_anything_is_loaded(
 
     monkeypatch.setattr(training, "supervise", loads)
     card = Gpu("0", "card", Memory(free=1 << 20, total=24 << 30))
-    monkeypatch.setattr(engines, "gpus", lambda: (card,))
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (card,))
     monkeypatch.setattr("agentrl.config.run.MIN_GPU_PARAMETERS", 0)
     command = ["train", str(repository / "examples/01_tool_use.toml"), f"--directory={tmp_path}"]
     assert main([*command, "--trainer.micro_batch_tokens=512", "--engine.max_context=512"]) == 2
@@ -447,11 +461,11 @@ def test_chunks_of_one_shape_are_computed_once_and_need_the_same_memory(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(repository, "--policies.solver.step_size=64").with_token_limits(192, 20 * 192)
-    model = TrainerMemoryPredictor(config).models["solver"]
+    model = TrainerMemoryPredictor(config.trainer_plan).models["solver"]
 
     def measured() -> tuple[int, int]:
         with runnable_on_meta(model.model):
-            step = memory_prediction._step(config, "solver", model, 192)
+            step = memory_prediction._step(config.trainer_plan, "solver", model, 192)
         return step.peak, step.operations
 
     size, operations = measured()
@@ -473,10 +487,10 @@ def test_a_storage_at_the_address_of_a_freed_one_is_counted() -> None:
 def test_a_pass_that_is_given_up_leaves_gradients_on(repository: Path) -> None:
     """The error may be raised where a mode is restored."""
     config = configured(repository, "--policies.solver.step_size=4").with_token_limits(64, 128)
-    model = TrainerMemoryPredictor(config).models["solver"]
+    model = TrainerMemoryPredictor(config.trainer_plan).models["solver"]
     with runnable_on_meta(model.model):
-        whole = memory_prediction._step(config, "solver", model, 64).operations
+        whole = memory_prediction._step(config.trainer_plan, "solver", model, 64).operations
         for limit in range(whole - 120, whole):
             with contextlib.suppress(memory_prediction._TooManyOperationsError):
-                memory_prediction._step(config, "solver", model, 64, limit=limit)
+                memory_prediction._step(config.trainer_plan, "solver", model, 64, limit=limit)
             assert torch.is_grad_enabled(), limit

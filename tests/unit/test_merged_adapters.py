@@ -31,7 +31,7 @@ def config_of(path: Path, **lora: bool) -> RunConfig:
 def stepped(config: RunConfig, directory: Path) -> PolicyTrainer:
     """A trainer after a step of one of the two policies, which share a base."""
     episodes = Episodes(make_rows(0, 8))
-    trainer = PolicyTrainer(config, directory, read=episodes.read)
+    trainer = PolicyTrainer(config.trainer_plan, directory, read=episodes.read)
     trainer.start()
     trainer.forward_backward(episodes.batch())
     trainer.optim_step("policy", 1)
@@ -39,7 +39,7 @@ def stepped(config: RunConfig, directory: Path) -> PolicyTrainer:
 
 
 def load(config: RunConfig) -> PolicyModel:
-    return load_models(config, torch.device("cpu"))["policy"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["policy"]
 
 
 def computed(model: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_what_was_trained_is_in_checkpoints_alone(tmp_path: Path) -> None:
     reference = trainer.publish("policy", FIRST)
     (tmp_path / "checkpoint").mkdir()
     trainer.save(tmp_path / "checkpoint")
-    resumed = PolicyTrainer(config, tmp_path / "resumed", read=Episodes(make_rows(0, 8)).read)
+    resumed = PolicyTrainer(config.trainer_plan, tmp_path / "resumed", read=Episodes(make_rows(0, 8)).read)
     resumed.start(tmp_path / "checkpoint")
     assert resumed.publish("policy", FIRST).sha256 == reference.sha256
     with pytest.raises(ModelError, match="merged when it was published"):
@@ -82,7 +82,7 @@ def test_what_was_trained_is_in_checkpoints_alone(tmp_path: Path) -> None:
 def test_engines_serve_full_weights(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     config = run_config(path, policies={"policy": PolicyConfig(lora=MERGED)})
-    assert adapter_slots_needed(config) == 0
+    assert adapter_slots_needed(config.policies) == 0
     assert config.refresh_of("policy") == "token"
     section = {**config.engine.model_dump(), "refresh": "lazy"}
     with pytest.raises(ValueError, match=r"lazy' needs adapters.* Set policies\.policy\.lora\.merge = false"):

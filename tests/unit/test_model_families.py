@@ -38,7 +38,7 @@ from tests.planted_errors import PlantedErrors, missed
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE", "OLMoE", "Llama 4", "gpt-oss", "BART", "XLM"])
 def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Path, name: str) -> None:
     path, rows = write_family(name, tmp_path), family_rows()
-    policy = load_models(long_run(path), torch.device("cpu"))["policy"]
+    policy = load_models(long_run(path).trainer_plan, torch.device("cpu"))["policy"]
     expected = np.concatenate(plain_logprobs(path, rows))
     for way in ways(policy):
         found = np.concatenate(trained_logprobs(policy, rows, way=way))
@@ -48,7 +48,7 @@ def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Pat
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE"])
 def test_the_check_at_start_finds_planted_errors(tmp_path: Path, name: str) -> None:
     """Of each kind, in the pass over a prefix tree and in that over padded rows."""
-    model = load_models(long_run(write_family(name, tmp_path)), torch.device("cpu"))["policy"].model
+    model = load_models(long_run(write_family(name, tmp_path)).trainer_plan, torch.device("cpu"))["policy"].model
     assert len(PlantedErrors(model).possible()) == 3
     assert missed(model, MAX_CONTEXT) == []
 
@@ -57,7 +57,7 @@ def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_pat
     """alpha / √rank, in the trainer's model and in the file's configuration, which engines read."""
     lora = LoraConfig(rank=4, alpha=6.0, rank_stabilized=True)
     run = long_run(write_family("Phi-3", tmp_path), policies={"policy": PolicyConfig(lora=lora)})
-    policy = load_models(run, torch.device("cpu"))["policy"]
+    policy = load_models(run.trainer_plan, torch.device("cpu"))["policy"]
     layers = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
     assert [list(layer.scaling.values()) for layer in layers] == [[3.0]] * 8
     assert policy.adapter_config()["use_rslora"] is True
@@ -66,7 +66,7 @@ def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_pat
 def test_layers_that_share_a_weight_are_trained_with_an_adapter_each(tmp_path: Path) -> None:
     """Zamba2 calls two blocks of weights in turn; PEFT reads the published adapter as it was trained."""
     run = long_run(write_model("Zamba2", tmp_path / "base"), policies={"policy": PolicyConfig(lora=LoraConfig(rank=2))})
-    policy, rows = load_models(run, torch.device("cpu"))["policy"], family_rows()
+    policy, rows = load_models(run.trainer_plan, torch.device("cpu"))["policy"], family_rows()
     assert any(
         name.endswith("layers.5.shared_transformer.self_attn.q_proj.lora_A.weight") for name, _ in policy.published()
     )
@@ -87,7 +87,7 @@ def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
     path = write_family("Llama 4", tmp_path)
     for targets, expected in (((), False), (("q_proj", "router"), True)):
         run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
-        policy = load_models(run, torch.device("cpu"))["policy"]
+        policy = load_models(run.trainer_plan, torch.device("cpu"))["policy"]
         assert any("router" in name for name in policy.published_layout()) is expected
 
 
@@ -95,7 +95,7 @@ def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
 def test_a_size_of_two_in_a_configuration_makes_no_row_of_one_token(tmp_path: Path, name: str) -> None:
     """Their `moe_topk` of 2 is a length at which the check at the start looks for a change."""
     run = long_run(write_family(name, tmp_path))
-    assert load_models(run, torch.device("cpu"))["policy"].parameters
+    assert load_models(run.trainer_plan, torch.device("cpu"))["policy"].parameters
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -109,7 +109,7 @@ def test_a_model_that_selects_keys_is_refused_in_contexts_it_selects_from(
     values.pop("model_type")
     getattr(transformers, kind)(**values).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"index_topk.*engine\.max_context"):
-        load_models(long_run(tmp_path), torch.device(device))
+        load_models(long_run(tmp_path).trainer_plan, torch.device(device))
 
 
 @pytest.mark.parametrize("name", ["index_topk", "index_topk_blocks", "indexer_budget"])
@@ -122,6 +122,6 @@ def test_every_name_of_a_bound_on_selected_keys_is_known(name: str) -> None:
 
 def test_a_model_that_selects_all_keys_is_trained(tmp_path: Path) -> None:
     path, rows = write_family("DeepSeek-V3.2", tmp_path), family_rows()
-    policy = load_models(long_run(path), torch.device("cpu"))["policy"]
+    policy = load_models(long_run(path).trainer_plan, torch.device("cpu"))["policy"]
     found = np.concatenate(trained_logprobs(policy, rows, way="padded"))
     np.testing.assert_allclose(found, np.concatenate(plain_logprobs(path, rows)), atol=1e-4, rtol=0)

@@ -68,7 +68,7 @@ def written(directory: Path) -> RunConfig:
 
 
 def recorded(config: RunConfig) -> Any:
-    return json.loads(json.dumps(msgspec.to_builtins(record_models(config))))
+    return json.loads(json.dumps(msgspec.to_builtins(record_models(model_paths(config)))))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -87,10 +87,10 @@ def test_a_model_that_changed_in_place_is_refused_by_its_setting(
 ) -> None:
     config = written(tmp_path)
     before = recorded(config)
-    check_models_unchanged(config, before)
+    check_models_unchanged(model_paths(config), before)
     change(Path(model_paths(config)[setting]))
     with pytest.raises(ConfigError, match=rf"^{'.'.join(setting)}: .*(now|missing).*then.*--name"):
-        check_models_unchanged(config, before)
+        check_models_unchanged(model_paths(config), before)
 
 
 def test_a_link_that_leads_to_another_model_is_refused(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_link_that_leads_to_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "base").unlink()
     (tmp_path / "base").symlink_to(tmp_path / "real" / "other")
     with pytest.raises(ConfigError, match=r"model\.path"):
-        check_models_unchanged(config, before)
+        check_models_unchanged(model_paths(config), before)
 
 
 def test_the_same_content_in_other_files_is_the_same_model(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_the_same_content_in_other_files_is_the_same_model(tmp_path: Path) -> No
         shutil.copyfile(file, copy)
         os.utime(copy, ns=(0, 0))
         copy.replace(file)
-    check_models_unchanged(config, before)
-    check_models_unchanged(config, [])  # begun by a version that recorded nothing
-    check_models_unchanged(config, {"damaged": True})
+    check_models_unchanged(model_paths(config), before)
+    check_models_unchanged(model_paths(config), [])  # begun by a version that recorded nothing
+    check_models_unchanged(model_paths(config), {"damaged": True})
     # another directory is a change of the setting, which has its own rule
-    check_models_unchanged(with_model_paths(config, {SETTINGS[0]: str(tmp_path / "path")}), before)
+    check_models_unchanged(model_paths(with_model_paths(config, {SETTINGS[0]: str(tmp_path / "path")})), before)
 
 
 def test_a_file_with_the_recorded_inode_and_times_is_not_read_again(tmp_path: Path) -> None:
@@ -127,7 +127,9 @@ def test_a_file_with_the_recorded_inode_and_times_is_not_read_again(tmp_path: Pa
     for model in before:
         for file in model["files"].values():
             file[-1] = "recorded"
-    assert {file.sha256 for model in record_models(config, before) for file in model.files.values()} == {"recorded"}
+    assert {file.sha256 for model in record_models(model_paths(config), before) for file in model.files.values()} == {
+        "recorded"
+    }
 
 
 @pytest.fixture
@@ -199,9 +201,9 @@ def test_models_that_a_command_does_not_use_are_not_read(tmp_path: Path) -> None
     config = written(tmp_path)
     before = recorded(config)
     (tmp_path / "reference" / "config.json").write_text("{ }")
-    check_models_unchanged(config, before, ignored=["policies.*.reference"])
+    check_models_unchanged(model_paths(config), before, ignored=["policies.*.reference"])
     with pytest.raises(ConfigError, match="reference"):
-        check_models_unchanged(config, before, ignored=["policies.*.path"])
+        check_models_unchanged(model_paths(config), before, ignored=["policies.*.path"])
 
 
 def test_versions_of_runs_with_one_name_are_kept_apart(tmp_path: Path, one: Path) -> None:

@@ -138,7 +138,7 @@ def _write(kind: str, directory: Path) -> Path:
 def _loaded(path: Path, max_context: int) -> Any:
     config = run_config(path)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_context": max_context})})
-    return load_models(config, torch.device("cpu"))["policy"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["policy"]
 
 
 @pytest.mark.parametrize("kind", ["phi3 longrope", "llama longrope", "llama dynamic"])

@@ -16,7 +16,7 @@ import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.errors import ConfigError, RewardError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
@@ -46,15 +46,15 @@ class Guesses(agentrl.Environment):
 
 
 def train(directory: Path, **credit: Any) -> None:
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(guess, versions=versions)
 
-    def trainer(config: RunConfig, *rest: Any) -> Trainer:
-        return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
+    def trainer(plan: TrainerPlan, *rest: Any) -> Trainer:
+        return RecordingTrainer(list(plan.policies), versions=rest[0] / "versions")
 
     config = config_for(name="run", directory=str(directory), credit={"group_size": 4, **credit})
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
 

@@ -39,4 +39,4 @@ def test_a_replacement_is_refused_under_ray(
 ) -> None:
     monkeypatch.setattr(where, name, value)
     with pytest.raises(ConfigError, match=r"trainer\.ranks"):
-        RayTrainerPool(config_for(), tmp_path)
+        RayTrainerPool(config_for().trainer_plan, tmp_path)

@@ -46,7 +46,7 @@ def config_of(path: Path, dtype: str = "auto", *, lora: bool = False, learning_r
 
 
 def started(config: RunConfig, directory: Path, episodes: Episodes) -> PolicyTrainer:
-    trainer = PolicyTrainer(config, directory, read=episodes.read)
+    trainer = PolicyTrainer(config.trainer_plan, directory, read=episodes.read)
     trainer.start()
     return trainer
 
@@ -149,7 +149,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(rounded: Path, tmp_path: Path, ep
     taken(undisturbed, episodes, range(1, 3))
     undisturbed.save(tmp_path / "checkpoint")
     taken(undisturbed, episodes, range(3, 4))
-    resumed = PolicyTrainer(config, tmp_path / "two", read=episodes.read)
+    resumed = PolicyTrainer(config.trainer_plan, tmp_path / "two", read=episodes.read)
     resumed.start(tmp_path / "checkpoint")
     taken(resumed, episodes, range(3, 4))
     for one, two in zip(
@@ -178,7 +178,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
     assert files[0] == files[1]
     assert trainer.only_in_checkpoints("policy") == (dtype == "bfloat16" and not lora), "none is rounded in float32"
     for config, saved in ((offloaded, "auto"), (plain, "offload")):
-        resumed = PolicyTrainer(config, tmp_path / f"after {saved}", read=episodes.read)
+        resumed = PolicyTrainer(config.trainer_plan, tmp_path / f"after {saved}", read=episodes.read)
         resumed.start(tmp_path / saved / "checkpoint")
         resumed.forward_backward(episodes.batch(3))
         report = resumed.optim_step("policy", 3)
@@ -193,7 +193,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
 
 def test_masters_in_main_memory_are_stepped_there(rounded: Path) -> None:
     """With tensors that are on a GPU, and have no data; no GPU computes."""
-    (planned,) = load_models(config_of(rounded), torch.device("meta")).values()
+    (planned,) = load_models(config_of(rounded).trainer_plan, torch.device("meta")).values()
     model: torch.nn.Module = planned.model
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
@@ -231,7 +231,7 @@ def test_a_step_is_computed_again_from_the_masters_of_a_checkpoint(
     for step in (2, 3):
         trainer.forward_backward(episodes.batch(step))
         reports.append(trainer.optim_step("policy", step))
-    again = PolicyTrainer(config, tmp_path / "run", read=episodes.read, publishes=False)
+    again = PolicyTrainer(config.trainer_plan, tmp_path / "run", read=episodes.read, publishes=False)
     again.start()
     assert again.only_in_checkpoints("policy")
     between = [(episodes.batch(2), reports[0].metrics["learning_rate"])]

@@ -100,7 +100,7 @@ def test_an_engine_whose_policy_trains_all_weights_gets_a_place_for_them(full: b
     policy = {"learning_rate": 1e-5} | ({} if full else {"lora": {"rank": 2}})
     sections = {"environment": {"id": "unused"}, "model": {"path": str(tmp_path)}, "engine": {"replicas": 1}}
     config = RunConfig.model_validate({**sections, "policies": {"policy": policy}})
-    assert engine_program(config, config.bases[0]).weight_bytes == (5 if full else 0)
+    assert engine_program(config.engine_plan, config.bases[0]).weight_bytes == (5 if full else 0)
 
 
 @pytest.mark.parametrize("name", ["agentrl-runs", "agentrl-4242-session", "agentrl-child-of-mine"])

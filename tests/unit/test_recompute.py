@@ -38,7 +38,7 @@ def test_the_gradient_is_the_same(tmp_path: Path, kind: str, lora: bool) -> None
         if kind == "moe":
             config = config.model_copy(update={"engine": EngineConfig(capture_routing=True)})
             samples = with_routing(samples)
-        model = load_models(config, torch.device("cpu"))["policy"]
+        model = load_models(config.trainer_plan, torch.device("cpu"))["policy"]
         (batch,) = pack(samples, max_tokens=1 << 20, share=model.shared_prefixes)
         sizes: list[int] = []
 
@@ -71,7 +71,7 @@ def test_recomputed_layers_drop_nothing(tmp_path: Path, name: str, dropout: dict
     sharp_model(family_config(name, **dropout)).save_pretrained(tmp_path)
     gradients, logprobs = [], []
     for recompute in (False, True):
-        model = load_models(run_config(tmp_path, recompute=recompute), torch.device("cpu"))["policy"]
+        model = load_models(run_config(tmp_path, recompute=recompute).trainer_plan, torch.device("cpu"))["policy"]
         (batch,) = pack(make_samples(0, 6), max_tokens=1 << 20, share=model.shared_prefixes)
         logprob = token_logprobs(model.model, batch, shared=model.shared_prefixes).logprob
         logprob.sum().backward()

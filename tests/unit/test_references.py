@@ -58,7 +58,7 @@ def config_of(student: Path, teacher: Path | str, *, name: str = "distillation",
 def steps(config: RunConfig, place: Path, count: int = 1) -> list[dict[str, float]]:
     """The metrics of some steps on the same rows, whose advantages the loss ignores."""
     episodes = Episodes(make_rows(0, 8))
-    trainer = PolicyTrainer(config, place, read=episodes.read)
+    trainer = PolicyTrainer(config.trainer_plan, place, read=episodes.read)
     trainer.start()
     found = []
     for step in range(1, count + 1):
@@ -146,7 +146,7 @@ def trained_adapter(student: Path, place: Path) -> Path:
     """The directory of an adapter after one step."""
     config = run_config(student, policies={"policy": PolicyConfig(lora=LORA, learning_rate=0.1)})
     episodes = Episodes(make_rows(0, 8))
-    trainer = PolicyTrainer(config, place, read=episodes.read)
+    trainer = PolicyTrainer(config.trainer_plan, place, read=episodes.read)
     trainer.start()
     trainer.forward_backward(episodes.batch())
     trainer.optim_step("policy", 1)
@@ -219,7 +219,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
         ),
     )
     for config in configs:
-        check_tokenizers(config)
+        check_tokenizers(config.engine_plan)
     file = teacher / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
@@ -227,12 +227,12 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     file.write_text(json.dumps(content))
     for setting, config in zip(settings, configs, strict=True):
         with pytest.raises(ConfigError, match=rf"^{setting}: .*'a'"):
-            check_tokenizers(config)
+            check_tokenizers(config.engine_plan)
     with pytest.raises(InputError, match="directory"):
-        check_tokenizers(config_of(student, tmp_path / "absent"))
+        check_tokenizers(config_of(student, tmp_path / "absent").engine_plan)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="weights"):
-        check_tokenizers(config_of(student, tmp_path / "empty"))
+        check_tokenizers(config_of(student, tmp_path / "empty").engine_plan)
 
 
 def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:

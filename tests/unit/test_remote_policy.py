@@ -97,7 +97,10 @@ def played(
 
         def engine(*arguments: Any, **keywords: Any) -> EngineRouter:
             engines.append(
-                EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config, print))
+                EngineRouter(
+                    [ScriptedEngine(*arguments, **keywords)],
+                    external=external_policies(config.engine_plan.external, print),
+                )
             )
             return engines[-1]
 
@@ -350,7 +353,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     policies: Any = {"judge": {"kind": "remote", "url": "https://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
-        external_policies(config, print)
+        external_policies(config.engine_plan.external, print)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +363,9 @@ def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int,
     remote = {"kind": "remote", "url": "https://h/v1", "model": "m", "max_concurrent": 12}
     ruler = {"judge": "judge", "rubric": "?", "scale": (0, 1), "unscorable": 0.0, "per": per}
     policies: Any = {"guesser": {}, "judge": remote}
-    client = external_policies(config_for(policies=policies, scorers={"ruler": ruler}, workers=workers), print)["judge"]
+    client = external_policies(
+        config_for(policies=policies, scorers={"ruler": ruler}, workers=workers).engine_plan.external, print
+    )["judge"]
     assert isinstance(client, RemotePolicyClient)
     assert client.config.max_concurrent == share
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.errors import StorageError
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -129,13 +129,13 @@ def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_o
     tmp_path: Path,
 ) -> None:
     def factories() -> RunFactories:
-        async def engine(config: RunConfig, versions: Any, tell: object, log: Path) -> Engine:
+        async def engine(plan: EnginePlan, versions: Any, tell: object, log: Path) -> Engine:
             return ScriptedEngine(guess, versions=versions)
 
-        def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+        def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
             return RecordingTrainer(["guesser"], versions=directory / "versions")
 
-        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
+        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
 
     def train(budget_mib: int, *, resume: bool) -> Run:
         journal = {"keep": 0, "budget_mib": budget_mib}

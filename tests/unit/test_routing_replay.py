@@ -32,7 +32,7 @@ EXPERTS, LAYERS, TOP_K = 4, 2, 2
 def loaded(directory: Path, kind: str = "moe", **policies: Any) -> PolicyModel:
     """A model with replay."""
     config = replace_engine(run_config(write_model(directory, kind=kind), **policies))
-    return load_models(config, torch.device("cpu"))["policy"]
+    return load_models(config.trainer_plan, torch.device("cpu"))["policy"]
 
 
 def replace_engine(config: RunConfig) -> RunConfig:
@@ -213,7 +213,7 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
     """The trainer's own log-probabilities as the record: with the recorded experts the mismatch is nothing."""
     path = write_model(tmp_path / "model", kind="moe")
     config = replace_engine(run_config(path))
-    model = load_models(config, torch.device("cpu"))["policy"]
+    model = load_models(config.trainer_plan, torch.device("cpu"))["policy"]
     version = PolicyVersion("policy", 0, 0)
     rows = []
     for index, row in enumerate(make_rows(0, 4)):
@@ -239,7 +239,7 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
     results = []
     for routed in (True, False):
         episodes = Episodes(rows if routed else [replace(row, routing=()) for row in rows])
-        trainer = PolicyTrainer(config, tmp_path / str(routed), read=episodes.read)
+        trainer = PolicyTrainer(config.trainer_plan, tmp_path / str(routed), read=episodes.read)
         trainer.start()
         trainer.forward_backward(episodes.batch())
         results.append(trainer.optim_step("policy", 1).metrics)
@@ -263,7 +263,7 @@ def test_the_base_under_an_adapter_chooses_its_own_experts(tmp_path: Path) -> No
         policy = PolicyConfig(lora=LORA, learning_rate=0.1, reference=reference)
         config = replace_engine(run_config(path, policies={"policy": policy}, loss={"kl": 0.1}))
         episodes = Episodes(rows)
-        trainer = PolicyTrainer(config, tmp_path / f"run{reference and 1}", read=episodes.read)
+        trainer = PolicyTrainer(config.trainer_plan, tmp_path / f"run{reference and 1}", read=episodes.read)
         trainer.start()
         for step in (1, 2):
             trainer.forward_backward(episodes.batch(step_id=step))

@@ -15,11 +15,11 @@ import agentrl
 from agentrl.app.forks import fork
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.scoring import find_scorer_codes, make_scorers, scored_policies, with_scorers
+from agentrl.app.scoring import find_scorer_codes, make_scorers, with_scorers
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged, load
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.ports import Engine, Trainer
@@ -51,13 +51,13 @@ class Asks(Guess):
 
 
 def factories() -> RunFactories:
-    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+    async def engine(plan: EnginePlan, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(guess, versions=versions)
 
-    def trainer(config: RunConfig, *rest: Any) -> Trainer:
-        return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
+    def trainer(plan: TrainerPlan, *rest: Any) -> Trainer:
+        return RecordingTrainer(list(plan.policies), versions=rest[0] / "versions")
 
-    return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting())
+    return RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat(), clock=NoWaiting())
 
 
 SCORERS = {
@@ -152,14 +152,14 @@ def test_a_scorer_that_begins_to_fail_ends_the_run_with_a_checkpoint_and_its_nam
 def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     config = config_for().with_functions(scorers={"short": f"{FUNCTIONS}:short"})
     assert config.scorers["short"].per == "turn"
-    (code,) = find_scorer_codes(config).values()
+    (code,) = find_scorer_codes(config.scorers).values()
     assert code.name == "short"
     format = PlainChatFormat()
     settings = plain_rollout_settings()
     engine = ScriptedEngine(guess, versions={})
-    made = make_scorers(config.model_copy(update={"workers": 4}), engine, format, settings, SystemClock())
+    made = make_scorers(config.model_copy(update={"workers": 4}).rollout_plan, engine, format, settings, SystemClock())
     assert made["short"].places.free == 16, "the limit is one for the run"
-    assert scored_policies(config) == {"guesser"}
+    assert config.rollout_plan.scored == {"guesser"}
 
 
 def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answer_for_them() -> None:
@@ -169,8 +169,8 @@ def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answe
         "short": {"function": f"{FUNCTIONS}:short"},
     }
     config = config_for(scorers=scorers)
-    assert with_scorers(config, ["first"]).scorers.keys() == {"first", "second"}
-    assert with_scorers(config, ["second"]).scorers.keys() == {"second"}
+    assert with_scorers(config.rollout_plan, ["first"]).scorers.keys() == {"first", "second"}
+    assert with_scorers(config.rollout_plan, ["second"]).scorers.keys() == {"second"}
     assert config.scorers.keys() == scorers.keys()
 
 
@@ -327,4 +327,4 @@ def test_weights_that_leave_out_a_scorer_are_refused() -> None:
 )
 def test_a_function_that_cannot_score_is_refused_at_the_start(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_scorer_codes(config_for(scorers={"short": section}))
+        find_scorer_codes(config_for(scorers={"short": section}).scorers)

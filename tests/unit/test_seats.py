@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.policies import units_per_root_group
+from agentrl.app.plan import resolve
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError
 from tests.sim.small_run import config_for
@@ -29,7 +29,7 @@ class Plan(agentrl.Environment):
 
 def units(environment: type[agentrl.Environment], **changes: Any) -> list[dict[str, int]]:
     config = config_for(credit={"group_size": 2}, **changes)
-    return [dict(demand.units) for demand in units_per_root_group(config, environment)]
+    return [dict(demand.units) for demand in resolve(config, environment).demands]
 
 
 def test_a_policy_of_parent_and_children_brings_the_units_of_both() -> None:

@@ -23,7 +23,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.supervisor import cancel_run_on_ctrl_c
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
-from agentrl.config.run import RunConfig
+from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import (
@@ -80,7 +80,7 @@ class Lives:
     turns: Counter[int] = field(default_factory=Counter)
     """Turns sampled, by step of the version."""
 
-    def trainer(self, config: RunConfig, directory: Path) -> RecordingTrainer:
+    def trainer(self, plan: TrainerPlan, directory: Path) -> RecordingTrainer:
         step = self.losses[len(self.trainers)] if len(self.trainers) < len(self.losses) else -1
         lost = TrainerLostError("trainer rank 0 died")
         versions = directory / "versions"
@@ -92,7 +92,7 @@ class Lives:
         return trainer
 
     async def engine(
-        self, config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
+        self, plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
     ) -> Engine:
         self.starting()
         await asyncio.sleep(0)
@@ -130,7 +130,7 @@ class Lives:
         factories = RunFactories(
             engine=self.engine,
             trainer=self.trainer,
-            chat_format=lambda config: PlainChatFormat(),
+            chat_format=lambda model: PlainChatFormat(),
             clock=self.clock,
             assembled=assembled,
         )
@@ -543,7 +543,7 @@ def test_a_second_signal_while_a_stopped_run_closes_ends_it_at_once(
             os.kill(os.getpid(), signal.SIGTERM)
             await super().close()
 
-    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+    def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
         return PressedAgain(["guesser"], dies_at_once=False, versions=directory / "versions")
 
     monkeypatch.setattr(supervisor, "SAME_PRESS_S", 0.0)

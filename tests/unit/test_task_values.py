@@ -238,9 +238,14 @@ def test_a_value_is_kept_or_refused(kind: str, request: pytest.FixtureRequest) -
     (finding,) = report.findings
     assert "Task 'train-1': data['values'][1]['b']" in finding
     with pytest.raises(InputError, match=r"Task 'train-1': data\['values'\]\[1\]\['b'\]"):
-        task_source(config_of(1), environment, "train")
+        task_source(config_of(1).environment, config_of(1).seed, environment, "train")
     with pytest.raises(InputError, match=r"Task 'held_out-1': data\['values'\]\[1\]\['b'\]"):
-        held_out_task_splits(config_of(1, evaluation={"tasks": 8}), environment)
+        held_out_task_splits(
+            config_of(1, evaluation={"tasks": 8}).evaluation,
+            config_of(1, evaluation={"tasks": 8}).environment,
+            config_of(1, evaluation={"tasks": 8}).seed,
+            environment,
+        )
     with pytest.raises(TypeError, match="lone surrogate"):
         agentrl.Task(id="\ud83d", data={})
 

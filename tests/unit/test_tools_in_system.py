@@ -128,10 +128,10 @@ def _config(model: Path, **settings: str) -> RunConfig:
 
 def test_a_run_names_the_policy_whose_template_hides_the_tools(model: Path) -> None:
     config = _config(model)
-    warning = hidden_tools(config, environment_of(config), make_chat_format(config))
+    warning = hidden_tools(config.rollout_plan, environment_of(config), make_chat_format(config.model))
     assert all(word in warning for word in ("solver", "Calculator", "model.tools_in = 'system'"))
     told = _config(model, **{"model.tools_in": "system"})
-    assert not hidden_tools(told, environment_of(told), make_chat_format(told))
+    assert not hidden_tools(told.rollout_plan, environment_of(told), make_chat_format(told.model))
 
 
 def test_env_check_says_whether_a_model_sees_the_tools(
@@ -140,7 +140,7 @@ def test_env_check_says_whether_a_model_sees_the_tools(
     assert main(["env", "check", "agentrl.environments.calculator:Calculator", "--model", str(model)]) == 0
     assert "never sees calculate" in capsys.readouterr().out
     shown = _config(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP))
-    assert not hidden_tools(shown, environment_of(shown), make_chat_format(shown))
+    assert not hidden_tools(shown.rollout_plan, environment_of(shown), make_chat_format(shown.model))
 
 
 def test_doctor_is_not_ready_if_the_template_hides_the_tools(

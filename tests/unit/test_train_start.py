@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
+from agentrl.app import training
 from agentrl.app.evaluation import EvaluatedEpisode
+from agentrl.app.plan import with_chosen_settings
 from agentrl.app.recipes import RECIPES
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
+from agentrl.config.plans import EnginePlan
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import ModelConfig
 from agentrl.core.errors import RunDirectoryError
 from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
@@ -144,7 +148,7 @@ def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_the
         pass
 
     async def engine(
-        config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
+        plan: EnginePlan, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
     ) -> Engine:
         (line,) = list_runs(tmp_path)
         reader = RunReader(tmp_path / "x")
@@ -163,16 +167,23 @@ def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_the
     assert list_runs(tmp_path)[0].state == "finished"
 
 
-def test_a_run_that_was_killed_before_it_chose_its_settings_chooses_them_on_resume(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_it_chose_its_settings_chooses_them_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates: list[float] = []
 
     class KilledError(BaseException):
         pass
 
-    def chat_format(config: RunConfig) -> ChatFormat:
+    def chosen(*arguments: Any) -> tuple[RunConfig, str]:
+        config, line = with_chosen_settings(*arguments)
         rates.append(config.trained["solver"].learning_rate)
+        return config, line
+
+    def chat_format(model: ModelConfig) -> ChatFormat:
         raise KilledError
 
+    monkeypatch.setattr(training, "with_chosen_settings", chosen)
     factories = RunFactories(chat_format=chat_format)
     data = sample_run_config(tmp_path, "x").model_dump(exclude_unset=True)
     data["model"] = {"path": "agentrl.environments.propose_and_solve:model"}
@@ -201,7 +212,7 @@ def test_a_step_size_that_splits_groups_is_told_before_the_model_is_read(
     class KilledError(BaseException):
         pass
 
-    def chat_format(config: RunConfig) -> ChatFormat:
+    def chat_format(model: ModelConfig) -> ChatFormat:
         told.append(capsys.readouterr().err)
         raise KilledError
 

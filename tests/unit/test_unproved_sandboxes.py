@@ -69,10 +69,10 @@ def test_the_run_does_not_start_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unproved")
 @pytest.mark.parametrize("environment", [Shell, Parent, Harbor])
 def test_it_is_accepted_with_a_warning(environment: type[agentrl.Environment], tmp_path: Path) -> None:
-    [line] = asyncio.run(unproved_sandbox_promises(config(tmp_path, "accept"), environment))
+    [line] = asyncio.run(unproved_sandbox_promises(config(tmp_path, "accept").sandbox, environment))
     assert line.startswith("this machine's sandboxes are unproved: sandboxes: ")
-    assert asyncio.run(unproved_sandbox_promises(config(tmp_path, "refuse"), Plain)) == []
+    assert asyncio.run(unproved_sandbox_promises(config(tmp_path, "refuse").sandbox, Plain)) == []
 
 
 def test_this_machine_proves_them(tmp_path: Path) -> None:
-    assert asyncio.run(unproved_sandbox_promises(config(tmp_path, "refuse"), Shell)) == []
+    assert asyncio.run(unproved_sandbox_promises(config(tmp_path, "refuse").sandbox, Shell)) == []

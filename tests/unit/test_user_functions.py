@@ -53,7 +53,9 @@ def step(
     """Loss and gradient norm of a step."""
     episodes = Episodes(rows or make_rows(0, 8))
     section = {"name": loss, **trainer.pop("section", {})}
-    trainer_under_test = PolicyTrainer(run_config(model, loss=section, **trainer), directory, read=episodes.read)
+    trainer_under_test = PolicyTrainer(
+        run_config(model, loss=section, **trainer).trainer_plan, directory, read=episodes.read
+    )
     trainer_under_test.start()
     trainer_under_test.forward_backward(episodes.batch())
     report = trainer_under_test.optim_step("policy", 1)
@@ -155,7 +157,7 @@ def test_options_reach_the_loss_and_are_checked(model: Path, tmp_path: Path) -> 
     assert two == pytest.approx(2 * one)
     for options, reason in (({"scales": 1}, "its options: scale"), ({"scale": "x"}, "expected float")):
         with pytest.raises(ConfigError, match=reason):
-            PolicyTrainer(run_config(model, loss={"name": f"{SCRIPT}:sapo", **options}), tmp_path)
+            PolicyTrainer(run_config(model, loss={"name": f"{SCRIPT}:sapo", **options}).trainer_plan, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> N
     credit = {"advantage": advantage, "turn_credit": "to_go"}
     config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
     with pytest.raises(ConfigError, match="group"):
-        load_user_functions(config)
+        load_user_functions(config.trainer, config.credit, config.scorers)
 
 
 def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
-from agentrl.app import engines as app_engines
-from agentrl.app.engines import slots
 from agentrl.config.devices import plan_devices
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineCapabilityError
@@ -95,8 +93,8 @@ def test_a_large_gpu_gets_larger_passes_and_more_conversations(monkeypatch: pyte
     found = []
     for size in (24, 80):
         card = Memory(size * GB, size * GB)
-        monkeypatch.setattr(app_engines, "gpus", lambda card=card: (Gpu("0", "card", card),))
-        found.append([slots(config) for config in configs])
+        monkeypatch.setattr("agentrl.core.machine.gpus", lambda card=card: (Gpu("0", "card", card),))
+        found.append([config.slots for config in configs])
     assert found == [[64, 64, 8], [256, 64, 8]]
 
 
@@ -105,7 +103,7 @@ def test_an_engine_shares_its_gpu_with_a_rank_or_another_engine() -> None:
 
     assert planned(1, 1, 1, 1, 0).shares_gpu(0)
     assert not planned(1, 1, 1, 2, 0).shares_gpu(0)
-    plan = plan_devices(of_two_full_policies(2), machine(1), ranks=False)
+    plan = plan_devices(of_two_full_policies(2).device_demand, machine(1), ranks=False)
     assert [plan.shares_gpu(number) for number in range(2)] == [True, True]
 
 

@@ -478,7 +478,7 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
 def sent(ranks: RankGroup, model: str, directory: str, address: str, sharding: str) -> list[str]:
     """Publish; rank 0 sends what was published, then fails to send another version; the messages of its failures."""
     config = run_config(Path(model), sharding=sharding, ranks=ranks.size)
-    trainer = PolicyTrainer(config, Path(directory), ranks=ranks, read=lambda units: [])
+    trainer = PolicyTrainer(config.trainer_plan, Path(directory), ranks=ranks, read=lambda units: [])
     trainer.start(None)
     trainer.publish("policy", VERSION)
     errors: list[str] = []

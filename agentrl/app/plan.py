@@ -1,0 +1,196 @@
+"""The plan of a run: what follows from its configuration, its environment, its models and this machine.
+
+`with_chosen_settings` chooses open settings; `resolve` makes the plan of a configuration once it is complete. Each part
+of the run gets its part of the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from agentrl.app.engines import check_vllm_usable, installed_version
+from agentrl.app.memory_estimate import with_chosen_token_limits
+from agentrl.app.policies import (
+    adapter_slots_needed,
+    check_branches,
+    check_fill,
+    check_held,
+    check_names,
+    check_roulette,
+    group_demands,
+    seats_by_episode_kind,
+    split_group_warnings,
+)
+from agentrl.config.devices import device_plan
+from agentrl.config.plans import EnginePlan, RolloutPlan, TrainerPlan
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
+from agentrl.core import machine
+from agentrl.core.errors import ConfigError
+from agentrl.core.machine import install_command
+from agentrl.core.setting_paths import value_at
+from agentrl.core.text import plural
+from agentrl.environment.environment import Environment
+from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
+from agentrl.environment.overrides import misspelled_attributes
+from agentrl.orchestrator.scheduler import GroupDemand
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What follows from the settings of a run and its environment."""
+
+    settings: RunConfig
+    """The settings, as the run's journal records them."""
+    environment: type[Environment]
+    seats: Sequence[str]
+    """Seats of the root episodes and their children."""
+    demands: Sequence[GroupDemand]
+    """Units of each policy in a root group, for each line-up."""
+
+    @cached_property
+    def engine(self) -> EnginePlan:
+        """The engines."""
+        return self.settings.engine_plan
+
+    @cached_property
+    def trainer(self) -> TrainerPlan:
+        """The trainer."""
+        return self.settings.trainer_plan
+
+    @cached_property
+    def rollout(self) -> RolloutPlan:
+        """What plays the episodes."""
+        return self.settings.rollout_plan
+
+    @cached_property
+    def trained(self) -> Mapping[str, PolicyConfig]:
+        """Policies that learn."""
+        return self.settings.trained
+
+    def lines(self) -> Iterator[str]:
+        """Describe the plan: what each policy plays, what a group brings, and what computes where.
+
+        Raises:
+            ConfigError: there are too few GPUs.
+            InputError: the driver does not list the GPUs, or an adapter lacks its configuration.
+        """
+        assignment = self.rollout.seats
+        for name, sampling in self.rollout.sampling_by_policy.items():
+            seats = [seat for seat in self.seats if name in assignment.policies_of([seat])]
+            turns = f"{plural(sampling.max_turns, 'turn')} of up to {plural(sampling.max_tokens, 'token')}"
+            yield f"policy {name}: {self.settings.policies[name].kind}, plays {', '.join(seats) or 'no seat'}; {turns}"
+        demand = self.demands[0]
+        units = ", ".join(f"{plural(count, 'unit')} of {name}" for name, count in demand.units.items())
+        yield f"group: {plural(demand.episodes, 'episode')} with {units}"
+        for base in self.engine.bases:
+            adapters = plural(adapter_slots_needed(base.policies), "adapter")
+            refresh = ", ".join(sorted({self.engine.refresh[name] for name in base.policies}))
+            kind, slots = self.engine.engine.kind, plural(self.engine.slots, "slot")
+            yield f"engine of {base.name}: {kind}, {slots}, {adapters}, refresh {refresh}"
+        steps = ", ".join(f"{plural(count, 'step')} of {name}" for name, count in self.trainer.steps.items())
+        yield f"trainer: {plural(self.trainer.trainer.ranks, 'rank')}, {steps}"
+        yield from device_plan(self.engine.demand).lines()
+
+    def warnings(self) -> list[str]:
+        """Return warnings about settings and an environment that work, but are rarely intended."""
+        split_groups = split_group_warnings(self.trained, self.settings.credit.release, self.demands)
+        return [*split_groups, *misspelled_attributes(self.environment)]
+
+
+def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
+    """Make the plan of a run, and check what its sections and its environment need of each other. Imports no torch.
+
+    Raises:
+        ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
+    """
+    assignment, trained, size = config.seat_assignment, config.trained, config.credit.group_size
+    credit, loss, scorers = config.credit, config.trainer.loss, config.scorers
+    kinds = {
+        root: list(seats_by_episode_kind(root, seat_prefix(environment, root)))
+        for root in root_environments(environment)
+    }
+    seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
+    check_names(config.seats, environment, seats)
+    for root in kinds:
+        holders = assignment.policies_of(kinds[root][0].seats)
+        learners = {name: policy for name, policy in trained.items() if name in holders}
+        check_branches(root, learners, credit, loss, scorers, on_cluster=config.on_cluster)
+        check_roulette(root, credit, loss, scorers)
+    by_root = {
+        root: group_demands(kinds[root], assignment, size, root.branches, trained)
+        for root in trained_root_environments(environment)
+    }
+    first, demands = next(iter(by_root.items()))
+    for root, units in by_root.items():
+        if units != demands:
+            raise ConfigError(
+                f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
+                f"produces {demands[0].units} and {root.__name__} {units[0].units}. Bind their seats to the same "
+                "policies; an environment that spawns child episodes can only be mixed with others that spawn the "
+                "same number"
+            )
+    check_held(config.policies, assignment, environment, seats)
+    for name, policy in trained.items():
+        check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
+    if size > config.max_in_flight:
+        raise ConfigError(
+            f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
+            "start: raise max_in_flight, or lower credit.group_size"
+        )
+    return RunPlan(settings=config, environment=environment, seats=seats, demands=demands)
+
+
+def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Return the configuration with engine and token limits chosen where they are open, and a line about the engine for
+    the user; "" if there is no choice. Imports torch.
+
+    Args:
+        config: configuration of the run, with local model directories.
+        before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
+
+    Raises:
+        ModelError: a directory holds no model that can be trained and served.
+        ConfigError: not even short contexts fit into memory, or turns are longer than the contexts.
+        InputError: the driver does not list the GPUs.
+    """
+    config, line = with_chosen_engine(config, before)
+    return with_chosen_token_limits(config, before), line
+
+
+def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Return the configuration with its engine chosen if it is open, and a line for the user; "" if there is no choice.
+
+    Args:
+        config: configuration of the run.
+        before: the configuration with which the run was started, as data, whose engine is kept; empty for a new run.
+
+    Raises:
+        InputError: the driver does not list the GPUs.
+    """
+    if config.engine.vllm is not None or not config.bases or config.on_cluster or not machine.gpus():
+        return config, ""
+    if config.stays_on_cpu:
+        return config, (
+            f"engine and trainer: on the CPU, which is as fast for models of fewer than {MIN_GPU_PARAMETERS:,} "
+            "parameters (CUDA_VISIBLE_DEVICES=0 uses the GPU)"
+        )
+    if before and not isinstance(value_at(before, "engine", "vllm"), dict):
+        return config, "engine: embedded, as when the run began (an empty [engine.vllm] selects vLLM)"
+    try:
+        if (version := installed_version("vllm")) is None:
+            raise ConfigError(f"vLLM is not installed: {install_command('vllm')}")
+        chosen_config = config.with_vllm()
+        check_vllm_usable(chosen_config.engine, chosen_config.filtered, on_cluster=False)
+        if conflicts := device_plan(chosen_config.device_demand).memory_conflicts():
+            raise ConfigError("; ".join(conflicts))
+    except ConfigError as error:
+        return config, f"engine: embedded. vLLM samples faster on a GPU, but: {error}"
+    return chosen_config, (
+        f"engine: vLLM {version}, which samples faster on a GPU than the embedded engine "
+        "(engine.vllm = false selects that one)"
+    )
