@@ -23,6 +23,7 @@ Read from the source of `agentrl/`:
 one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
+`functions_with_config`: functions that take the whole `RunConfig`, rather than a section or a part of the run's plan.
 
 `--quick` traces nothing; `--list` prints what each figure counts, before the last line.
 """
@@ -75,6 +76,7 @@ FIGURES = (
     "code_lines",
     "config_fields",
     "private_words",
+    "functions_with_config",
 )
 
 TURNS = 4
@@ -490,6 +492,22 @@ def private_words(modules: Sequence[Module]) -> list[str]:
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
+def functions_with_config(modules: Sequence[Module]) -> list[str]:
+    """Functions with a parameter that may be a `RunConfig`."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = node.args
+                annotations = [
+                    ast.unparse(argument.annotation)
+                    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                    if argument.annotation is not None
+                ]
+                found += [f"{module.name}: {node.name}"] * any("RunConfig" in annotation for annotation in annotations)
+    return found
+
+
 def source_figures() -> dict[str, list[str] | int]:
     """What the source holds, by figure: names, or a count."""
     modules = modules_of(PACKAGE)
@@ -500,6 +518,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "code_lines": sum(map(code_lines, modules)),
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
+        "functions_with_config": functions_with_config(modules),
     }
 
 

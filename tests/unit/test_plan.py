@@ -1,0 +1,138 @@
+"""The plan of a run: what follows from a configuration, and the part of each process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentrl.app import resume, training
+from agentrl.app.plan import resolve
+from agentrl.app.policies import rollout_settings
+from agentrl.cli.main import main
+from agentrl.config.load import changed_config
+from agentrl.config.plans import plan_data, plan_from_data
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.setting_paths import set_value
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.rollout.episode import PolicySettings
+from agentrl.testing.sample_run import sample_run_config, write_sample_run
+from benchmarks.code_shape import PACKAGE, functions_with_config, modules_of
+from tests.sim.small_run import Ask, config_for
+
+POLICIES: dict[str, Any] = {
+    "guesser": {"step_size": 24, "lora": {"rank": 4, "target_modules": ["q_proj"]}, "sampling": {"max_tokens": 9}},
+    "past": {"kind": "past", "of": "guesser"},
+    "frozen": {"kind": "frozen", "model": "other"},
+    "remote": {"kind": "remote", "url": "http://127.0.0.1:1/v1", "model": "large", "max_concurrent": 9},
+    "bot": {"kind": "bot", "id": "bots:call"},
+}
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    assert len(functions_with_config(modules_of(PACKAGE))) <= 40
+
+
+def test_the_plan_names_who_plays_what_a_group_brings_and_what_computes() -> None:
+    lines = list(resolve(config_for(policies={"guesser": {"step_size": 24, "lora": {}}}), Ask).lines())
+    assert lines == [
+        "policy guesser: trained, plays guesser, Guess.guesser; 8 turns of up to 64 tokens",
+        "group: 4 episodes with 12 units of guesser",
+        f"engine of {Path.cwd().name}/unused: embedded, 64 slots, 4 adapters, refresh lazy",
+        "trainer: 1 rank, 4 steps of guesser",
+    ]
+
+
+def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
+    (tmp_path / "env.py").write_text(source)
+    (tmp_path / "run.toml").write_text(
+        '[environment]\nid = "env.py:Desk"\n[model]\npath = "models/m"\n[policies.p]\nlora = {}\n'
+    )
+    assert main(["train", "run.toml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "\n# policy p: trained, plays agent; 8 turns of up to 64 tokens\n" in printed
+    assert "\n# group: 8 episodes with 8 units of p\n" in printed
+    assert main(["train", "run.toml", "--dry-run", "--json"]) == 0
+    assert "trainer: 1 rank, 40 steps of p" in json.loads(capsys.readouterr().out)["plan"]
+    assert main(["train", "run.toml", "--dry-run", "--max_in_flight=3"]) == ConfigError.exit_code
+    assert "no group could start" in capsys.readouterr().err
+
+
+def test_a_worker_receives_its_part_of_the_plan_unchanged() -> None:
+    scorers = {"helpful": {"judge": "remote", "rubric": "Is it?", "answer": {"yes": 1.0, "no": 0.0}, "unscorable": 0.0}}
+    config = config_for(policies=POLICIES, scorers=scorers, workers=3, model={"path": "main"})
+    plan = config.rollout_plan
+    received = plan_from_data(json.loads(json.dumps(plan_data(plan))))
+    assert received == plan
+    assert received.external["remote"] == config.policies["remote"].model_copy(update={"max_concurrent": 3})
+    assert [base.path for base in received.bases] == [str(Path("main").resolve()), str(Path("other").resolve())]
+    assert received.scored == {"guesser"}
+
+
+def test_the_settings_that_are_recorded_are_those_that_engine_and_environment_get() -> None:
+    config = config_for(sampling={"temperature": 0.5, "top_k": 3, "max_tokens": 7, "max_turns": 2})
+    seat = rollout_settings(config.rollout_plan, PlainChatFormat(), 99).seat
+    policy = PolicySettings(chat_format=PlainChatFormat(), seat=seat)
+    assert msgspec.structs.asdict(seat) == {
+        **config.sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_tokens", "max_turns"}),
+        "max_context": 99,
+    }
+    assert (policy.sampling.temperature, policy.sampling.top_k, policy.sampling.max_tokens) == (0.5, 3, 7)
+    assert policy.sampling.stop_token_ids == PlainChatFormat().stop_token_ids
+    assert (policy.limits.max_turns, policy.limits.max_tokens, policy.limits.max_context) == (2, 7, 99)
+    shorter = policy.as_recorded(msgspec.structs.replace(seat, temperature=1.0, max_context=500))
+    assert (shorter.sampling.temperature, shorter.limits.max_context) == (1.0, 99), "the engine holds no more"
+
+
+def test_a_resume_reads_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_sample_run(tmp_path).path
+    reopened: list[Path] = []
+    original = resume.reopen_run
+
+    def counted(config: RunConfig, run: Path, *arguments: Any) -> resume.ReopenedRun:
+        reopened.append(run)
+        return original(config, run, *arguments)
+
+    monkeypatch.setattr(resume, "reopen_run", counted)
+    monkeypatch.setattr(training, "reopen_run", counted)
+    (tmp_path / "env.py").write_text("from agentrl.testing.sample_environment import Propose\n")
+    settings = sample_run_config(tmp_path, path.name).model_dump(mode="json", exclude_unset=True)
+    settings["environment"] = {"id": f"{tmp_path / 'env.py'}:Propose"}
+    file = tmp_path / "run.toml"
+    from agentrl.config.load import dump_toml
+
+    file.write_text(dump_toml(RunConfig(**settings)))
+    main(["train", str(file), "--resume"])
+    assert reopened == [path]
+
+
+def test_a_setting_is_set_inside_tables_alone() -> None:
+    data: dict[str, Any] = {"a": 1}
+    set_value(data, ("b", "c"), 2)
+    assert data == {"a": 1, "b": {"c": 2}}
+    for path in (("a", "b"), ()):
+        with pytest.raises(ConfigError):
+            set_value(data, path, 3)
+    with pytest.raises(ConfigError, match=r"seed.x: seed is a value"):
+        changed_config(config_for(), ("seed", "x"), 1)
+
+
+def test_the_plan_is_made_without_torch() -> None:
+    program = (
+        "import sys\nfrom agentrl.app.plan import resolve\nfrom agentrl.config.load import load\n"
+        "from agentrl.environment.registry import resolve as find\n"
+        "config = load('examples/01_tool_use.toml')\nplan = resolve(config, find(config.environment.id))\n"
+        "assert plan.engine and plan.trainer and plan.rollout\nprint('torch' in sys.modules)"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "False"
