@@ -46,6 +46,10 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
     """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
     import torch
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
@@ -82,6 +86,17 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
             case "moe":
                 experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
                 model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+            case "deepseek":
+                experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2}
+                ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
+                sizes = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+                groups = {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+                del shape["head_dim"]
+                config = DeepseekV3Config(**shape | experts | ranks | sizes | groups)
+                model = DeepseekV3ForCausalLM(config)
+            case "gpt_oss":
+                experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+                model = GptOssForCausalLM(GptOssConfig(**shape | experts | {"tie_word_embeddings": False}))
             case "mixtral":
                 few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
                 model = MixtralForCausalLM(MixtralConfig(**shape, **few))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
 from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, Trajectory, TrajectoryRow, Unit
+from agentrl.learn import experts
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (
     DistributedRankGroup,
@@ -63,11 +65,12 @@ def case(
     silent: Sequence[int] = (),
     unused: str = "",
     routed: bool = False,
+    fault: str = "",
     **trainer: Any,
 ) -> dict[str, Any]:
     """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0, in the second
-    step no token uses the weights that are named `unused`, and with `routed` the rows name the experts of their tokens.
-    """
+    step no token uses the weights that are named `unused`, with `routed` the rows name the experts of their tokens, and
+    a `fault` of `FAULTS` is planted."""
     return {
         "model": str(model),
         "directory": str(directory),
@@ -81,6 +84,7 @@ def case(
         "silent": list(silent),
         "unused": unused,
         "routed": routed,
+        "fault": fault,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
 
@@ -105,13 +109,26 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
     config, episodes = _config_of(case, ranks.size), _episodes_of(case)
-    policies = case["policies"]
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
 
-    trainer = PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read)
-    trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
+    with pytest.MonkeyPatch.context() as planted:
+        if case["fault"]:
+            planted.setattr(experts._DispatchedForward, *FAULTS[case["fault"]])
+        return _run(PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read), case, episodes)
+
+
+FAULTS: dict[str, tuple[str, Any]] = {
+    "outputs are not put back in order": ("_in_token_order", lambda self, rows, order: rows),
+    "gradients of copies are not added up": ("_sum_over_copies", lambda self, gradient: gradient),
+}
+"""Faults of dispatched experts: a method and what takes its place."""
+
+
+def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str, Episodes]) -> dict[str, Any]:
+    ranks, directory, policies = trainer._ranks, Path(case["directory"]), case["policies"]
+    started = trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
     gradients: dict[str, Tensor] = {}
     for name in policies:
         _capture(trainer._learner(name), gradients)
@@ -144,6 +161,7 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
         versions[name] = trainer.publish(name, PolicyVersion(name, 0, case["steps"][1] - 1)).path
     trainer.save(directory / "checkpoint")
     return {
+        "started": started,
         "losses": losses,
         "norms": norms,
         "moved": moved,

@@ -480,6 +480,10 @@ class TrainerConfig(Section):
     """Sharding of weights, gradients and optimizer state (docs/processes.md); it does not change the update. `none`:
     each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many ranks.
     `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
+    experts: Free[Literal["auto", "gathered", "dispatched"]] = "auto"
+    """Experts of a mixture of experts whose weights are sharded; it does not change the update. `gathered`: each rank
+    gathers the weights, as of other layers. `dispatched`: each rank computes the experts that it holds, and tokens
+    travel to them. `auto`: what sends fewer bytes (docs/several_gpus.md)."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""

@@ -36,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
+from agentrl.config.sections import TrainerConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
@@ -52,6 +53,7 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
+from agentrl.learn.experts import find_experts, predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
@@ -121,6 +123,8 @@ class PolicyModel:
         """Whether a micro-batch is a prefix tree only where that is faster; otherwise all are."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
+        self.experts = ""
+        """How the experts are computed, if there are any and the weights are sharded."""
         self.described = described
         """Layers with an adapter, and their share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
@@ -552,14 +556,60 @@ def _load_on_base(
     for policy_model in result.values():
         if mesh is not None:
             if id(policy_model.model) not in sharded_forwards:
+                masters = policy_model.kind == "full"
+                experts, policy_model.experts = _dispatched_experts(
+                    plan.trainer, policy_model.model, mesh, trained=masters
+                )
                 sharded_forwards[id(policy_model.model)] = ShardedForward(
-                    policy_model.model, mesh, masters=policy_model.kind == "full", offload=offload
+                    policy_model.model, mesh, masters=masters, offload=offload, experts=experts
                 )
             policy_model.shard(sharded_forwards[id(policy_model.model)])
         policy_model.train(offload=plan.offloads_masters)
         if plan.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)
     return result
+
+
+def _dispatched_experts(
+    trainer: TrainerConfig, model: PreTrainedModel, mesh: DeviceMesh, *, trained: bool
+) -> tuple[Mapping[str, Any], str]:
+    """Choose the experts to which tokens travel; return them with a sentence on the choice.
+
+    Raises:
+        ConfigError: `trainer.experts` is "dispatched", and they cannot be.
+    """
+    choice, ranks = trainer.experts, mesh.size(mesh.ndim - 1)
+    experts = find_experts(model)
+    counts = {module.num_experts for module in experts.values()}
+    refusal = ""
+    if not experts:
+        refusal = f"{type(model).__name__} has no experts whose weights lie in one tensor"
+    elif trainer.sharding == "offload":
+        refusal = "trainer.sharding is 'offload', and each rank computes experts where their weights are"
+    elif any(count % ranks for count in counts):
+        refusal = f"{ranks} ranks do not divide {' or '.join(map(str, sorted(counts)))} experts"
+    if refusal and choice == "dispatched":
+        raise ConfigError(f"trainer.experts = 'dispatched': {refusal}")
+    if not experts:
+        return {}, ""
+    shape = model.config.get_text_config()
+    module = next(iter(experts.values()))
+    sent = predict_layer_bytes(
+        weights=sum(parameter.numel() for parameter in module.parameters()),
+        width=shape.hidden_size,
+        top_k=getattr(shape, "num_experts_per_tok", None) or 1,
+        tokens=trainer.micro_batch_tokens,
+        ranks=ranks,
+        itemsize=model.dtype.itemsize,
+        trained=trained,
+    )
+    if refusal or choice == "gathered" or (choice == "auto" and sent.gathered <= sent.dispatched):
+        return {}, f"experts: gathered, {_sent_text(sent.gathered, sent.dispatched)}{refusal and f' ({refusal})'}"
+    return experts, f"experts: dispatched, {_sent_text(sent.dispatched, sent.gathered)}"
+
+
+def _sent_text(chosen: float, other: float) -> str:
+    return f"about {chosen / 1e6:,.1f} MB sent per layer and micro-batch instead of {other / 1e6:,.1f} MB"
 
 
 def _load(

@@ -76,6 +76,7 @@ def pack(
     max_tokens: int,
     share: bool | Callable[[TreeSize], bool] = True,
     ends: bool = False,
+    one_pass: bool = False,
 ) -> Iterator[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).
 
@@ -84,17 +85,20 @@ def pack(
         max_tokens: bound on the tokens forwarded at once.
         share: forward common prefixes once; otherwise forward every row whole. A function decides for each micro-batch.
         ends: forward rows that a limit cut to their last token, for `MicroBatch.end_index`.
+        one_pass: whether each micro-batch must be one forward pass, although whole rows are padded in blocks of similar
+            length. The ranks of a sharded model need equally many passes.
     """
     samples_with_positions = zip(samples, trained_positions(samples), strict=True)
     rows = [
         _PackedRow(index, sample, positions, has_end=ends and sample.is_cut)
         for index, (sample, positions) in enumerate(samples_with_positions)
     ]
-    rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
+    in_blocks = one_pass and share is False
+    rows = sorted((row for row in rows if row.length), key=lambda row: -row.length if in_blocks else row.order)
     at = 0
     while at < len(rows):
         is_tree = share is not False
-        members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=is_tree)
+        members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=is_tree, one_block=in_blocks)
         if callable(share) and not share(_tree_size(members, prefix_lengths)):
             is_tree = False
             members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=False)
@@ -139,15 +143,17 @@ class _PackedRow:
         return int(different[0]) if len(different) else shorter
 
 
-def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) -> tuple[list[_PackedRow], list[int]]:
-    """Return the rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the previous
-    one."""
+def _take(
+    rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool, one_block: bool = False
+) -> tuple[list[_PackedRow], list[int]]:
+    """Return the rows from `at` on that fit into one micro-batch, or into one block of it, and how many tokens each
+    borrows from the previous one."""
     members, prefix_lengths = [rows[at]], [0]
     tokens = rows[at].length
     for row in rows[at + 1 :]:
         common = row.common(members[-1]) if share else 0
         tokens += row.length - common
-        if tokens > max_tokens:
+        if tokens > max_tokens or (one_block and not _padded_together(members[0].length, row.length)):
             break
         members.append(row)
         prefix_lengths.append(common)

@@ -36,6 +36,7 @@ from agentrl.core.network import interface_of
 from agentrl.engines.models import outermost_layers
 from agentrl.engines.weights.gloo import Rendezvous
 from agentrl.engines.weights.senders import JOIN_TIMEOUT
+from agentrl.learn.experts import dispatch_experts
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:
@@ -348,12 +349,21 @@ class ShardedForward(nn.Module):
         masters: whether full weights are trained, so that the shards are float32.
         offload: whether the shards stay in main memory, with their gradients and optimizer states; layers go to the
             mesh's device while they compute.
+        experts: experts to which tokens travel (`experts.dispatch_experts`); the others' weights are gathered.
 
     Raises:
         ModelError: FSDP2 cannot shard the model.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, masters: bool, offload: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        *,
+        masters: bool,
+        offload: bool = False,
+        experts: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.model: Any = model
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
@@ -366,13 +376,16 @@ class ShardedForward(nn.Module):
             )
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         shards = _without_data(self.model)
+        dispatched = dispatch_experts(experts or {}, mesh, policy.param_dtype)
         try:
             for module in [*outermost_layers(self.model), self]:
                 if masters:
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):
                             parameter.data = parameter.data.float()
-                module_shards: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+                module_shards: Any = fully_shard(
+                    module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=dispatched
+                )
                 # Gradients are summed, not averaged, over ranks: the loss is already divided by the normalizer of the
                 # whole step.
                 module_shards.set_gradient_divide_factor(1.0)

@@ -182,7 +182,8 @@ class PolicyTrainer:
                 sharing_lines.append(
                     "norms, rotary embeddings and SwiGLU: fused by liger-kernel, once the first step has checked them"
                 )
-        return (*(model.described for model in models.values() if model.described), *sharing_lines)
+        experts = dict.fromkeys(model.experts for model in models.values() if model.experts)
+        return (*(model.described for model in models.values() if model.described), *experts, *sharing_lines)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -530,7 +531,13 @@ class PolicyTrainer:
         """
         limit, share_prefixes = self._plan.trainer.micro_batch_tokens, learner.model.sharing
         ends = not backward and self._gae is not None and self._gae.bootstrap
-        batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes, ends=ends)
+        batches = pack(
+            [samples[index] for index in sample_indices],
+            max_tokens=limit,
+            share=share_prefixes,
+            ends=ends,
+            one_pass=learner.model.sharded,
+        )
         if not learner.model.sharded:
             yield from batches
             return

@@ -47,10 +47,18 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "recorded experts": made("recorded", "moe", routed=True),
         "recorded experts, recomputed": made("recorded recomputed", "moe", routed=True, recompute=True),
         "recorded experts, adapters": made("recorded adapters", "moe", routed=True, lora=True),
+        "dispatched experts": made("dispatched", "moe", experts="dispatched"),
+        "dispatched experts, recomputed": made("dispatched re", "moe", experts="dispatched", recompute=True),
+        "dispatched experts, adapters": made("dispatched adapters", "moe", experts="dispatched", lora=True),
+        "dispatched experts, recorded": made(
+            "dispatched recorded", "moe", experts="dispatched", routed=True, recompute=True
+        ),
+        "dispatched experts, whole steps": made("dispatched gspo", "moe", experts="dispatched", loss={"name": "gspo"}),
         "unused weights": made("unused", steps=3, unused="up_proj.weight"),
         "a silent step": made("silent", steps=3, silent=[2]),
         "a silent step, adapters": made("silent adapters", lora=True, steps=3, silent=[2]),
         "a silent step, experts": made("silent experts", "moe", steps=3, silent=[2]),
+        "a silent step, dispatched experts": made("sd", "moe", steps=3, silent=[2], experts="dispatched"),
         "a silent step, whole steps": made("silent step", steps=3, silent=[2], loss={"name": "gspo"}),
         "a silent step, a divergence": made("pulled", lora=True, steps=3, silent=[2], loss={"name": "ppo", "kl": 0.1}),
         "bfloat16": made("bfloat16", "bfloat16"),

@@ -1,0 +1,158 @@
+"""Experts that stay where their shards are: each rank computes those it holds, and tokens travel to them (expert
+parallelism), instead of weights to every token.
+
+A rank sorts the pairs of a token and a chosen expert by expert, sends each to the rank that holds the expert, and adds
+up what comes back, weighted by the router. An expert sees the tokens of all ranks, so its gradient is whole where the
+expert is; only copies of a hybrid mesh are added up.
+
+Owns: the exchange, and its choice by bytes. Does not own the experts' computation (transformers'), storage or gathering
+of shards (`ranks`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def find_experts(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that hold the weights of several experts, a row for each, as transformers stores them."""
+    found = {}
+    for name, module in model.named_modules():
+        count = getattr(module, "num_experts", None)
+        parameters = [each for each in module._parameters.values() if each is not None]
+        if count and all(len(each) == count for each in parameters) and any(each.ndim > 2 for each in parameters):
+            found[name] = module
+    return found
+
+
+class LayerBytes(NamedTuple):
+    """Bytes that a rank sends for the experts of a layer and a micro-batch, forward and backward."""
+
+    gathered: float
+    dispatched: float
+
+
+def predict_layer_bytes(
+    *, weights: int, width: int, top_k: int, tokens: int, ranks: int, itemsize: int, trained: bool
+) -> LayerBytes:
+    """Predict the bytes without recomputation: weights are gathered twice and their float32 gradients reduced once;
+    tokens and their gradients travel to the experts and back.
+
+    Args:
+        weights: numbers in the experts of a layer.
+        width: numbers in a token's hidden state.
+        top_k: experts of a token.
+        tokens: tokens of a rank's micro-batch.
+        ranks: ranks that share the experts.
+        itemsize: bytes of a number as it computes.
+        trained: whether the experts are trained.
+    """
+    share = (ranks - 1) / ranks
+    gathered = weights * (2 * itemsize + 4 * trained)
+    return LayerBytes(gathered=gathered * share, dispatched=4 * tokens * top_k * width * itemsize * share)
+
+
+def dispatch_experts(modules: Mapping[str, Any], mesh: DeviceMesh, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Make each rank compute only the experts that it holds; return their parameters, which are not to be gathered.
+
+    Args:
+        modules: experts (`find_experts`), whose number the ranks divide.
+        mesh: ranks over which the parameters are sharded by rows (`ranks.shard_tensor`).
+        dtype: in which the experts compute; None: that of the shards.
+    """
+    for module in modules.values():
+        module.forward = _DispatchedForward(module, mesh, dtype)
+    return {parameter for module in modules.values() for parameter in module.parameters()}
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        context.sent, context.received, context.group = sent, received, group
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradient.new_empty(sum(context.sent), *gradient.shape[1:])
+        dist.all_to_all_single(rows, gradient.contiguous(), context.sent, context.received, group=context.group)
+        return rows, None, None, None
+
+
+class _DispatchedForward:
+    """The forward pass of experts in shards. Whole experts, as in a check before the first step, compute as usual."""
+
+    def __init__(self, module: Any, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._experts: int = self._module.num_experts
+        dimension = mesh.ndim - 1
+        self._group, self._ranks = mesh.get_group(dimension), mesh.size(dimension)
+        self._copies = mesh.get_group(0) if dimension else None
+        self._dtype = dtype
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute the experts' output.
+
+        Args:
+            hidden: [tokens, width].
+            chosen: [tokens, top_k], the experts of each token.
+            weights: [tokens, top_k], their weights.
+        """
+        shards: dict[str, Any] = dict(self._module._parameters)
+        if not all(isinstance(shard, DTensor) for shard in shards.values()):
+            return self._forward(hidden, chosen, weights)  # type: ignore[no-any-return]
+        held = self._experts // self._ranks
+        order = torch.argsort(chosen.reshape(-1), stable=True)
+        counts = torch.bincount(chosen.reshape(-1), minlength=self._experts).view(self._ranks, held)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        tokens = self._exchange(hidden[order // chosen.shape[1]], sent, received)
+        experts = torch.arange(held, device=hidden.device).repeat(self._ranks)
+        experts = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+        if not sum(received):  # stays a part of the graph: the others wait for its gradients
+            tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
+        self._module._parameters.update({name: self._held(shard) for name, shard in shards.items()})
+        self._module.num_experts = held
+        try:
+            output = self._forward(tokens, experts[:, None], torch.ones_like(tokens[:, :1]))
+        finally:
+            self._module._parameters.update(shards)
+            self._module.num_experts = self._experts
+        returned = self._exchange(output[: sum(received)], received, sent)
+        by_token = self._in_token_order(returned, order).view(*chosen.shape, -1)
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _in_token_order(self, rows: Tensor, order: Tensor) -> Tensor:
+        return torch.empty_like(rows).index_copy(0, order, rows)
+
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[i]` rows to rank i and return the rows of all ranks, `received[i]` from rank i."""
+        exchanged: Tensor = _Exchange.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def _held(self, shard: DTensor) -> Tensor:
+        """Return this rank's experts, as they compute."""
+        held = shard.to_local()
+        if self._copies is not None and held.requires_grad and torch.is_grad_enabled():
+            held.register_hook(self._sum_over_copies)
+        return held if self._dtype is None else held.to(self._dtype)
+
+    def _sum_over_copies(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self._copies)
+        return total
