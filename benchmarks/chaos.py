@@ -31,6 +31,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster import worker_process
+from agentrl.engines.process import ChildProgram
 from benchmarks.report import Report
 from tests import journal_oracle
 from tests.support.chaos_oracle import Verdict, entries_on_disk, judge
@@ -38,12 +40,12 @@ from tests.support.chaos_run import STOPPED
 
 ROOT = Path(__file__).parents[1]
 ROLES = {
-    "engine": ("engines.remote.server",),
+    "engine": (ChildProgram("", {}).module,),
     "trainer": ("chaos_trainer",),
     "rank": ("ray::TrainerRank",),
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
     "raylet": ("src/ray/raylet/raylet ",),
-    "worker": ("agentrl.app.worker_server",),
+    "worker": (worker_process.PROGRAM.module,),
     "harness": ("asking_program.py",),
 }
 """What the command lines of a role's processes contain."""
@@ -115,7 +117,7 @@ class Chaos:
 
     def run(self, kills: int) -> None:
         """Kill `kills` times, and let the last run get to its end."""
-        number = 0
+        number = spared = 0
         while self._killed < kills:
             directory = self._root / f"{self._kind.name}-{number}"
             directory.mkdir()
@@ -124,6 +126,11 @@ class Chaos:
             number += 1
             if self._killed == before and self._tally.unexplained:
                 raise SystemExit(f"{directory.name} ended before it could be killed: {_tail(directory)}")
+            spared = spared + 1 if self._killed == before else 0
+            if spared == 3:
+                raise SystemExit(
+                    f"{directory.name} is the third run without a kill: no process of {self._next} was found"
+                )
 
     def _one_run(self, directory: Path, number: int, kills: int) -> None:
         resume = False

@@ -18,6 +18,7 @@ from agentrl.app.policies import check_adapter_base, weights_from_directory
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.process import ChildProgram
 from tests.e2e.matches import Match, WatchedMatch, answering, check_critic, check_played, config_of, played, write_judge
 from tests.processes import descendants
 
@@ -42,9 +43,8 @@ class Kills:
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         if not self.killed:
-            self.killed = [
-                number for number in descendants(os.getpid()) if b"engines.remote.server" in command(number)
-            ][:1]
+            module = ChildProgram("", {}).module.encode()
+            self.killed = [number for number in descendants(os.getpid()) if module in command(number)][:1]
             os.kill(self.killed[0], signal.SIGKILL)
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
