@@ -201,7 +201,8 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     size = config.credit.group_size
     lost_starts = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
     dispatcher.restore(
-        parts.resume_state.ended, parts.resume_state.unfinished, lost_starts, parts.resume_state.proposals
+        *(parts.resume_state.ended, parts.resume_state.unfinished, lost_starts, parts.resume_state.proposals),
+        metrics=parts.resume_state.metrics,
     )
     return orchestrator
 

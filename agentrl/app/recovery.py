@@ -290,6 +290,8 @@ class ResumeState:
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
     """Committed episodes of groups with units that are still to be trained."""
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics of these episodes, by id."""
     resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
     """Drop reasons of resolved units among them, keyed by (policy, episode id); None for trained units."""
     unfinished: Sequence[EpisodeSpec] = ()
@@ -361,6 +363,7 @@ def read_resume_state(
     drop_reasons = {(policy, name): reason for (name, _, policy), reason in drops.items()}
     return ResumeState(
         ended=ended_members,
+        metrics=log.episode_metrics([spec.episode_id for spec, _ in ended_members]),
         resolved=drop_reasons,
         unfinished=unfinished_specs,
         ended_children=log.ended_children({spec.episode_id for spec in unfinished_specs}),

@@ -326,6 +326,21 @@ class RunLog:
         path = f'$."{name}"'
         return float(self.rows("SELECT coalesce(sum(json_extract(metrics, ?)), 0) FROM episodes", path)[0][0])
 
+    def episode_metrics(self, episode_ids: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the metrics of committed episodes, by id."""
+        statement = (
+            "SELECT episode, metrics FROM episodes WHERE drop_reason IS NULL"
+            " AND episode IN (SELECT value FROM json_each(?)) ORDER BY attempt"
+        )
+        metrics = {}
+        for episode_id, text in self.rows(statement, json.dumps(sorted(episode_ids))):
+            try:
+                values = msgspec.json.decode(text, type=dict[str, float | None])
+            except msgspec.MsgspecError as error:
+                raise JournalError(f"{self.path}: the metrics of {episode_id} are damaged: {error}") from error
+            metrics[episode_id] = {name: value for name, value in values.items() if value is not None}
+        return metrics
+
     def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield committed training episodes in which one of these policies acted, in order of commit."""
         if policies:

@@ -34,7 +34,12 @@ SCORE_TOKENS = "scores/tokens/"
 
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the step's episodes"),
-    Metric("reward/<seat>", "reward", "`reward/mean` of one seat's agents, if there are several seats"),
+    Metric(
+        "reward/<seat>",
+        "reward",
+        "`reward/mean` of one seat's agents, if the policy holds several seats; of a policy with one seat, this is "
+        "`reward/mean`",
+    ),
     Metric("mixture/reward/<environment>", "reward", "`reward/mean` of one environment of a mixture"),
     Metric("mixture/share/<environment>", "fraction", "share of the step's episodes from this environment"),
     Metric(
@@ -153,14 +158,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of all policies per second, from episodes that ended since the previous step; absent if none "
+        "sampled tokens of all policies per second, from episodes that ended during the newest 5 steps; absent if none "
         "ended",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
         "episodes/turns",
         "turns",
-        "mean turns of the policy, over the step's committed episodes in which it acted",
+        "mean turns of the policy in the step's episodes; like all counts per episode, over the episodes of "
+        "`reward/mean`",
     ),
     Metric(
         "episodes/in_flight",
@@ -454,6 +460,11 @@ def broken_turns(metrics: Mapping[str, float]) -> float:
     cut, stray = metrics.get("turns/length", 0.0), metrics.get("tool/not_offered", 0.0)
     judged = sum(metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal"))
     return cut + max(judged, stray)
+
+
+def registered_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of built-in metrics, without an environment's own."""
+    return {name: value for name, value in values.items() if find_registered_metric(name) is not None}
 
 
 def own_metrics(names: Iterable[str]) -> list[str]:

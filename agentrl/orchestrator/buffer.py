@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
+from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -31,7 +32,7 @@ from agentrl.core.records import (
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.journal.port import UnitDropped
-from agentrl.observe.metrics import PASS_RATES
+from agentrl.observe.metrics import PASS_RATES, metrics_owner, registered_metrics
 from agentrl.orchestrator.metrics import (
     AS_TRAINED,
     NO_SIGNAL,
@@ -173,9 +174,11 @@ class EpisodeBuffer:
         """Policies whose unit is neither trained nor dropped, keyed by committed episode."""
         self._trained: set[str] = set()
         """Episodes with unresolved units of which one was trained."""
+        self._metrics: dict[str, dict[str, PolicyCounts]] = {}
+        """Turns and metrics of each trainable policy, keyed by episode, until all units of the episode are resolved."""
         self.ledger = Ledger()
         self.counts = EpisodeTotals()
-        """Counts of the episodes that ended since the run began."""
+        """Counts of the episodes that ended, and of those that were trained, since the run began."""
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
@@ -241,6 +244,16 @@ class EpisodeBuffer:
             for policy, (given, whole) in group.squares.items():
                 self.counts.count_squared_advantages(policy, given, whole)
         return drops
+
+    def hold_metrics(self, episode_id: str, counted: Mapping[str, PolicyCounts], learning: Collection[str]) -> None:
+        """Keep the turns and metrics of an episode that is about to end until its units are trained; the environment's
+        own metrics for one policy, of those that are `learning`."""
+        owner = metrics_owner(learning, counted)
+        self._metrics[episode_id] = {
+            policy: counts if policy == owner else PolicyCounts(counts.turns, registered_metrics(counts.metrics))
+            for policy, counts in counted.items()
+            if policy in self.trainable
+        }
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDropped], *, is_probe: bool) -> None:
         self.ledger.ready += 1
@@ -386,7 +399,10 @@ class EpisodeBuffer:
     def consume(self, units: Iterable[ReadyUnit]) -> None:
         """Record that popped units were trained. Advantage 0 counts as consumed."""
         for ready in units:
-            self._consumed[ready.unit.policy] += 1
+            policy = ready.unit.policy
+            self._consumed[policy] += 1
+            if counts := self._metrics.get(ready.unit.episode_id, {}).get(policy):
+                self.counts.count_trained(policy, ready.trajectories, counts)
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
 
     def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDropped]:
@@ -423,6 +439,7 @@ class EpisodeBuffer:
 
     def _close_episode(self, episode_id: str, *, reason: str) -> None:
         del self._unresolved[episode_id]
+        self._metrics.pop(episode_id, None)
         self.ledger.ready -= 1
         if episode_id in self._trained:
             self._trained.discard(episode_id)

@@ -112,6 +112,10 @@ class AdmissionPolicy(Protocol):
         """Return the policies that learn now: neither frozen nor over."""
         ...
 
+    def is_over(self, policy: str) -> bool:
+        """Whether a policy has taken its last step."""
+        ...
+
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode, with `learning()` now; returns why the run must end, if it must."""
         ...
@@ -139,6 +143,10 @@ class UnrestrictedAdmission:
     def learning(self) -> Collection[str]:
         """Return no policies."""
         return ()
+
+    def is_over(self, policy: str) -> bool:
+        """Return False: nothing is trained."""
+        return False
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Return None: the end of an episode never ends the run."""
@@ -266,6 +274,7 @@ class Dispatcher:
         unfinished: Sequence[EpisodeSpec],
         lost: Sequence[tuple[int, GroupStart]] = (),
         proposals: Sequence[Proposal] = (),
+        metrics: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> None:
         """Take over the episodes that the previous attempt of the run left.
 
@@ -276,6 +285,8 @@ class Dispatcher:
             lost: numbers and starts of root episodes whose admission never reached the disk, although some of their
                 entries may have.
             proposals: proposals that the previous attempt remembered.
+            metrics: metrics of the ended episodes, by id. The journal does not divide them between policies, so that
+                those of episodes with several are left out.
         """
         specs = [spec for number, start in lost for spec in self._training_specs(start, (number,))]
         self.store.admit(*specs)
@@ -287,6 +298,10 @@ class Dispatcher:
         for spec in unfinished:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
+            policies = {trajectory.policy for trajectory in header.trajectories}
+            if len(policies) == 1 and header.episode_id in metrics:
+                counts = PolicyCounts(header.turns, dict(metrics[header.episode_id]))
+                self.buffer.hold_metrics(header.episode_id, dict.fromkeys(policies, counts), policies)
             self._hold(spec, header, self._record_in_buffer)
         self._restore_trees(unfinished, [spec for spec, _ in ended])
         self._resumed = {spec.episode_id for spec in unfinished}
@@ -481,17 +496,20 @@ class Dispatcher:
     def record_episode_metrics(
         self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
     ) -> None:
-        """Count a committed training episode for each policy that acted in it; keep the metrics of evaluated ones."""
+        """Keep the metrics of a committed episode: of a training episode until its steps, of an evaluated one for its
+        evaluation."""
         if self.score_limits is not None:
             self.score_limits.add(counted.values())
             self._check_score_limits(self.score_limits)
         if spec.purpose == "train":
-            self.buffer.counts.count_committed(header, counted, self.admission.learning())
+            self.buffer.counts.count_committed(counted)
+            self.buffer.hold_metrics(header.episode_id, counted, self.admission.learning())
             metrics = {name for counts in counted.values() for name, value in counts.metrics.items() if value}
             built_in = filter(find_registered_metric, metrics)
             self.examples |= dict.fromkeys([*built_in, header.stop_reason or ""], header.episode_id)
         elif spec.purpose == "evaluate":
             self._evaluation_counts[header.episode_id] = counted
+            self.examples.setdefault(header.stop_reason or "", header.episode_id)
 
     def record_group_scores(self, policies: Collection[str], scores: GroupScores) -> None:
         """Count the scores of a group, whose members are agents of these policies."""
@@ -680,13 +698,14 @@ class Dispatcher:
                 self.leases.member_ended(fork.episode_id, fork.attempt, episode_id)
 
     def drop_frozen(self) -> None:
-        """Drop the ready units of frozen policies: they would be far out of date when those policies learn again."""
+        """Drop the ready units of frozen policies, which would be far out of date when those policies learn again, and
+        of policies that have taken their last step."""
         self._drop_units_of_others(self.admission.learning())
 
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
-            for drop in self.buffer.drop(ready, "frozen"):
+            for drop in self.buffer.drop(ready, "run_ended" if self.admission.is_over(policy) else "frozen"):
                 self.store.record(drop)
 
     def _record_start(self, spec: EpisodeSpec, members: int | None = None) -> None:

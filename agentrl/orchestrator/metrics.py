@@ -1,6 +1,7 @@
 """Statistics of training episodes for the metrics of a step.
 
-`EpisodeTotals` are sums over the episodes that ended; each policy's step reports the change since its previous step.
+`EpisodeTotals` are sums over the episodes that ended, and over those that were trained; each policy's step reports the
+change since its previous step.
 `SelectionBiasTracker` compares the units that a policy trained on with those dispatched. Both are computed from headers
 alone.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +24,6 @@ from agentrl.observe.metrics import (
     PASS_RATES,
     broken_turns,
     find_registered_metric,
-    metrics_owner,
 )
 
 if TYPE_CHECKING:
@@ -105,27 +105,30 @@ class EpisodeTotals:
         """Count an end that was reported twice, or belongs to a replaced attempt."""
         self._add("superseded")
 
-    def count_committed(
-        self, header: EpisodeHeader, counted: Mapping[str, PolicyCounts], learning: Collection[str]
-    ) -> None:
-        """Count a committed episode for each policy that acted in it, and its own metrics for one that learns."""
-        owner = metrics_owner(learning, counted)
+    def count_committed(self, counted: Mapping[str, PolicyCounts]) -> None:
+        """Count a committed episode for each policy that acted in it."""
         for policy, (turns, metrics) in counted.items():
-            trajectories = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
-            rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-            broken = min(broken_turns(metrics), float(turns))
             self._add("committed", policy=policy)
             self._add("turns", turns, policy=policy)
-            self._add("broken turns", broken, policy=policy)
-            self._add("tokens", sum(trajectory.tokens for trajectory in trajectories), policy=policy)
-            if rewards:
-                form = "broken" if broken else "kept"
-                self._add("rewarded", 1.0, form, policy)
-                self._add("reward", sum(rewards), form, policy)
-            for name, value in metrics.items():
-                if policy == owner or find_registered_metric(name) is not None:
-                    self._add("metric", value, name, policy)
-                    self._add("episodes with metric", 1.0, name, policy)
+            for name in (GATE_PASSED, GATE_REFUSED):
+                self._add("gate", metrics.get(name, 0.0), name)
+
+    def count_trained(self, policy: str, trajectories: Sequence[TrajectoryHeader], counts: PolicyCounts) -> None:
+        """Count a trained unit: the policy's agents in an episode, and their metrics."""
+        turns, metrics = counts
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+        broken = min(broken_turns(metrics), float(turns))
+        self._add("trained", policy=policy)
+        self._add("trained turns", turns, policy=policy)
+        self._add("broken turns", broken, policy=policy)
+        self._add("tokens", sum(trajectory.tokens for trajectory in trajectories), policy=policy)
+        if rewards:
+            form = "broken" if broken else "kept"
+            self._add("rewarded", 1.0, form, policy)
+            self._add("reward", sum(rewards), form, policy)
+        for name, value in metrics.items():
+            self._add("metric", value, name, policy)
+            self._add("episodes with metric", 1.0, name, policy)
 
     def count_proposal(self, *, is_repeated: bool) -> None:
         """Count a remembered proposal."""
@@ -190,7 +193,7 @@ class EpisodeTotals:
     def _of_proposals(self) -> dict[str, float]:
         """Return the metrics of proposed tasks: gate, repetitions, pass rates."""
         metrics: dict[str, float] = {}
-        passed, refused = (self.of_all_policies("metric", name) for name in (GATE_PASSED, GATE_REFUSED))
+        passed, refused = (self.of("gate", name) for name in (GATE_PASSED, GATE_REFUSED))
         if asked := passed + refused:
             metrics["gate/acceptance"] = passed / asked
         if made := self.of("proposals"):
@@ -203,15 +206,15 @@ class EpisodeTotals:
         return metrics
 
     def _of_policy(self, policy: str) -> dict[str, float]:
-        """Return the metrics of the policy's committed episodes, and those that the environment recorded; empty if
+        """Return the metrics of the policy's trained episodes, and those that the environment recorded; empty if
         there are none."""
-        committed, turns = self.of("committed", policy=policy), self.of("turns", policy=policy)
-        if not committed:
+        trained, turns = self.of("trained", policy=policy), self.of("trained turns", policy=policy)
+        if not trained:
             return {}
         metrics = {
-            "episodes/turns": turns / committed,
-            "episodes/tokens": self.of("tokens", policy=policy) / committed,
-            "format/episodes": committed,
+            "episodes/turns": turns / trained,
+            "episodes/tokens": self.of("tokens", policy=policy) / trained,
+            "format/episodes": trained,
             "format/broken_turns": self.of("broken turns", policy=policy) / max(turns, 1.0),
         }
         rewarded = self.each("rewarded", policy)
@@ -222,7 +225,7 @@ class EpisodeTotals:
         for name in self._labels("metric", policy):
             # A built-in count that no episode has is 0 per episode; a metric that no episode recorded has no mean.
             is_own = find_registered_metric(name) is None
-            episodes = self.of("episodes with metric", name, policy) if is_own else committed
+            episodes = self.of("episodes with metric", name, policy) if is_own else trained
             if episodes and not name.startswith("gate/") and len(metrics) < MAX_METRICS:
                 metrics.setdefault(name, self.of("metric", name, policy) / episodes)
         return metrics

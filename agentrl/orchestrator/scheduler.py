@@ -267,6 +267,9 @@ class Scheduler:
     def learning(self) -> Collection[str]:
         return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
+    def is_over(self, policy: str) -> bool:
+        return self.phases.is_over(policy)
+
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
         self._opponents.record_result(spec, header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from agentrl.core.clock import Clock
@@ -13,6 +14,9 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards, reward_agreement
 from agentrl.orchestrator.versions import PolicyBoard
+
+RATE_STEPS = 5
+"""Number of newest steps over which sampled tokens per second are averaged."""
 
 
 class StepMetrics:
@@ -39,7 +43,8 @@ class StepMetrics:
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
         self._counts: dict[str, EpisodeTotals] = {}
-        self._counted_at: dict[str, float] = {}
+        self._sampled: dict[str, deque[tuple[float, float]]] = {}
+        """Time and tokens sampled so far at the newest steps, by policy."""
 
     def start(self) -> None:
         """Start the clocks: training begins now."""
@@ -99,7 +104,7 @@ class StepMetrics:
                 metrics["staleness/before_resume"] = float(len(lags) - len(current_lags))
             if limit is not None:
                 metrics["staleness/exceeded"] = float(sum(lag > limit for lag in current_lags))
-        if rate := self._tokens_per_s(policy, now, new_counts.of("tokens")):
+        if rate := self._tokens_per_s(policy, now, self._buffer.counts.of("tokens")):
             metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:
@@ -123,12 +128,12 @@ class StepMetrics:
         return metrics
 
     def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
-        """Return the tokens per second of the episodes that ended since the last step at which any had ended; 0 before
-        the first."""
-        since = self._counted_at.get(policy, self._start_s)
-        if tokens:
-            self._counted_at[policy] = now
-        return tokens / max(now - since, 1e-9)
+        """Return the tokens per second of the episodes that ended during the newest steps; 0 if none did. Episodes end
+        together, so that a single step's rate jumps."""
+        newest = self._sampled.setdefault(policy, deque([(self._start_s, 0.0)], maxlen=RATE_STEPS + 1))
+        newest.append((now, tokens))
+        (since, before), *_ = newest
+        return (tokens - before) / max(now - since, 1e-9)
 
 
 def _mean(values: Sequence[float]) -> float:

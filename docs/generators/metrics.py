@@ -28,8 +28,9 @@ left out.
 | `sinks = ["tensorboard"]` | TensorBoard; also `trackio` or `wandb` |
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
-the committed episodes that set it since the policy's last step. It belongs to the episode, not to an agent: with
-several policies, it is reported once, at the steps of the first learning policy, by name, that acted in the episode.
+the step's episodes that set it, which are those of `reward/mean`. After a resume, earlier episodes of several policies
+are left out. A metric belongs to the episode, not to an agent: with several policies, it is reported once, at the
+steps of the first learning policy, by name, that acted in the episode.
 Names of this page are refused, and so are {reserved}. The exception is
 `turns/illegal`, which counts unreadable replies of the agent that acted last, so that alarms see them.
 

@@ -19,6 +19,7 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
+from tests.sim.test_resume import second_life
 
 pytestmark = pytest.mark.sim
 
@@ -70,13 +71,60 @@ class Lucky(Guess):
             ctx.metric("turns/illegal", 1)
 
 
+def test_tokens_per_second_do_not_jump_with_the_episodes_that_happen_to_end(simulated_loop: SeededSimulation) -> None:
+    async def main() -> float:
+        run = SmallRun(config=config_for(steps=16, step_size=4, max_staleness=3))
+        await run.run()
+        metrics = [values for _, _, values in run.seen.steps][5:]
+        rates = [values["tokens/sampled_per_s"] for values in metrics]
+        assert max(rates) < 3 * min(rates)
+        ends = [values["episodes/per_s"] for values in metrics]
+        return max(ends) / max(min(ends), 0.01)
+
+    assert max(simulated_loop.run(main)) > 3, "no schedule had steps with few and with many ends"
+
+
+class Scored(Guess):
+    """Records its reward as a metric of its own."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
+        solved = float(turn.text.strip(".") in "01234")
+        if not solved:
+            await ctx.sleep(2.0)
+            await ctx.agent("guesser").act(agentrl.user("no"))
+        ctx.metric("solved", solved)
+        ctx.agent("guesser").reward(solved)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_metrics_of_episodes_cover_the_episodes_of_the_steps_reward(
+    simulated_loop: SeededSimulation, max_staleness: int
+) -> None:
+    async def main() -> None:
+        config = config_for(steps=8, step_size=8, max_staleness=max_staleness)
+        first = SmallRun(config=config, environment=Scored)
+        first.during = lambda orchestrator: asyncio.get_running_loop().call_later(8.0, orchestrator.stop)
+        await first.run()
+        assert len(first.seen.steps) < 8
+        second = second_life(first, first.journal.after_crash(), len(first.seen.steps))
+        await second.run()
+        for run in (first, second):
+            for _, _, metrics in run.seen.steps:
+                assert metrics["solved"] == pytest.approx(metrics["reward/mean"])
+                assert metrics["episodes/turns"] == pytest.approx(2.0 - metrics["reward/mean"])
+                assert metrics["format/episodes"] == metrics["step/units"] == 8.0
+
+    simulated_loop.run(main)
+
+
 def test_a_metric_whose_mean_is_0_is_reported(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = SmallRun(config=config_for(steps=8), environment=Lucky)
         await run.run()
         steps = [metrics for _, _, metrics in run.seen.steps if "format/episodes" in metrics]
         assert {metrics.get("lucky") for metrics in steps} == {0.0}
-        assert {metrics.get("episodes/timed_out") for metrics in steps} == {0.0}
+        assert {metrics.get("episodes/timed_out") for metrics in steps} <= {0.0, None}, "absent if none ended"
         illegal = [metrics["turns/illegal"] for metrics in steps if "turns/illegal" in metrics]
         first = next((place for place, metrics in enumerate(steps) if "turns/illegal" in metrics), len(steps))
         assert len(illegal) == len(steps) - first, "a count that the run knows is 0 where no episode has it"

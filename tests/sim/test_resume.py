@@ -32,7 +32,13 @@ def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     resume_state: ResumeState = read_resume_state(
         journal, {"guesser": version}, group_size=first.config.credit.group_size
     )
-    return SmallRun(config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version})
+    return SmallRun(
+        config=first.config,
+        environment=first.environment,
+        journal=journal,
+        resume_state=resume_state,
+        resumed_at={"guesser": version},
+    )
 
 
 def test_a_stopped_run_trains_every_episode_once(simulated_loop: SeededSimulation) -> None:

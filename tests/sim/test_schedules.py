@@ -15,6 +15,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
+from agentrl.journal.port import UnitDropped
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.sim import MANY_SEEDS
@@ -136,6 +137,24 @@ def test_policies_learn_one_after_another(simulated_loop: SeededSimulation) -> N
         dropped = run.orchestrator.buffer.ledger.units_dropped
         assert dropped["x"] > 0
         assert dropped["o"] > 0
+
+    simulated_loop.run(main)
+
+
+def test_what_a_policy_leaves_when_it_has_taken_its_steps_is_not_called_frozen(
+    simulated_loop: SeededSimulation,
+) -> None:
+    async def main() -> None:
+        policies = {name: {"step_size": 8} for name in ("x", "o")}
+        run = SmallRun(config=config_for(policies=policies, steps={"x": 1, "o": 4}), environment=Duel)
+        await run.run()
+        drops = run.journal.of_kind(UnitDropped)
+        assert {drop.reason for drop in drops if drop.policy == "x"} == {"run_ended"}
+        phased = SmallRun(
+            config=config_for(**alternating(("o", 3), ("x", 1)), steps={"x": 6, "o": 2}), environment=Duel
+        )
+        await phased.run()
+        assert "frozen" in {drop.reason for drop in phased.journal.of_kind(UnitDropped)}
 
     simulated_loop.run(main)
 
