@@ -21,6 +21,7 @@ from agentrl.inspection.reader import COLUMNS, EPISODES, MAX_SECONDS, OBJECTS
 from agentrl.inspection.where_filter import find_column
 from agentrl.journal.control_rows import decode_admission_row
 from agentrl.journal.run_process import read_failure
+from agentrl.observe.alarms import read_raised_alarms
 from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
     RunSnapshot,
@@ -323,6 +324,7 @@ def run_state(reader: RunReader) -> RunState:
     plan = display_settings_from_config(reader.config() or {"name": reader.info().get("name", reader.path.name)})
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
+    state.raised = read_raised_alarms(reader.path)
     state.standing = reader.standing()
     state.failure = read_failure(reader.path)
     is_running = state.standing == "running"

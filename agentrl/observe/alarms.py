@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
-from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append
+from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +58,9 @@ TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
 """Share of units with zero advantage at which a step counts as teaching nothing."""
+FLAT = 0.02
+"""Change of the mean reward, relative to the largest one or 1, below which it counts as unchanged; distance from 0 of
+the best mean over a window below which it never left its floor; distance from 1 below which tasks count as solved."""
 ALONE_SHARE = 0.5
 """Share of units without a comparison at which these count as the cause of zero advantages."""
 LOW_ENTROPY = 0.01
@@ -119,8 +122,13 @@ _IF_LATER = (
     "trainer.entropy_bonus = 0.02"
 )
 """Remedy for output that gets worse during training."""
+_CHECK_REWARD = (
+    "check `reward` first, which gave all replies to a task the same value: `agentrl episode show` shows one with its "
+    "reward"
+)
+"""First remedy for rewards that are all equal: the function that gives them may be wrong."""
 _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
-"""First remedy for a reward that never changes: the chat template may hide the tools."""
+"""Second remedy for them: the chat template may hide the tools."""
 MEANINGS = {
     "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
     f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
@@ -134,10 +142,12 @@ MEANINGS = {
     "episode to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the entropy "
     f"below {LOW_ENTROPY:g} nats",
-    "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the reward has never changed; in the "
+    "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the mean reward has changed by less than "
+    f"{FLAT:g} since the start, or never exceeded that; in the "
     f"first {WINDOW - 1} steps, if none of at least {MIN_EPISODES} episodes has an advantage, or at least "
     f"{MIN_EPISODES} held-out episodes before training all got the same reward",
-    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far",
+    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far or "
+    f"at {1 - FLAT:g} to 1",
     "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
     "not if a step trained on episodes begun before the last resume",
     "max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume",
@@ -205,10 +215,10 @@ def find_alarms(state: RunState) -> list[Alarm]:
         alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
     for policy in state.policies.values():
         window = newest_step_metrics(policy)
-        # Metrics of episodes are missing at a step before which none ended, as in asynchronous training.
+        # Metrics of episodes are missing at a step whose episodes ended before a resume, if several policies acted.
         with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
         alarms += _tool_errors(policy, state.status, all_raise=True)
-        alarms += _context_full(policy, with_episodes[-WINDOW:])
+        alarms += _context_full(policy, newest_step_metrics(policy, 2 * WINDOW))
         alarms += _empty_output(policy, with_episodes[-WINDOW:])
         about_format = list(_illegal_output(policy, with_episodes[-WINDOW:]))
         alarms += about_format
@@ -241,9 +251,10 @@ def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
         # The reason in the command that lists episodes, else the alarm's own.
         match = _REASON.search(alarm.advice)
         reason = "" if match is None else match["metric"] or match["reason"]
-        episode = examples.get(reason) or (examples.get("completed") if not reason else "") or "EPISODE"
+        episode = examples.get(reason) or examples.get("completed") or next(iter(examples.values()), "")
         advice = alarm.advice.replace("`agentrl episode list RUN", f"`agentrl episode list {state.plan.name}")
-        advice = _OF_EPISODE.sub(rf"\g<0> {state.plan.name} {episode}", advice)
+        command = rf"\g<0> {state.plan.name} {episode}" if episode else f"`agentrl episode list {state.plan.name}"
+        advice = _OF_EPISODE.sub(command, advice)
         filled.append(alarm._replace(advice=_OF_RUN.sub(rf"\g<0> {state.plan.name}", advice)))
     return filled
 
@@ -302,7 +313,8 @@ def _format_advice(worst: str, *, is_repeating: bool) -> str:
 
 
 def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    shares = [values.get("episodes/context_full", 0.0) for values in window]
+    # The share is missing at a step before which no episode ended, as in asynchronous training.
+    shares = window_metric_values(window, "episodes/context_full")[-WINDOW:]
     if shares and min(shares) >= MOST_SHARE:
         yield Alarm(
             "context_full",
@@ -362,20 +374,32 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         return
     _, history = policy.series("reward/mean")
     best = max(mean_of(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
-    spread, now = max(history) - min(history), mean_of(rewards)
+    lowest, highest, now = min(history), max(history), mean_of(rewards)
+    spread = highest - lowest
+    is_solved = now >= 1.0 - FLAT and highest <= 1.0
+    is_flat = spread < FLAT * max(abs(lowest), abs(highest), 1.0) or (lowest >= 0.0 and best < FLAT)
     entropy = window_metric_values(window, "entropy")
     tail = f", entropy {mean_of(entropy):.3f} nats per token" if entropy else ""
     text = (
         f"{mean_of(zero):.0%} of the episodes of the last {len(window)} steps have zero advantage, since the rewards "
         "within each group are equal"
     )
-    if spread < 1e-9:
+    if is_flat and (not is_solved or spread < 1e-9):
         yield Alarm(
             "no_signal",
             policy.name,
-            f"{text}, at reward {now:.3f} since the start{tail}",
-            f"{_SEES_TOOLS}, easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for "
-            "partial success",
+            f"{text}, at reward {now:.3f}"
+            + (" since the start" if spread < 1e-9 else f", never above {highest:.3f}")
+            + tail,
+            _signal_advice(now),
+        )
+    elif is_solved:
+        yield Alarm(
+            "nothing_to_learn",
+            policy.name,
+            f"{text}, at reward {now:.3f}: the tasks are solved{tail}",
+            "stop here, or continue with harder tasks; if the replies are not right, `reward` is too easily satisfied: "
+            "`agentrl episode show`",
         )
     elif now < best - 0.1 * spread and (not entropy or mean_of(entropy) < LOW_ENTROPY):
         yield Alarm(
@@ -395,6 +419,16 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
             if max(rewards) - min(rewards) > 0.1 * spread
             else "stop here, or continue with harder tasks: this reward cannot measure further improvement on these",
         )
+
+
+def _signal_advice(reward: float) -> str:
+    """Return the remedies for rewards that are all equal, the likeliest first."""
+    if reward >= 1.0 - FLAT:
+        return f"{_CHECK_REWARD}; if it is right, harder tasks"
+    return (
+        f"{_CHECK_REWARD}; if it is right: {_SEES_TOOLS}, easier tasks, a base model that can do some of them, a "
+        "larger credit.group_size, a higher sampling.temperature, or a reward for partial success"
+    )
 
 
 def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Alarm | None:
@@ -424,14 +458,16 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
         yield alone
         return
     if units >= MIN_EPISODES and rewards:
+        reward = mean_of(rewards)
         text = (
             f"none of the {units:.0f} episodes of {plural(len(window), 'step')} has an advantage, since the rewards "
-            f"within each group are equal (mean {mean_of(rewards):.3f})"
+            f"within each group are equal (mean {reward:.3f})"
         )
     elif first.get("evaluation/episodes", 0.0) >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0:
+        reward = first["evaluation/reward"]
         text = (
-            f"all {first['evaluation/episodes']:.0f} held-out episodes before training got reward "
-            f"{first['evaluation/reward']:.3f}: groups whose rewards are all equal teach nothing"
+            f"all {first['evaluation/episodes']:.0f} held-out episodes before training got reward {reward:.3f}: "
+            "groups whose rewards are all equal teach nothing"
         )
     else:
         return
@@ -439,8 +475,7 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
         "no_signal",
         policy.name,
         text,
-        f"`agentrl episode show` to see what the policy said; {_SEES_TOOLS}, easier tasks, a base model that can do "
-        "some of them, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
+        _signal_advice(reward),
     )
 
 
@@ -733,6 +768,16 @@ def window_weighted_mean(window: Sequence[Values], name: str, weight: str) -> fl
     return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(
         window_metric_sum(window, weight), 1e-9
     )
+
+
+def read_raised_alarms(directory: Path) -> dict[str, int]:
+    """Return the step at which each alarm of `alarms.jsonl` was last raised, by name."""
+    raised: dict[str, int] = {}
+    for row in read_jsonl(directory / FILE):
+        name, step = row.get("name"), row.get("step")
+        if name in MEANINGS and isinstance(step, int):
+            raised[name] = step
+    return raised
 
 
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.alarms import find_alarms, write_alarm
+from agentrl.observe.alarms import find_alarms, read_raised_alarms, write_alarm
 from agentrl.observe.metrics import reward_metrics
 from agentrl.observe.progress import Display, PhaseTimer, format_task_count, make_progress_display, spinner
 from agentrl.observe.run_screen import plot_curve
@@ -69,6 +69,7 @@ class RunObserver:
         """Metrics of every optimizer step of this process, in order; `state` covers the whole run."""
         self.state = RunState(plan=plan, path=str(directory.user_path), status=RunSnapshot(phase="starting"))
         read_metrics(directory.metrics, self.state)
+        self.state.raised = read_raised_alarms(directory.path)
         self._directory = directory
         self._stream = EnduringStream(stream or sys.stderr)
         self._quiet = quiet
@@ -251,7 +252,9 @@ class RunObserver:
         for alarm in find_alarms(self.state):
             if (alarm.name, alarm.policy) not in self._alarm_keys:
                 self._alarm_keys.add((alarm.name, alarm.policy))
-                write_alarm(self._directory.path, alarm, max((p.step for p in self.state.policies.values()), default=0))
+                step = max((policy.step for policy in self.state.policies.values()), default=0)
+                self.state.raised[alarm.name] = step
+                write_alarm(self._directory.path, alarm, step)
                 if not self._quiet:
                     self._display_of_run().line(f"ALARM {alarm.line}")
 

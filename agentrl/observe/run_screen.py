@@ -80,7 +80,9 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         if steps < WINDOW and state.plan.steps:
             reason = "too early to tell" if state.standing == "running" else "too few steps to tell, as the run ended"
             early = f": {reason} after {plural(steps, 'step')}"
-        parts.append(Text(f"no alarms{early}", "dim"))
+        earlier = ", ".join(f"{name} at step {step}" for name, step in state.raised.items())
+        now = f" now; {len(state.raised)} earlier: {earlier}" if earlier else ""
+        parts.append(Text(f"no alarms{now}{early}", "dim"))
     if state.problem:
         parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)

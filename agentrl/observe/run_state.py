@@ -15,7 +15,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -224,6 +224,8 @@ class RunState:
     """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.run_process`."""
     failure: str = ""
     """First line of the error that ended the run; empty if none did."""
+    raised: dict[str, int] = field(default_factory=dict)
+    """Step at which each alarm was last raised, by name, whether or not it still holds."""
     problem: str = ""
     """Description of parts of the run that could not be read, for people."""
 
@@ -286,8 +288,8 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
     )
 
 
-def read_metrics(path: Path, state: RunState) -> None:
-    """Add the lines of `metrics.jsonl` to a state; incomplete and damaged lines are skipped.
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the newest records of a `.jsonl` file of a run; incomplete and damaged lines are skipped.
 
     A path that is no regular file counts as absent.
     """
@@ -301,9 +303,14 @@ def read_metrics(path: Path, state: RunState) -> None:
         if not line.startswith(b"{") or len(line) > MAX_LINE_BYTES:
             continue
         try:
-            row = json.loads(line)
+            yield json.loads(line)
         except (ValueError, RecursionError):
             continue
+
+
+def read_metrics(path: Path, state: RunState) -> None:
+    """Add the lines of `metrics.jsonl` to a state."""
+    for row in read_jsonl(path):
         policy, step = row.pop("policy", None), _integer(row.pop("step", None))
         if not isinstance(policy, str) or step is None:
             continue

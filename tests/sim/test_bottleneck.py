@@ -249,6 +249,16 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     assert told[max(told)] == "", "the metrics of the steps say it then"
 
 
+def test_no_time_is_estimated_from_the_few_episodes_that_end_first(tmp_path: Path) -> None:
+    planted = Planted(part="engine", places=4, call_s=10.0, changes={"step_size": 32, "max_staleness": 0})
+    refreshes, _ = looked_at(planted, tmp_path / "run")
+    told = [snapshot.pace for snapshot, _, _ in refreshes]
+    ended = [int(found[1]) for pace in told if (found := re.search(r"about .*so far (\d+) of 32", pace))]
+    assert ended
+    assert min(ended) >= 4
+    assert "so far 2 of 32 episodes" in told or "so far 3 of 32 episodes" in told or "so far 0 of 32 episodes" in told
+
+
 def test_turns_that_wait_for_the_engine_are_not_called_sampled(tmp_path: Path) -> None:
     planted = Planted(part="engine", places=4, call_s=10.0, changes={"step_size": 16, "max_staleness": 0})
     refreshes, _ = looked_at(planted, tmp_path / "run")

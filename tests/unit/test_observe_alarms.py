@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from agentrl.observe.alarms import MEANINGS, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_screen import render_run_screen
 from agentrl.observe.run_state import MirrorStatus, RunDisplaySettings, RunSnapshot, RunState, record_mirror
 
 PLAN = RunDisplaySettings(steps=40, max_staleness={"solver": 1})
@@ -160,6 +162,36 @@ def test_rewards_that_depend_on_the_task_alone_are_not_taken_for_success() -> No
     assert "stopped exploring" in alarm.advice
     (alarm,) = find_alarms(a_run(5, before=10, advantage__zero_share=0.95, reward__mean=1.0))
     assert "stop here" in alarm.advice
+
+
+def rewards_of(*rewards: float) -> RunState:
+    """A run in which no episode has an advantage, with these mean rewards."""
+    state = RunState(plan=PLAN)
+    for step, reward in enumerate(rewards, 1):
+        state.record("solver", step, {**HEALTHY, "advantage/zero_share": 0.95, "reward/mean": reward})
+    return state
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected", "words"),
+    [
+        ((0.0, 0.0, 0.016, 0.0, 0.0, 0.003, 0.0, 0.0, 0.0, 0.016), "no_signal", "check `reward` first"),
+        ((0.0, 0.06, 0.0, 0.0, 0.0, 0.0, 0.016, 0.0, 0.0), "no_signal", "check `reward` first"),
+        ((-1.0, -1.0, -0.99, -1.0, -0.995), "no_signal", "check `reward` first"),
+        ((0.5,) * 6, "no_signal", "check `reward` first"),
+        ((1.0,) * 6, "no_signal", "if it is right, harder tasks"),
+        ((0.99, 1.0, 1.0, 0.998, 1.0, 1.0), "nothing_to_learn", "harder tasks"),
+        ((0.2, 0.6, 1.0, 1.0, 0.99, 1.0, 1.0), "nothing_to_learn", "harder tasks"),
+    ],
+)
+def test_a_reward_at_its_floor_gives_no_signal_and_one_at_1_means_solved(
+    rewards: tuple[float, ...], expected: str, words: str
+) -> None:
+    (alarm,) = find_alarms(rewards_of(*rewards))
+    assert alarm.name == expected
+    assert words in alarm.advice
+    assert "stopped exploring" not in alarm.advice
+    assert ("the tasks are solved" in alarm.text) == (expected == "nothing_to_learn")
 
 
 PROPOSING = {
@@ -345,6 +377,26 @@ def test_tools_that_never_worked_stay_the_first_alarm_until_a_call_succeeds() ->
     assert "tool_errors" not in names(state)
 
 
+def test_the_screen_names_alarms_that_no_longer_hold(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "{}")
+
+    def screen(state: RunState) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(render_run_screen(state))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    with RunObserver(directory, plan=PLAN, quiet=True) as observer:
+        for step in range(1, 31):
+            healthy = {"reward/mean": 0.5 + 0.01 * step, **HEALTHY}
+            observer.on_step("solver", step, {**healthy, "k3": 0.3} if 10 <= step < 16 else healthy)
+            if step == 15:
+                assert "ALARM off_policy" in screen(observer.state)
+        assert "no alarms now; 1 earlier: off_policy at step" in screen(observer.state)
+    with RunObserver(directory, plan=PLAN, quiet=True) as observer:
+        assert "no alarms now; 1 earlier: off_policy at step" in screen(observer.state), "after a resume, too"
+    assert "earlier" not in screen(a_run(10))
+
+
 def test_code_that_blocks_the_loop_stays_an_alarm() -> None:
     def status(share: float, seconds: float) -> RunSnapshot:
         return RunSnapshot(phase="training", blocked={"slow.py:8": share, "env.py:3": 0.01}, seconds=seconds)
@@ -367,6 +419,11 @@ def test_advice_names_the_run_and_an_example_and_is_given_once() -> None:
     advice = {(alarm.name, alarm.policy): alarm.advice for alarm in find_alarms(state)}
     assert "`agentrl episode list ra --where 'metric.tool/error > 0'`" in advice["tool_errors", "solver"]
     assert "`agentrl episode why ra e3`" in advice["tool_errors", "solver"]
-    assert "`agentrl episode show ra e9`" in advice["no_signal", "solver"]
+    assert "`agentrl episode show ra e9`" in advice["no_signal", "solver"].partition(";")[0], "the reward comes first"
     assert advice["tool_errors", "checker"] == "the same as for solver"
     assert "`agentrl episode tokens ra e9`" in advice["no_signal", "solver"]
+    for examples in ({"max_turns": "e4"}, {}):
+        state.status = RunSnapshot(phase="training", examples=examples)
+        for alarm in find_alarms(state):
+            assert "EPISODE" not in alarm.line
+            assert not examples or "`agentrl episode show" not in alarm.advice or "show ra e4`" in alarm.advice
