@@ -121,6 +121,13 @@ class RunControl:
                 f"--resume --{setting}, if docs/configuration.md allows that. While it runs, these may change: "
                 f"{', '.join(live_settings())}"
             )
+        for name, taken in self._store.newest_steps().items():
+            if path[0] == "steps" and name in new.trained and new.steps_of(name) < taken:
+                of_policy = f" of {name}" if len(new.trained) > 1 else ""
+                raise InputError(
+                    f"{setting}: the run has taken {plural(taken, 'step')}{of_policy}; set at least {taken}, or end "
+                    "the run with `agentrl run drain`"
+                )
         plan = resolve(new, self._plan.environment)
         (change,) = differences
         action = ControlAction(self._clock.wall(), who, "set", change.path, change.before, change.now)

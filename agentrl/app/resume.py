@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrl.app.hub import is_hub_name
 from agentrl.app.model_files import with_kept_models
-from agentrl.config.load import SettingSources, changed_config, overlap
+from agentrl.config.load import SettingDifference, SettingSources, changed_config, check_settings_unchanged, overlap
 from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import InputError
 from agentrl.core.setting_paths import value_at
@@ -40,7 +41,8 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> Reopen
     Raises:
         RunDirectoryError: the directory contains no run.
         JournalError: the journal is damaged, or something in the directory is a link, a pipe or a device.
-        InputError: the configuration has fewer steps than the run has taken, so the rest would be lost.
+        InputError: the configuration has fewer steps than the run has taken, so the rest would be lost; or a setting
+            differs that must not.
     """
     directory, configured = RunDirectory.reopen(path), sources.configured(config)
     config = with_kept_models(config, path, RunDirectory.config(path))
@@ -49,6 +51,8 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> Reopen
     with contextlib.closing(RunReader(path)) as reader:
         info, recorded, newest = reader.info(), reader.config(), reader.log.newest_steps()
     live = with_recorded_changes(config, info, sources)
+    if "bases" in info:  # else the run ended before it had chosen its settings
+        check_settings_unchanged(recorded, live, _is_open)
     for name in live.trained:
         key = ("steps",) if isinstance(live.steps, int) else ("steps", name)
         steps, before, taken = live.steps_of(name), value_at(recorded, *key), newest.get(name, 0)
@@ -72,6 +76,12 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> Reopen
         steps_taken = f"steps ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
     conclusion = f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
     return ReopenedRun(live, configured, conclusion)
+
+
+def _is_open(difference: SettingDifference) -> bool:
+    """Whether a setting may still be chosen by the model, or a model's directory be found from its name."""
+    now = difference.now
+    return not difference.is_set or not now or (isinstance(now, str) and is_hub_name(now))
 
 
 def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], sources: SettingSources) -> RunConfig:

@@ -74,7 +74,9 @@ def _argument(name: str, **keywords: Any) -> Argument:
 
 
 _RUN = _argument("run", nargs="?", type=expand_path, help="name or directory of a run; default: the newest in runs/")
-_ID = _argument("id", nargs="?", help="episode id, such as e100; default: the newest that ended")
+_ID = _argument(
+    "id", nargs="?", help="episode id, such as e100, or e100.1 for its attempt 1; default: the newest that ended"
+)
 _ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
 _LINEAGE = _argument("--lineage", type=_bounded_int, help="lineage; default: the newest that took the step")
@@ -532,6 +534,7 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
         commands, "demo", "train a small language model to use a tool, in half a minute", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the settings and the plan that follows from them, and stop"
     )

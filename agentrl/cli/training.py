@@ -118,18 +118,18 @@ def _say_how_to_go_on(options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> int:
-    """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: run a shipped example in `runs/demo`."""
+    """`agentrl demo [EXAMPLE] [--section.field=value …] [--resume] [--dry-run]`: run an example in `runs/demo`."""
     from agentrl.config.fields import shipped_example
 
     if options.journal_only:
         return _sample(options)
-    options.file, options.model, options.resume = shipped_example(options.example), None, False
+    options.file, options.model = shipped_example(options.example), None
     options.overrides = ["name=demo", *options.overrides]
     return train(options)
 
 
 def _sample(options: argparse.Namespace) -> int:
-    if options.overrides or options.dry_run:
+    if options.overrides or options.dry_run or options.resume:
         raise InputError("--journal-only takes no settings, because its sample run is fixed; remove them")
     from agentrl.testing.sample_run import write_sample_run
 

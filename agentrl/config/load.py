@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -699,6 +699,8 @@ class SettingDifference(NamedTuple):
     before: Any
     now: Any
     rule: ResumeRule
+    is_set: bool = True
+    """Whether the configuration of the resume sets it; otherwise, its value may still be chosen."""
 
     @property
     def key(self) -> str:
@@ -710,17 +712,21 @@ class SettingDifference(NamedTuple):
         return f"{self.key} was {before!r} and is {now!r}"
 
 
-def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
+def check_settings_unchanged(
+    before: Mapping[str, Any], now: RunConfig, is_open: Callable[[SettingDifference], bool] = lambda _: False
+) -> list[SettingDifference]:
     """Return the settings that differ from those of the run to resume, all of which may differ.
 
     Args:
         before: the configuration that the run was started with, as data; empty if unknown.
         now: the configuration to resume with.
+        is_open: whether a setting may still get another value before the run resumes; such are not compared.
 
     Raises:
         ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
     """
-    differences = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
+    found = _differences(now, now.model_dump(mode="json"), before) if before else ()
+    differences = [difference for difference in found if not is_open(difference)]
     violations = [
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
@@ -754,7 +760,7 @@ def _differences(
         elif path in (("policies",), ("scorers",)) and isinstance(then, Mapping):
             yield from _named_differences(value, now[name], then, path)
         elif then != now[name]:
-            yield SettingDifference(path, then, now[name], resume_rule_of(field))
+            yield SettingDifference(path, then, now[name], resume_rule_of(field), name in section.model_fields_set)
     extra_arguments = section.model_extra or {}  # arguments of a function
     for name in {**extra_arguments, **before} if type(section).model_config["extra"] == "allow" else ():
         if name not in type(section).model_fields and extra_arguments.get(name) != before.get(name):

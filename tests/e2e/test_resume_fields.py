@@ -151,6 +151,11 @@ def test_a_resume_loses_no_step_and_a_finished_run_stays_as_it_is(
     assert first.metrics
     before = _content(path)
     capsys.readouterr()
+    with pytest.raises(
+        ConfigError, match="seed was 0 and is 9: a run is resumed with the settings it was started with"
+    ):
+        play(RunConfig(**base(path) | {"seed": 9}), resume=True)
+    assert _content(path) == before, "a refused resume writes nothing, and the run stays finished"
     other = base(path)
     other["policies"]["guesser"]["step_size"] = 2 * GROUP
     again = play(RunConfig(**other), resume=True, quiet=False)

@@ -22,11 +22,13 @@ from agentrl.core.control_messages import (
     read_actions,
     short_socket_path,
 )
+from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import changed_settings
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import step_of
 from tests.sim.small_run import Guess, config_for
 
 
@@ -58,6 +60,21 @@ def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
         "guesser": 4
     }, "the caller named it"
     assert with_recorded_changes(config, info, SettingSources(named={("name",): "demo"})).steps == {"guesser": 9}
+
+
+def test_fewer_steps_than_the_run_has_taken_are_refused(tmp_path: Path) -> None:
+    async def taken() -> None:
+        store = SqliteJournal(tmp_path)
+        store.record(*(step_of("guesser", 0, number, []) for number in range(1, 7)))
+        await store.close()
+
+    asyncio.run(taken())
+    for setting in ("steps=2", "steps.guesser=5"):
+        steps = 10 if setting.startswith("steps=") else {"guesser": 10}
+        with pytest.raises(InputError, match=r"the run has taken 6 steps; set at least 6, or .*run drain"):
+            asyncio.run(changed(tmp_path, config_for(steps=steps), setting))
+    info = asyncio.run(changed(tmp_path, config_for(steps=10), "steps=6"))
+    assert [action.now for action in read_actions(info)] == [6], "refused requests leave no record"
 
 
 def test_a_change_holds_after_the_file_changed_in_between(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ COMMANDS = {
     "env new Bad-Name": Answer("'Bad-Name'", "name", "letters"),
     "env new my_desk": Answer("{here}/my_desk", "exists", "choose another name"),
     "env check": Answer("nothing to check", "nothing to check", "give an environment"),
+    "demo": Answer("runs/demo", "exists", "resume it with --resume"),
+    "demo --resume --name=demmo": Answer("runs", "nothing to resume", "did you mean runs/demo"),
     "demo nope": Answer("nope", "no example", "01_tool_use"),
 }
 """Commands with a mistake, and their answers."""
