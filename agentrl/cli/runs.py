@@ -103,6 +103,7 @@ def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
     with contextlib.closing(RunReader(find_run(name))) as run, convert_damage_errors(run.log):
         if takes_episode and not takes_two and options.id is not None:
             with locate_episode(run, options.id) as (reader, options.id), convert_damage_errors(reader.log):
+                options.id, options.attempt = reader.named_attempt(options.id, getattr(options, "attempt", None))
                 yield reader
         else:
             yield run

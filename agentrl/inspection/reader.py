@@ -60,6 +60,12 @@ STATUS = (
     " WHEN EXISTS (SELECT 1 FROM unit_drops d WHERE d.episode = a.episode AND d.attempt = a.attempt) THEN 'dropped'"
     " ELSE 'ready' END"
 )
+DROP_REASON = (
+    "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d WHERE d.episode = a.episode"
+    " AND d.attempt = a.attempt AND a.purpose = 'train' AND NOT EXISTS"
+    " (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)))"
+)
+"""Reason for the status `dropped`: why the episode was dropped, or, if it was committed, its units."""
 STALENESS = (
     "(SELECT max(s.step - 1 - t.oldest_step) FROM step_units s JOIN trajectories t ON t.episode = s.episode"
     " AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
@@ -86,7 +92,7 @@ COLUMNS: dict[str, FilterColumn] = {
     "staleness": FilterColumn(STALENESS, "number"),
     "reward": FilterColumn(REWARD, "number"),
     "stop_reason": FilterColumn("e.stop_reason", "text"),
-    "drop_reason": FilterColumn("e.drop_reason", "text"),
+    "drop_reason": FilterColumn(DROP_REASON, "text"),
     "turns": FilterColumn("e.turns", "number"),
     "tokens": FilterColumn("e.tokens", "number"),
     "seconds": FilterColumn("e.seconds", "number"),
@@ -587,13 +593,26 @@ class RunReader:
                     return f"its record in `{table}` does not match its checksum: altered, or damaged by the disk"
         return None
 
+    def named_attempt(self, name: str, attempt: int | None = None) -> tuple[str, int | None]:
+        """Return the episode and the attempt of a name such as `e433.1`, as messages of a run write it; another name
+        unchanged."""
+        episode_id, dot, number = name.rpartition(".")
+        if not dot or not (number.isascii() and number.isdecimal()) or attempt not in (None, int(number[:9])):
+            return name, attempt
+        exists = "SELECT 1 FROM admissions WHERE episode = ? LIMIT 1"  # ids of children end with a number too
+        if self.log.rows(exists, name) or not self.log.rows(exists, episode_id):
+            return name, attempt
+        return episode_id, int(number[:9])
+
     def episode(self, episode_id: str, attempt: int | None = None) -> EpisodeView:
-        """Read an episode in its newest attempt, or in a given one. Its `problems` list the unreadable parts.
+        """Read an episode in its newest attempt, or in a given one; `e433.1` names attempt 1 of e433. Its `problems`
+        list the unreadable parts.
 
         Raises:
             InputError: there is no such episode.
             JournalError: the control log is damaged.
         """
+        episode_id, attempt = self.named_attempt(episode_id, attempt)
         statement = "SELECT episode, attempt FROM admissions WHERE episode = ? ORDER BY attempt DESC"
         keys = [key for key in self.log.rows(statement, episode_id) if attempt in (None, key[1])]
         lines = self.lines(keys[:1])
@@ -722,13 +741,9 @@ class RunReader:
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """Count training episodes by status, and the dropped ones by reason, the most frequent first. Only the newest
         attempt of each counts."""
-        reason = (
-            "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d"
-            " WHERE d.episode = a.episode AND d.attempt = a.attempt))"
-        )
         statement = (
-            f"SELECT status, iif(status = 'dropped', reason, NULL) AS reason, count(*) AS many FROM"
-            f" (SELECT {STATUS} AS status, {reason} AS reason{EPISODES} WHERE a.purpose = 'train' AND {NEWEST})"
+            f"SELECT status, reason, count(*) AS many FROM"
+            f" (SELECT {STATUS} AS status, {DROP_REASON} AS reason{EPISODES} WHERE a.purpose = 'train' AND {NEWEST})"
             " GROUP BY 1, 2 ORDER BY many DESC, reason"
         )
         statuses: dict[str, int] = {}

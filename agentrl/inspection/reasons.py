@@ -120,7 +120,7 @@ def _attempts(line: EpisodeLine, rows: list[Row], detail: str) -> list[Reason]:
         return []
     other_attempts = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
     text = f"attempt {line.attempt} of {len(rows)} (the others: {other_attempts}); failed attempts are retried"
-    if detail and line.drop_reason is None:
+    if detail and line.stop_reason is not None:
         text += f"; its external agent sent different requests on replay: {detail}"
     return [Reason("attempt", text)]
 
@@ -175,7 +175,7 @@ def _name_of_act(act: PolicyTurn | ToolAct | EffectAct) -> str:
 
 def _end(view: ConversationView) -> list[Reason]:
     line, turns = view.summary, [act for act in view.acts if isinstance(act, PolicyTurn)]
-    if line.drop_reason is not None:
+    if line.drop_reason is not None and line.stop_reason is None:
         return [
             Reason(
                 "ended",
@@ -268,7 +268,7 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
 def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
     """Explain when the episode's group was released, with its baseline set if the journal has the group's first
     finishers."""
-    if line.purpose != "train" or line.drop_reason is not None or line.committed_at is None:
+    if line.purpose != "train" or line.stop_reason is None:
         return []
     rows = verified_control_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)
     if not rows:
@@ -298,7 +298,7 @@ def _release_of_group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
 
 def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> list[Reason]:
     line = view.summary
-    if line.purpose != "train" or line.drop_reason is not None or line.stop_reason is None:
+    if line.purpose != "train" or line.stop_reason is None:
         return []
     key = (line.episode, line.attempt)
     unit_rows = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)

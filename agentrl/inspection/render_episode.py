@@ -110,9 +110,9 @@ def summary_page(view: ConversationView) -> TerminalPage:
     facts = [("environment", line.environment), ("task", f"{line.task} {_json(view.task)}"), ("group", line.group)]
     if line.parent:
         facts.append(("parent", line.parent))
-    facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
+    facts.append(("ended", line.stop_reason or line.drop_reason or "not yet"))
     if view.detail:
-        facts.append(("because" if line.drop_reason else "asked otherwise", view.detail))
+        facts.append(("asked otherwise" if line.stop_reason else "because", view.detail))
     if rewards := format_rewards(line):
         facts.append(("reward", rewards))
     if line.turns is not None:
@@ -307,7 +307,7 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> T
         line = fork.line
         name = _branch(tree, place) + line.episode
         at = f"at {fork.at}" + (", edited" if fork.is_edited else "") if fork.at else ""
-        outcome = line.drop_reason or line.stop_reason or line.status
+        outcome = line.stop_reason or line.drop_reason or line.status
         style = "bold" if line.episode in new else ""
         turns = "" if line.turns is None else str(line.turns)
         rows.append([(name, style), at, fork.version or "", format_rewards(line), turns, outcome])

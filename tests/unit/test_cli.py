@@ -23,8 +23,10 @@ from agentrl.cli.main import main
 from agentrl.config.load import live_settings
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS
+from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import HOSTILE, write_run
 from tests.processes import without_the_rights_of_root
+from tests.support.builders import make_spec
 
 
 @pytest.fixture
@@ -32,6 +34,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     asyncio.run(write_run(tmp_path / "runs" / "demo"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+async def play_again(journal: Path, episode_id: str) -> None:
+    """Admit another attempt of an episode."""
+    store = SqliteJournal(journal)
+    store.admit(make_spec(episode_id, attempt=1))
+    await store.close()
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -75,6 +84,19 @@ def test_json_of_every_reading_command(directory: Path, capsys: pytest.CaptureFi
     assert view["summary"]["reward"] == 3.0
     assert [(act["call"], act["kind"]) for act in view["acts"]] == [("r#1", "turn"), ("r#2", "tool"), ("r#3", "reward")]
     assert answer(capsys, "episode", "show", "demo")["summary"]["episode"] == "e5"
+
+
+def test_an_episode_may_be_named_with_its_attempt(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As warnings of a run name it."""
+    asyncio.run(play_again(Path("runs", "demo", "journal"), "e4"))
+    for name, attempt in (("e4", 1), ("e4.1", 1), ("e4.0", 0)):
+        summary = answer(capsys, "episode", "show", "demo", name)["summary"]
+        assert (summary["episode"], summary["attempt"]) == ("e4", attempt)
+    assert answer(capsys, "episode", "why", "e3.0")
+    assert answer(capsys, "episode", "diff", "demo", "e4.0", "e4.1")["a"]["attempt"] == 0
+    for arguments in (["e4.2"], ["e4.1", "--attempt=0"], ["e77.0"]):
+        assert main(["episode", "show", "demo", *arguments]) == 2
+        assert "no episode 'e" in capsys.readouterr().err
 
 
 def test_a_bare_noun_lists(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

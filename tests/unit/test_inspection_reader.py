@@ -26,7 +26,7 @@ from agentrl.inspection.render_episode import conversation_page
 from agentrl.inspection.statistics import run_statistics
 from agentrl.inspection.steps import step_list
 from agentrl.journal.entries import ExternalRequestParameters, encode_body, entry_checksum
-from agentrl.journal.port import MetricRow, VersionPublication
+from agentrl.journal.port import MetricRow, UnitDropped, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import (
     HOSTILE,
@@ -51,6 +51,24 @@ def shown(renderable: object) -> str:
     stream = io.StringIO()
     Console(file=stream, width=200, soft_wrap=True).print(renderable)
     return stream.getvalue()
+
+
+def test_a_unit_that_was_dropped_gives_its_reason_to_its_episode(run: Path) -> None:
+    async def drop() -> None:
+        journal = SqliteJournal(run / "journal")
+        journal.record(UnitDropped("e4", 0, "policy", "frozen"), UnitDropped("e1", 0, "other", "no_signal"))
+        await journal.close()
+
+    asyncio.run(drop())
+    with contextlib.closing(RunReader(run)) as reader:
+        (line,) = reader.episodes("drop_reason = frozen")
+        assert (line.episode, line.status, line.drop_reason) == ("e4", "dropped", "frozen")
+        assert line.stop_reason == "completed"
+        assert not reader.episodes("drop_reason = no_signal"), "another policy was trained on it"
+        assert reader.counts()[1]["frozen"] == 1
+        reasons = {reason.about: reason.text for reason in explain_episode(reader, "e4")}
+        assert reasons["ended"].startswith("completed")
+        assert reasons["training"] == "of policy: dropped as frozen"
 
 
 def test_episodes_are_listed_filtered_and_sorted(run: Path) -> None:
