@@ -110,6 +110,7 @@ class EpisodeTotals:
         for policy, (turns, metrics) in counted.items():
             self._add("committed", policy=policy)
             self._add("turns", turns, policy=policy)
+            self._add("broken turns", min(broken_turns(metrics), float(turns)), policy=policy)
             for name in (GATE_PASSED, GATE_REFUSED):
                 self._add("gate", metrics.get(name, 0.0), name)
 
@@ -120,7 +121,7 @@ class EpisodeTotals:
         broken = min(broken_turns(metrics), float(turns))
         self._add("trained", policy=policy)
         self._add("trained turns", turns, policy=policy)
-        self._add("broken turns", broken, policy=policy)
+        self._add("trained broken turns", broken, policy=policy)
         self._add("tokens", sum(trajectory.tokens for trajectory in trajectories), policy=policy)
         if rewards:
             form = "broken" if broken else "kept"
@@ -215,7 +216,7 @@ class EpisodeTotals:
             "episodes/turns": turns / trained,
             "episodes/tokens": self.of("tokens", policy=policy) / trained,
             "format/episodes": trained,
-            "format/broken_turns": self.of("broken turns", policy=policy) / max(turns, 1.0),
+            "format/broken_turns": self.of("trained broken turns", policy=policy) / max(turns, 1.0),
         }
         rewarded = self.each("rewarded", policy)
         if rewarded:
