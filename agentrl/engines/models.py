@@ -546,24 +546,37 @@ def check_finite_logits(model: PreTrainedModel, logits: Tensor) -> None:
         )
 
 
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the weight files of a model directory: those of its index, or the only one."""
+    index = path / WEIGHTS_INDEX
+    if not index.is_file():
+        return [path / WEIGHT_FILES["full"][0]]
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [path / name for name in sorted({str(name) for name in weight_map.values()})]
+
+
 def _check_shards(path: Path) -> None:
     """Refuse a directory that lacks files named by its index; an invalid index is left to transformers."""
+    if not (path / WEIGHTS_INDEX).is_file():
+        return
     try:
-        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        file_names = {str(name) for name in index["weight_map"].values()}
+        file_names = {file.name for file in weight_files(path)}
         missing = [name for name in file_names if not (path / name).is_file()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return
     if missing:
         raise ModelError(
             f"{path}: {len(missing)} of {len(file_names)} weight files are missing ({quote_first_names(missing)}), "
-            "though model.safetensors.index.json names them. Copy the directory again, or finish its download"
+            f"though {WEIGHTS_INDEX} names them. Copy the directory again, or finish its download"
         )
 
 
 def _check_alone(path: Path) -> None:
     """Refuse several weight files without an index: transformers would read one, and vLLM all."""
-    if not (path / "model.safetensors.index.json").is_file():
+    if not (path / WEIGHTS_INDEX).is_file():
         other_files = {file.name for file in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
         if other_files:
             raise ModelError(

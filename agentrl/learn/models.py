@@ -28,6 +28,7 @@ import peft
 import torch
 import torch.nn.functional as F
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
@@ -51,6 +52,7 @@ from agentrl.engines.models import (
     quote_first_names,
     read_meta_model,
     read_model,
+    weight_files,
 )
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.experts import find_experts, predict_layer_bytes
@@ -260,6 +262,9 @@ class PolicyModel:
             piece_tensors = {name: self._publish_tensor(name, tensors[name]) for name in piece}
             yield from self._convert(piece_tensors).items()
             piece_tensors.clear()
+        for name, (path, _) in self._carried.items():
+            with safe_open(path, framework="pt") as file:
+                yield name, file.get_tensor(name)
 
     @torch.no_grad()
     def _publish_tensor(self, name: str, tensor: Tensor) -> Tensor:
@@ -290,7 +295,27 @@ class PolicyModel:
         order."""
         tensors = self._unique_tensors()
         pieces = [self._without_data(tensors, piece) for piece in self._conversion_groups]
-        return {name: tensor for piece in pieces for name, tensor in self._convert(piece).items()}
+        trained = {name: tensor for piece in pieces for name, tensor in self._convert(piece).items()}
+        return trained | {name: tensor for name, (_, tensor) in self._carried.items()}
+
+    @cached_property
+    def _carried(self) -> Mapping[str, tuple[Path, Tensor]]:
+        """Tensors that the checkpoint has and the text model does not, such as those of a vision tower, without data,
+        and their files: a version of all weights has them as they are."""
+        if self.published_kind == "adapter":
+            return {}
+        state = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            if not _ADAPTER_MATRIX.search(name)
+        }
+        known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
+        stored = {
+            name: (file, tensor) for file in weight_files(self.base) for name, tensor in _stored_weights(file).items()
+        }
+        if not self._convert(self._without_data(tensors := self._unique_tensors(), tensors)).keys() <= stored.keys():
+            return {}  # the names of another layout do not tell what the text model lacks
+        return {name: place for name, place in stored.items() if name not in known}
 
     def _unique_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
@@ -638,6 +663,18 @@ def _load(
 
 def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     return nn.Parameter(shard_tensor(parameter, mesh, device), requires_grad=parameter.is_floating_point())
+
+
+def _stored_weights(file: Path) -> dict[str, Tensor]:
+    """Return tensors without data, with the names, shapes and dtypes of the weights in a safetensors file."""
+    types = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    with safe_open(file, framework="pt") as stored:
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+    return {
+        name: torch.empty(found.get_shape(), dtype=types[found.get_dtype()], device="meta")
+        for name, found in slices.items()
+        if found.get_dtype() in types
+    }
 
 
 def _to_float32(parameter: Tensor) -> Tensor:

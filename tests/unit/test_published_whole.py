@@ -1,0 +1,150 @@
+"""Versions of checkpoints with parts that a text model lacks, such as a vision tower, are whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from agentrl.config.policies import PolicyConfig
+from agentrl.core.records import PolicyVersion
+from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.publish import Publisher
+from tests.learn_cases import LORA, run_config
+
+TEXT = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
+TOKENS = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def qwen3_5() -> Any:
+    config = transformers.Qwen3_5Config(text_config=TEXT | LINEAR, vision_config=TOWER, **TOKENS)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_5_moe() -> Any:
+    config = transformers.Qwen3_5MoeConfig(text_config=TEXT | LINEAR | EXPERTS, vision_config=TOWER, **TOKENS)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    config = transformers.Gemma3Config(text_config=TEXT, vision_config=SIGLIP, mm_tokens_per_image=4)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def publish(base: Path, directory: Path, policy: PolicyConfig | None = None) -> tuple[Path, PolicyModel]:
+    policies = None if policy is None else {"policy": policy}
+    model = load_models(run_config(base, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.add_(0.01)
+    directory.mkdir()
+    return Path(Publisher(directory).publish(PolicyVersion("policy", 0, 1), model).path), model
+
+
+@pytest.mark.parametrize("make", [qwen3_5, qwen3_5_moe, gemma3])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_version_has_every_tensor_of_the_checkpoint(tmp_path: Path, make: Callable[[], Any], shards: bool) -> None:
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path / "base", **({"max_shard_size": "200KB"} if shards else {}))
+    assert (len(list((tmp_path / "base").glob("*.safetensors"))) > 1) is shards
+    path, model = publish(tmp_path / "base", tmp_path / "run")
+    base = {
+        name: tensor for file in (tmp_path / "base").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    published = load_file(path / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in published.items()} == {
+        name: tensor.shape for name, tensor in base.items()
+    }
+    assert {name: tensor.shape for name, tensor in model.published_layout().items()} == {
+        name: tensor.shape for name, tensor in published.items()
+    }
+    carried = {name for name, tensor in published.items() if torch.equal(tensor, base[name])}
+    assert bool(carried) is (make is not gemma3), "AutoModelForCausalLM loads Gemma 3 with its tower"
+    assert all(".vis" in name or "multi_modal" in name for name in carried)
+    whole, report = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(whole).__name__ == json.loads((path / "config.json").read_text())["architectures"][0]
+
+
+def test_a_merged_adapter_is_published_with_the_tower(tmp_path: Path) -> None:
+    gemma3().save_pretrained(tmp_path / "base")
+    policy = PolicyConfig(lora=LORA.model_copy(update={"merge": True}))
+    path, _ = publish(tmp_path / "base", tmp_path / "run", policy)
+    assert load_file(path / "model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
+
+
+def test_tied_weights_and_names_of_another_layout_are_not_carried(tmp_path: Path) -> None:
+    """A head beside tied embeddings would be the old one."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**TEXT, tie_word_embeddings=True)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    path, _ = publish(tmp_path / "base", tmp_path / "run")
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(renamed, file, {"format": "pt"})
+    path, _ = publish(tmp_path / "base", tmp_path / "other")
+    assert not renamed.keys() & load_file(path / "model.safetensors").keys()
+
+
+def test_what_was_published_with_a_tower_is_loaded_again_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    gemma3().save_pretrained(tmp_path / "base")
+    plan = run_config(tmp_path / "base").trainer_plan
+    model = load_models(plan, torch.device("cpu"))["policy"]
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.add_(0.01)
+    (tmp_path / "run").mkdir()
+    weights = Publisher(tmp_path / "run").publish(PolicyVersion("policy", 0, 1), model)
+    again = load_models(plan, torch.device("cpu"))["policy"]
+    again.load_published(weights)
+    assert all(torch.equal(again.parameters[name], tensor) for name, tensor in model.parameters.items())
