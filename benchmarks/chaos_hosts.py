@@ -239,9 +239,9 @@ def _sampled(run: Path, table: str, partition: str = "turns-*.db") -> Iterator[t
                 entry = msgspec.convert(dict(zip(names, row, strict=True)), JournalEntry)
                 if table == "partials":
                     part = msgspec.msgpack.decode(entry.body, type=PartialTurnTokens)
-                    yield entry, (part.start, part.token_ids)
+                    yield entry, (part.start, part.tokens.token_ids)
                 elif isinstance(body := entry.decode(), TurnEntry):
-                    yield entry, (0, body.token_ids)
+                    yield entry, (0, body.tokens.token_ids)
 
 
 def figures(quick: bool) -> dict[str, float | None]:

@@ -24,6 +24,10 @@ one other module), `duplicate_class_names` (names that classes of several module
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
 `functions_with_config`: functions that take the whole `RunConfig`, rather than a section or a part of the run's plan.
+`token_shapes`: classes between the engine's reply and the step's file that declare two or more columns of sampled
+tokens (`TOKEN_COLUMNS`), without those that inherit them from `Tokens`, and `NO_SHAPES`.
+`files_per_token_column`: the files that name one of the columns that an engine may add to each token (`RECORDED`), for
+the column with most. Ids, logprobs and versions are left out: everything that reads or trains a token is about them.
 
 `--quick` traces nothing; `--list` prints what each figure counts, before the last line.
 """
@@ -77,6 +81,8 @@ FIGURES = (
     "config_fields",
     "private_words",
     "functions_with_config",
+    "token_shapes",
+    "files_per_token_column",
 )
 
 TURNS = 4
@@ -97,6 +103,32 @@ FIELD_TERMS: Mapping[str, str] = {
 """Names that hold such a word in the field's own sense, and that sense."""
 OVERLOADED = ("take", "release", "leave", "ended")
 """Verbs that were the name of a method in sixteen to nineteen classes each."""
+
+
+TOKEN_COLUMNS = frozenset(
+    (
+        *("token_ids", "targets", "logprobs", "behavior_logprobs", "trainer_logprobs", "advantages", "loss_mask"),
+        *("turn_index", "kept", "kept_counts", "kept_ids", "sampling_mask", "mask_counts", "mask_ids", "experts"),
+        *("expert_routing", "routing", "columns", "entropies", "entropy", "lags", "lag", "by_logprob", "by_entropy"),
+    )
+)
+"""Names of columns of sampled tokens, in the table and in the records made of it."""
+NO_SHAPES: Mapping[str, str] = {
+    "Canary": "contexts that test published weights, which no episode sampled",
+    "CanaryJson": "the same, as a file",
+    "CanaryBuilder": "makes them",
+    "EngineCapabilities": "whether an engine has a column",
+    "EpisodeToken": "a token as it is shown: its names are the format",
+    "ExportedRow": "a line of an export: its names are the format",
+    "_SampleStep": "made-up tokens, on which a user's loss is checked",
+}
+"""Classes with such names that are no record of a sampled token's way from engine to step file, and what they are."""
+RECORDED: Mapping[str, str] = {
+    "kept": r"\bKept(Sets|Count)\b|\.kept\.(counts|ids)|\bkept\.counts|\btoken\.kept\b",
+    "experts": r"\bExpertRouting\b|\.experts\b|\bexperts=",
+    "values": r"completion\.values|with_column\('values'|'values', '<f4'",
+}
+"""Columns that an engine may add to a table of tokens, and how code names them."""
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
@@ -508,6 +540,38 @@ def functions_with_config(modules: Sequence[Module]) -> list[str]:
     return found
 
 
+def token_shapes(modules: Sequence[Module]) -> list[str]:
+    """Classes that hold the columns of a sampled token."""
+    found = []
+    for module in modules:
+        if module.name.startswith("agentrl.engines") and module.name != "agentrl.engines.protocol":
+            continue  # an engine's state before its reply
+        for owner in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)):
+            names = {
+                node.target.id
+                for node in owner.body
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            }
+            makers = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+            for node in (node for maker in makers for node in ast.walk(maker)):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    names.add(node.attr)
+            columns = {name.lstrip("_") for name in names} & TOKEN_COLUMNS
+            inherits = any("Tokens" in ast.unparse(base) for base in owner.bases)
+            if len(columns) > 1 and not inherits and owner.name not in NO_SHAPES:
+                found.append(f"{module.name}: {owner.name} ({', '.join(sorted(columns))})")
+    return found
+
+
+def files_per_token_column(modules: Sequence[Module]) -> list[str]:
+    """The files that name a recorded column, of the column that most files name."""
+    by_column = {
+        column: [module.name for module in modules if re.search(pattern, ast.unparse(module.tree))]
+        for column, pattern in RECORDED.items()
+    }
+    return max(by_column.values(), key=len)
+
+
 def source_figures() -> dict[str, list[str] | int]:
     """What the source holds, by figure: names, or a count."""
     modules = modules_of(PACKAGE)
@@ -519,6 +583,8 @@ def source_figures() -> dict[str, list[str] | int]:
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
         "functions_with_config": functions_with_config(modules),
+        "token_shapes": token_shapes(modules),
+        "files_per_token_column": files_per_token_column(modules),
     }
 
 

@@ -58,7 +58,7 @@ def figures(quick: bool) -> dict[str, float | None]:
 def _samples(prefix: int, group: int, suffix: int, groups: int) -> list[Any]:
     import numpy as np
 
-    from agentrl.core.records import TrainingSample
+    from agentrl.core.tokens import TrainingSample
 
     rng = np.random.default_rng(0)
     samples = []
@@ -68,5 +68,5 @@ def _samples(prefix: int, group: int, suffix: int, groups: int) -> list[Any]:
             ids = np.concatenate([common, rng.integers(0, 512, suffix)]).astype(np.int32)
             blank = np.zeros(len(ids), np.float32)
             mask = np.arange(len(ids)) >= prefix
-            samples.append(TrainingSample(token_ids=ids, loss_mask=mask, behavior_logprobs=blank, advantages=blank))
+            samples.append(TrainingSample(token_ids=ids, loss_mask=mask, logprobs=blank, advantages=blank))
     return samples

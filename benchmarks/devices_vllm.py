@@ -12,12 +12,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.core.records import TrainingSample
+    from agentrl.core.tokens import TrainingSample
     from agentrl.learn.models import PolicyModel
 
 if __name__ == "__main__":
@@ -74,9 +73,9 @@ def _equal_masks(model: PolicyModel, rows: list[TrainingSample]) -> float:
     kept = model.model.config._attn_implementation
     model.model.set_attn_implementation("sdpa")  # that of training needs packed rows
     for row in rows:
-        assert row.sampling_mask is not None
-        counts = row.sampling_mask.counts
-        sets = np.split(row.sampling_mask.token_ids, np.cumsum(np.maximum(counts, 0))[:-1])
+        assert row.kept is not None
+        counts = row.kept.counts
+        sets = np.split(row.kept.ids, np.cumsum(np.maximum(counts, 0))[:-1])
         with torch.no_grad():
             logits = model.model(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None], use_cache=False)
         for at in np.flatnonzero(counts > 0):
@@ -115,7 +114,7 @@ def measure(episodes: int) -> dict[str, float]:
             assert isinstance(weight, torch.Tensor)
             weight.copy_(weight.bfloat16())
     routed = forwarded(exact, plain, replay=False)
-    unmasked = [replace(row, sampling_mask=None) for row in filtered]
+    unmasked = [row.with_column("kept", None) for row in filtered]
     found = {
         "routing_equal": 1 - routed.positions / routed.forwarded,
         "masks_equal": _equal_masks(exact, filtered),

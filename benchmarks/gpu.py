@@ -193,7 +193,7 @@ def _our_step(bench: Bench, path: Path, tokens: np.ndarray, trained: int, recomp
     from agentrl.config.policies import LoraConfig, PolicyConfig
     from agentrl.config.run import RunConfig
     from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
-    from agentrl.core.records import TrajectoryRow
+    from agentrl.core.tokens import TrajectoryRow
     from agentrl.learn.trainer import PolicyTrainer
     from tests.learn_cases import Episodes
 
@@ -207,10 +207,7 @@ def _our_step(bench: Bench, path: Path, tokens: np.ndarray, trained: int, recomp
     mask = np.arange(tokens.shape[1]) >= tokens.shape[1] - trained
     blank, turns = np.zeros(tokens.shape[1], np.float32), np.where(mask, 0, -1).astype(np.int32)
     rows = Episodes(
-        [
-            TrajectoryRow(token_ids=row, loss_mask=mask, behavior_logprobs=blank, turn_index=turns, spans=())
-            for row in tokens
-        ]
+        [TrajectoryRow(token_ids=row, loss_mask=mask, logprobs=blank, turn_index=turns, spans=()) for row in tokens]
     )
     trainer = PolicyTrainer(config.trainer_plan, bench.temporary / f"ours-{recompute}", read=rows.read, publishes=False)
     bench.put(start=trainer.start())

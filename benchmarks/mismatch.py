@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -37,11 +36,12 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit
+from agentrl.core.tokens import Completion, TrainingSample
 from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -128,8 +128,7 @@ async def rows_of(engine: Engine, *, episodes: int, sampling: SamplingParams) ->
 
 def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], before: int) -> TurnEntry:
     """A turn's journal entry."""
-    routing, mask = completion.expert_routing, completion.sampling_mask
-    assert routing is not None
+    assert completion.experts is not None
     return TurnEntry(
         seat="agent",
         index=0,
@@ -137,21 +136,13 @@ def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], 
         row=0,
         turn=turn,
         context_ids=observed.tobytes(),
-        token_ids=completion.token_ids.tobytes(),
-        logprobs=completion.logprobs.tobytes(),
+        tokens=completion.encode(),
         finish_reason=completion.finish_reason,
-        spans=tuple(TurnVersionSpan(s.start, s.stop, 0, 0) for s in completion.spans),
         text="",
         messages=(),
         temperature=1.0,
         seconds=0.0,
         started=0.0,
-        expert_routing=routing.tobytes(),
-        routing_shape=routing.shape,
-        routing_start=completion.routing_start,
-        routing_breaks=completion.routing_breaks,
-        mask_counts=None if mask is None else mask.counts.tobytes(),
-        mask_ids=None if mask is None else mask.token_ids.tobytes(),
         parent_context=before,
     )
 
@@ -249,7 +240,7 @@ def routing(model: PolicyModel, rows: Sequence[TrainingSample]) -> dict[str, flo
 
 def masks(model: PolicyModel, rows: Sequence[TrainingSample]) -> float:
     """Largest difference with kept sets; what their absence would do is printed."""
-    unmasked = [dataclasses.replace(row, sampling_mask=None) for row in rows]
+    unmasked = [row.with_column("kept", None) for row in rows]
     with_sets, without = (forwarded(model, chosen, replay=True) for chosen in (rows, unmasked))
     largest = float(np.abs(with_sets.trainer - with_sets.recorded).max())
     bias = without.trainer - without.recorded

@@ -122,7 +122,7 @@ def committed(run: Path) -> Iterator[tuple[str, Agents, Agents]]:
     for episode, attempt, packed in rows:
         body = msgspec.msgpack.decode(packed)
         if body[0] == "turn":
-            tokens[episode, attempt][body[1], body[2]] += len(body[7]) // 4
+            tokens[episode, attempt][body[1], body[2]] += len(body[7][0]) // 4
         elif body[0] == "reward":
             rewards[episode, attempt][body[1], body[2]].append(body[3] * body[6])
     for key, agents in told.items():

@@ -96,7 +96,7 @@ def figures(quick: bool) -> dict[str, float | None]:
             for entry in _entries(run):
                 if isinstance(body := entry.decode(), TurnEntry):
                     call = (run.parent.name, entry.episode_id, entry.call_id)
-                    sampled[call].add(body.token_ids)
+                    sampled[call].add(body.tokens.token_ids)
                     attempts[call].add(entry.attempt)
             if (failures := run.parent / "failures.txt").exists():
                 print(f"{run.parent.name}: failed attempts:\n{failures.read_text()}", flush=True)

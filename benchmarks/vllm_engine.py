@@ -29,7 +29,8 @@ from benchmarks.embedded_engine import random_adapter
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion, Int32Array
+    from agentrl.core.records import Int32Array
+    from agentrl.core.tokens import Completion
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 POLICIES = ("one", "two")

@@ -23,7 +23,8 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import GROUPINGS
 from agentrl.core.errors import ConfigError, LossError
-from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion, TrainingSample, VersionSpan
+from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion, VersionSpan
+from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.group_baselines import no_baseline
 from agentrl.credit.trees import tree_credits
 from agentrl.learn.loss_batch import LossBatch
@@ -118,7 +119,7 @@ class Decisions:
                 TrainingSample(
                     token_ids=np.array([2, *path], np.int32),
                     loss_mask=mask,
-                    behavior_logprobs=np.where(mask, behavior, 0.0).astype(np.float32),
+                    logprobs=np.where(mask, behavior, 0.0).astype(np.float32),
                     advantages=np.where(mask, [0.0, turns[0], turns[-1]], 0.0).astype(np.float32),
                     spans=(VersionSpan(1, 3, PolicyVersion("p", 0, 0)),),
                     episode_id=name,

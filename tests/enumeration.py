@@ -30,7 +30,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion, TrainingSample, Unit
+from agentrl.core.records import PolicyVersion, Unit
+from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.samples import trained_positions, unit_samples
 from agentrl.journal.port import EpisodeEnd, UnitDropped

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.run import PolicyConfig
-from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, TrajectoryRow, Unit
+from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
+from agentrl.core.tokens import TrajectoryRow
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
 
@@ -48,7 +49,7 @@ class Rank:
 def split(row: TrajectoryRow) -> tuple[TrajectoryRow, TrajectoryRow]:
     """The row as two, as if its context had been rewritten in between: each token is trained in one of them."""
     early = np.arange(len(row.token_ids)) < (np.flatnonzero(row.loss_mask)[0] + len(row.token_ids)) // 2
-    return replace(row, loss_mask=row.loss_mask & early), replace(row, loss_mask=row.loss_mask & ~early)
+    return tuple(row.with_column("loss_mask", row.loss_mask & part) for part in (early, ~early))
 
 
 class TwoPolicies:

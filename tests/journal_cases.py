@@ -22,8 +22,10 @@ from agentrl.core.records import (
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
+    VersionSpan,
     WeightsRef,
 )
+from agentrl.core.tokens import EncodedTokens
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
@@ -32,7 +34,6 @@ from agentrl.journal.entries import (
     RewardEntry,
     ToolEntry,
     TurnEntry,
-    TurnVersionSpan,
     encode_body,
     episode_digest,
 )
@@ -157,10 +158,8 @@ def entries_with(number: int, text: str) -> list[EntryBody]:
         row=0,
         turn=0,
         context_ids=b"\0" * 8,
-        token_ids=b"\0" * 8,
-        logprobs=b"\0" * 8,
+        tokens=EncodedTokens(b"\0" * 8, (VersionSpan(0, 2, PolicyVersion("policy", 0, 0)),), {"logprobs": b"\0" * 8}),
         finish_reason="stop",
-        spans=(TurnVersionSpan(0, 2, 0, 0),),
         text=text,
         messages=(message,),
         temperature=1.0,

@@ -279,26 +279,26 @@ class _Judge:
                     own.rewards.append((*content[1:5], *(content[5:7] or ("reward", 1.0))))
 
     def read_turn(self, own: Recorded, body: list[Any], where: str) -> None:
-        seat, index, policy, row, number, context, sampled, logprobs = body[1:9]
-        spans = body[10]
-        parent_context = body[23] if len(body) > 23 else 0
-        weights_of = (body[25] if len(body) > 25 else "") or policy
+        seat, index, _, row, number, context, (sampled, spans, columns) = body[1:8]
+        parent_context, logprobs = body[16] if len(body) > 16 else 0, columns["logprobs"]
         count, at = len(sampled) // 4, 0
         if len(sampled) % 4 or len(context) % 4 or len(logprobs) != len(sampled):
             self.say("entries", f"{where}: columns of {len(context)}, {len(sampled)}, {len(logprobs)} bytes")
-        for start, stop, lineage, step in spans:
+        for start, stop, version in spans:
             if start != at or stop <= start:
                 self.say("entries", f"{where}: its spans {spans} do not follow each other")
             at = stop
-            self.named.setdefault((weights_of, lineage, step), where)
+            self.named.setdefault(tuple(version), where)
         if at != count:
             self.say("entries", f"{where}: spans cover {at} of {count} tokens")
-        if len(body) > 19 and body[19] is not None:
-            counts = [c for (c,) in struct.iter_unpack("<i", body[19])]
-            if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(body[20] or b""):
-                self.say("entries", f"{where}: {len(counts)} sampling masks of {count} tokens")
-        versions = tuple((weights_of, lineage, step) for _, _, lineage, step in spans)
-        counted = count if any(logprobs) else _tokens_of_endpoint(body[11], count)
+        if unknown := columns.keys() - {"logprobs", "kept", "experts"}:
+            self.say("entries", f"{where}: columns {sorted(unknown)} of its tokens")
+        if "kept" in columns:
+            counts = [c for (c,) in struct.iter_unpack("<i", columns["kept"][: 4 * count])]
+            if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(columns["kept"]) - 4 * count:
+                self.say("entries", f"{where}: kept sets of {len(counts)} of {count} tokens")
+        versions = tuple(tuple(version) for _, _, version in spans)
+        counted = count if any(logprobs) else _tokens_of_endpoint(body[9], count)
         lengths = (len(context) // 4, count, counted, parent_context)
         own.turns.append(Turn(seat, index, row, number, *lengths, versions, _state(body)))
 
@@ -621,11 +621,11 @@ class _Judge:
             for credit in sorted(rows, key=lambda each: (each["seat"], each["agent"])):
                 by_row: dict[int, list[list[Any]]] = defaultdict(list)
                 for turn in self.turns_of(episode, attempt, credit["seat"], credit["agent"]):
-                    if len(turn) > 16 and turn[16] is not None:
+                    if "experts" in turn[7][2]:
                         return  # experts may have made several pieces of a row
                     by_row[turn[4]].append(turn)
                 for _, turns in sorted(by_row.items()):
-                    if not turns[-1][7]:
+                    if not turns[-1][7][0]:
                         continue  # all were inherited
                     digests[episode, number] = _row_digest(turns, credit)
                     number += 1
@@ -642,7 +642,8 @@ class _Judge:
             bodies = [msgspec.msgpack.decode(body) for (body,) in connection.execute(query, (episode, attempt))]
         own = self.recorded[self.partitions[episode, attempt], episode, attempt]
         inherited = [] if own.fork is None else self.prefix(own.fork, self.run / "journal").bodies
-        context = [[*body[:6], body[6] + body[7], b"", b"", *body[9:16], None] for body in inherited]
+        nothing = [b"", [], {"logprobs": b""}]
+        context = [[*body[:6], body[6] + body[7][0], nothing, *body[8:]] for body in inherited]
         turns = [body for body in (*context, *bodies) if body[0] == "turn" and (body[1], body[2]) == (seat, agent)]
         return sorted(turns, key=lambda turn: turn[5])
 
@@ -890,14 +891,14 @@ def _row_digest(turns: Iterable[list[Any]], credit: Row) -> bytes:
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
     tokens, mask, logprobs, advantages = b"", b"", b"", b""
     for turn in turns:
-        context, sampled = turn[6], turn[7]
+        context, (sampled, _, columns) = turn[6:8]
         counts = [0] * (len(sampled) // 4)
-        if len(turn) > 19 and turn[19] is not None:
-            counts = [count for (count,) in struct.iter_unpack("<i", turn[19])]
+        if "kept" in columns:
+            counts = [count for (count,) in struct.iter_unpack("<i", columns["kept"][: len(sampled)])]
         trained = bytes(count != -1 for count in counts)
         tokens += context + sampled
         mask += bytes(len(context) // 4) + trained
-        logprobs += bytes(len(context)) + turn[8]
+        logprobs += bytes(len(context)) + columns["logprobs"]
         advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
         advantages += bytes(len(context)) + b"".join(advantage if each else bytes(4) for each in trained)
     digest = hashlib.blake2b(digest_size=16)
@@ -913,8 +914,8 @@ class _Expected(NamedTuple):
 
 def _state(body: Sequence[Any]) -> bytes:
     """The hash of a turn's anchor state."""
-    said = body[28] if len(body) > 28 else None
-    own = [each for each in body[12] if each["role"] != "system"]
+    said = body[19] if len(body) > 19 else None
+    own = [each for each in body[10] if each["role"] != "system"]
     parts = [said] if said is not None else [part for each in own for part in (each["role"], each["content"])]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     return hashlib.blake2b(framed, digest_size=8).digest()

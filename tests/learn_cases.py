@@ -16,15 +16,16 @@ from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.column_files import decode_columns
 from agentrl.core.records import (
     EpisodeDataLocation,
+    PolicyVersion,
     TrainBatch,
-    TrainingSample,
     Trajectory,
     TrajectoryCredit,
-    TrajectoryRow,
     Unit,
+    VersionSpan,
 )
+from agentrl.core.tokens import Tokens, TrainingSample, TrajectoryRow
 from agentrl.credit.samples import ReadUnits
-from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 def read_step_file(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
     """The rows and columns of a step's file."""
     metadata, columns = decode_columns(path.read_bytes())
-    return json.loads(metadata["rows"]), columns
+    return json.loads(metadata["rows"]), {name: np.asarray(column) for name, column in columns.items()}
 
 
 def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
@@ -147,7 +148,7 @@ def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> 
             TrajectoryRow(
                 token_ids=token_ids,
                 loss_mask=loss_mask,
-                behavior_logprobs=behavior,
+                logprobs=behavior,
                 turn_index=turn_index,
                 spans=(),
                 temperature=1.0 if index % 3 else 0.7,
@@ -163,7 +164,7 @@ def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
         TrainingSample(
             token_ids=row.token_ids,
             loss_mask=row.loss_mask,
-            behavior_logprobs=row.behavior_logprobs,
+            logprobs=row.logprobs,
             advantages=np.where(row.loss_mask, rng.normal(), 0.0).astype(np.float32),
             temperature=row.temperature,
             episode_id=f"e{index}",
@@ -227,6 +228,12 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
     edges = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0))
     end = 0
     for number, (start, stop) in enumerate(edges.reshape(-1, 2)):
+        version = PolicyVersion(trajectory.policy, 0, 0)
+        sampled = Tokens(
+            token_ids=row.token_ids[start:stop],
+            logprobs=row.logprobs[start:stop],
+            spans=(VersionSpan(0, int(stop - start), version),),
+        )
         turn = TurnEntry(
             seat=trajectory.seat,
             index=trajectory.index,
@@ -234,10 +241,8 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
             row=0,
             turn=number,
             context_ids=row.token_ids[end:start].astype("<i4").tobytes(),
-            token_ids=row.token_ids[start:stop].astype("<i4").tobytes(),
-            logprobs=row.behavior_logprobs[start:stop].astype("<f4").tobytes(),
+            tokens=sampled.encode(),
             finish_reason="stop",
-            spans=(TurnVersionSpan(0, int(stop - start), 0, 0),),
             text="",
             messages=(),
             temperature=row.temperature,

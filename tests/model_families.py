@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from agentrl.config.policies import AnyPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.packing import pack
@@ -346,7 +346,7 @@ def family_rows(*, seed: int = 3) -> list[TrainingSample]:
             TrainingSample(
                 token_ids=token_ids.astype(np.int32),
                 loss_mask=np.arange(length) > 0,
-                behavior_logprobs=nothing,
+                logprobs=nothing,
                 advantages=nothing,
             )
         )

@@ -18,7 +18,8 @@ from agentrl.config.policies import AnyPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
-from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, Trajectory, TrajectoryRow, Unit
+from agentrl.core.records import PolicyVersion, Trajectory, Unit
+from agentrl.core.tokens import ExpertRouting, TrajectoryRow
 from agentrl.learn import experts
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (
@@ -202,7 +203,7 @@ def _routed(row: TrajectoryRow, shape: Any) -> TrajectoryRow:
         drawn = np.random.default_rng(row.token_ids[: at + 1].astype(np.uint32))
         for layer in range(layers):
             experts[at, layer] = drawn.permutation(shape.num_experts)[: shape.num_experts_per_tok]
-    return replace(row, routing=(ExpertRoutingSpan(0, len(row.token_ids), experts),))
+    return row.with_column("experts", ExpertRouting(experts))
 
 
 def _without_advantage(unit: Unit) -> Unit:

@@ -343,13 +343,13 @@ def weights_at_fork_point(
     Raises:
         InputError: weights are no longer on disk.
     """
-    last_turns = {turn.policy: turn for turn in parent.turns if turn.spans and turn.policy not in leave_out}
     versions = {
-        policy: PolicyVersion(turn.weights_of or policy, turn.spans[-1].lineage, turn.spans[-1].step)
-        for policy, turn in last_turns.items()
+        turn.policy: turn.tokens.spans[-1].version
+        for turn in parent.turns
+        if turn.tokens.spans and turn.policy not in leave_out
     }
     for policy in learners:
-        newest = None if policy in last_turns else _newest(parent, policy)
+        newest = None if policy in versions else _newest(parent, policy)
         if newest is not None:
             versions[policy] = newest
     weights_of = {policy: _weights(parent, version) for policy, version in versions.items()}

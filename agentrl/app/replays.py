@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agentrl.core.ports import ChatFormat
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrainingSample
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec
+    from agentrl.core.tokens import TrainingSample
     from agentrl.environment.environment import Environment
     from agentrl.inspection.reader import EpisodeLine
     from agentrl.learn.trainer import PolicyTrainer

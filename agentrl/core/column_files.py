@@ -1,11 +1,13 @@
 """Named columns of numbers as bytes, in the layout of safetensors, for ranks, step files, and their readers.
 
-The bytes of a run are untrusted: `decode_columns` checks every size before it makes a column. Needs numpy alone.
+The bytes of a run are untrusted: `decode_columns` checks every size before it makes a column. Reading needs no numpy.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,8 @@ import msgspec
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_DTYPES = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {"<f4": "F32", "<i4": "I32", "<i8": "I64", "|u1": "U8", "|b1": "BOOL"}
+_TYPE_CODES = {"F32": "f", "I32": "i", "I64": "q", "U8": "B", "BOOL": "B"}
 
 
 class _Header(msgspec.Struct):
@@ -38,14 +40,12 @@ def encode_columns(columns: Mapping[str, NDArray[Any]], metadata: Mapping[str, s
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def decode_columns(data: bytes, *, max_header_bytes: int = 1 << 30) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return the texts and the columns that `encode_columns` serialized; the columns share memory with `data`.
+def decode_columns(data: bytes, *, max_header_bytes: int = 1 << 30) -> tuple[dict[str, str], dict[str, array[Any]]]:
+    """Return the texts and the columns that `encode_columns` serialized.
 
     Raises:
         ValueError: the bytes do not have this layout.
     """
-    import numpy as np
-
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(len(data) - 8, max_header_bytes):
         raise ValueError(f"its header is said to have {size} bytes")
@@ -55,10 +55,14 @@ def decode_columns(data: bytes, *, max_header_bytes: int = 1 << 30) -> tuple[dic
         fields = msgspec.convert(header, dict[str, _Header])
     except (msgspec.ValidationError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header cannot be read ({error})") from error
-    body, columns = memoryview(data)[8 + size :], {}
+    body = memoryview(data)[8 + size :]
+    columns: dict[str, array[Any]] = {}
     for name, field in fields.items():
         start, stop = field.data_offsets
-        if field.dtype not in _DTYPES or not 0 <= start <= stop <= len(body):
+        if field.dtype not in _TYPE_CODES or not 0 <= start <= stop <= len(body):
             raise ValueError(f"its column {name[:50]!r} is shorter than its header says, or of an unknown type")
-        columns[name] = np.frombuffer(body[start:stop], _DTYPES[field.dtype])
+        columns[name] = array(_TYPE_CODES[field.dtype])
+        columns[name].frombytes(body[start:stop])
+        if sys.byteorder == "big":
+            columns[name].byteswap()
     return metadata, columns

@@ -15,7 +15,6 @@ from agentrl.core.errors import EngineError
 
 if TYPE_CHECKING:
     from agentrl.core.records import (
-        Completion,
         EpisodeHeader,
         EpisodeSpec,
         FinishReason,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         TrainBatch,
         WeightsRef,
     )
+    from agentrl.core.tokens import Completion, Tokens
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
 """Moment at which a session moves to newer weights: between tokens, between turns, never, or when its lag reaches the
@@ -125,9 +125,7 @@ class GenerateRequest:
 class NewTokensCallback(Protocol):
     """Receives new tokens of a call in flight, for partial turns and live views."""
 
-    def __call__(
-        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
-    ) -> None:
+    def __call__(self, request_id: str, tokens: Tokens) -> None:
         """Receive new tokens. Called in the event loop about every 200 ms per call, before the call returns."""
         ...
 

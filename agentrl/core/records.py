@@ -1,17 +1,11 @@
 """The vocabulary of a run as records: an episode from its task to its header, and the optimizer step that consumes it.
 
-Invariants, checked where a record is built:
-1. `VersionSpan`s of a completion cover its tokens exactly, in order, without gaps.
-2. `token_ids` and `logprobs` of a completion have the same length; logprobs are of the *processed* distribution.
-3. A trajectory's rows carry one loss mask, one behavior logprob and one version per token.
-
-Token columns are numpy arrays (`int32` ids, `float32` logprobs); code that makes one imports numpy.
+Tables of tokens are in `core/tokens.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never, get_args
@@ -22,6 +16,8 @@ from agentrl.core.json_data import copy_json
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from agentrl.core.tokens import Completion, TrajectoryRow
 
     Int32Array = NDArray[np.int32]
     Float32Array = NDArray[np.float32]
@@ -117,7 +113,7 @@ class PolicyVersion(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """The span of tokens `[start, stop)` of a completion that `version` sampled."""
+    """The span of tokens `[start, stop)` that `version` sampled."""
 
     start: int
     stop: int
@@ -182,71 +178,6 @@ class SampledTurn(NamedTuple):
 
 
 # --- completions and turns --------------------------------------------------------------------------------------------
-
-
-class SamplingMaskStatus(enum.IntEnum):
-    """Values of `SamplingMask.counts` that are not the size of a kept set."""
-
-    NONE = 0
-    """Count of a token sampled from the full vocabulary, without a mask."""
-    MISSING = -1
-    """Count of a token whose mask was applied but not recorded: it must not be trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingMask:
-    """The kept set K_t of each token after top-k, top-p and min-p, as a ragged array.
-
-    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see
-    `SamplingMaskStatus`.
-    """
-
-    counts: Int32Array  # [n]
-    token_ids: Int32Array  # [sum of the positive counts]
-
-
-class ExpertRoutingRestart(NamedTuple):
-    """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
-
-    It occurs if the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
-    routing they were sampled with.
-    """
-
-    row: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """The engine's reply to one call, with the version that sampled each token."""
-
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [n], natural log, of the processed distribution
-    finish_reason: FinishReason
-    spans: tuple[VersionSpan, ...]
-    expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
-    routing_start: int = 0
-    """Position in the whole context of row 0 of `expert_routing`."""
-    routing_breaks: tuple[ExpertRoutingRestart, ...] = ()
-    sampling_mask: SamplingMask | None = None
-    prompt_tokens: int = 0
-    """Length of the context in tokens."""
-    cached_tokens: int = 0
-    """Number of context tokens served from the session's KV cache."""
-    values: Float32Array | None = None  # [prompt_tokens]
-    """Of a reward model, which samples nothing: its score of the context up to each token."""
-
-    def __post_init__(self) -> None:
-        count = len(self.token_ids)
-        if len(self.logprobs) != count:
-            raise ValueError(f"{count} tokens but {len(self.logprobs)} logprobs")
-        at = 0
-        for span in self.spans:
-            if span.start != at or span.stop <= span.start:
-                raise ValueError(f"version spans {self.spans} do not cover {count} tokens in order")
-            at = span.stop
-        if at != count:
-            raise ValueError(f"version spans {self.spans} cover {at} of {count} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,30 +363,6 @@ class GroupStart(NamedTuple):
     task: Task
     point: ForkPoint | None = None
     """The recorded turn, from which the episodes go their own ways; None: the beginning."""
-
-
-class ExpertRoutingSpan(NamedTuple):
-    """Tokens `[start, stop)` of a row, and the experts at the positions before them when they were sampled."""
-
-    start: int
-    stop: int
-    experts: RoutingArray  # [stop - 1, layers, top_k], -1 where none was recorded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryRow:
-    """One token sequence of a trajectory. An agent has one row, and one more for each rewrite of its context."""
-
-    token_ids: Int32Array  # [T]
-    loss_mask: BoolArray  # [T], True where the policy sampled the token
-    behavior_logprobs: Float32Array  # [T], 0 where the mask is False
-    turn_index: Int32Array  # [T], the turn that sampled the token, -1 elsewhere
-    spans: tuple[VersionSpan, ...]
-    """Spans over the row's positions; they cover exactly the sampled tokens."""
-    temperature: float = 1.0
-    routing: tuple[ExpertRoutingSpan, ...] = ()
-    """Routing of the row's tokens, in order; several spans if a prefix was recomputed through other experts."""
-    sampling_mask: SamplingMask | None = None  # counts [T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -768,29 +675,6 @@ class TrainBatch:
     units: tuple[Unit, ...]
     normalizer: float
     """Constant that divides the summed token losses; see `trainer.loss.normalizer`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
-    """One row of training data."""
-
-    token_ids: Int32Array  # [T]
-    loss_mask: BoolArray  # [T]
-    behavior_logprobs: Float32Array  # [T]
-    advantages: Float32Array  # [T], 0 where the mask is False
-    temperature: float = 1.0
-    spans: tuple[VersionSpan, ...] = ()
-    """Versions that sampled the tokens, as spans over positions."""
-    expert_routing: RoutingArray | None = None  # [R, layers, top_k], R >= the last trained position; -1: not recorded
-    sampling_mask: SamplingMask | None = None  # counts [T]
-    episode_id: str = ""
-    row_index: int = 0
-    seat: str = ""
-    agent: int = 0
-    """Number of the agent within its seat."""
-    turn_index: Int32Array | None = None  # [T], the turn that sampled the token, -1 elsewhere; None: all are of turn 0
-    is_cut: bool = False
-    """Whether a limit ended the agent's conversation at the end of this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,25 +1,25 @@
 """Turns episodes into training samples, and computes the inputs of an optimizer step from them.
 
-Owns which trajectories of an episode belong to a unit, and which of their tokens are trained. Does not own advantages
-(computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
+Owns which trajectories of an episode belong to a unit, and the advantage of each token. Does not own the advantages of
+units (computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
 step's inputs can be rebuilt on machines that cannot train.
 
-Invariants: a token whose sampling mask was not recorded (`SamplingMaskStatus.MISSING`) is not trained; every other
-sampled token is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled
-under it.
+Invariants: a token whose kept set is missing is not trained; every other sampled token is, once: a row whose prefix was
+routed twice becomes a sample per routing, each with the tokens sampled under it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
-from agentrl.core.records import SamplingMaskStatus, TrainingSample, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
+from agentrl.core.records import Trajectory, TrajectoryCredit, Unit
+from agentrl.core.tokens import TrainingSample, TrajectoryRow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +61,7 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
         if unit.is_cut and len(result) > first:
-            result[-1] = replace(result[-1], is_cut=True)
+            result[-1] = msgspec.structs.replace(result[-1], is_cut=True)
         first = len(result)
     return result
 
@@ -94,28 +94,11 @@ def _samples(
     """The samples of one row, one per routing, with its advantage on the trained tokens."""
     by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
-    loss_mask = row.loss_mask
-    if row.sampling_mask is not None:
-        loss_mask = loss_mask & (row.sampling_mask.counts != SamplingMaskStatus.MISSING)
-    for span in row.routing or (None,):
-        trained_mask = loss_mask
-        if span is not None and len(row.routing) > 1:
-            trained_mask = np.zeros_like(loss_mask)
-            trained_mask[span.start : span.stop] = loss_mask[span.start : span.stop]
+    for part in row.trainable():
+        columns = {name: getattr(part, name) for name in TrajectoryRow.__struct_fields__}
+        columns["advantages"] = np.where(part.loss_mask, advantages, np.float32(0))
         yield TrainingSample(
-            token_ids=row.token_ids,
-            loss_mask=trained_mask,
-            behavior_logprobs=row.behavior_logprobs,
-            advantages=np.where(trained_mask, advantages, np.float32(0)),
-            temperature=row.temperature,
-            spans=row.spans,
-            expert_routing=None if span is None else span.experts,
-            sampling_mask=row.sampling_mask,
-            episode_id=episode_id,
-            row_index=row_index,
-            seat=credit.seat,
-            agent=credit.index,
-            turn_index=row.turn_index,
+            **columns, episode_id=episode_id, row_index=row_index, seat=credit.seat, agent=credit.index
         )
 
 
@@ -139,7 +122,7 @@ def row_digest(sample: TrainingSample) -> bytes:
     for column, kind in (
         (sample.token_ids, "<i4"),
         (sample.loss_mask, "u1"),
-        (sample.behavior_logprobs, "<f4"),
+        (sample.logprobs, "<f4"),
         (sample.advantages, "<f4"),
     ):
         digest.update(np.ascontiguousarray(column, kind).tobytes())

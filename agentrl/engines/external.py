@@ -21,7 +21,8 @@ import numpy as np
 
 from agentrl.core.errors import ConfigError, EpisodeError, format_foreign_error
 from agentrl.core.ids import random_stream
-from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
+from agentrl.core.records import Message, PolicyVersion
+from agentrl.core.tokens import Completion, Tokens
 
 if TYPE_CHECKING:
     from agentrl.config.policies import RemotePolicy
@@ -123,10 +124,5 @@ class Bot:
 
 def external_completion(policy: str, reply: bytes, reason: FinishReason) -> Completion:
     """Make the completion of an external policy from the bytes of its line."""
-    version = PolicyVersion(policy, 0, 0)
-    return Completion(
-        token_ids=np.frombuffer(reply, dtype=np.uint8).astype(np.int32),
-        logprobs=np.zeros(len(reply), dtype=np.float32),
-        finish_reason=reason,
-        spans=(VersionSpan(0, len(reply), version),) if reply else (),
-    )
+    token_ids = np.frombuffer(reply, dtype=np.uint8).astype(np.int32)
+    return Completion.of(Tokens.of_version(token_ids, PolicyVersion(policy, 0, 0)), reason)

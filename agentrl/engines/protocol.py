@@ -1,31 +1,16 @@
-"""Messages between an engine's process and its clients, over a `core.rpc.Connection`.
-
-Token columns travel as little-endian bytes.
-"""
+"""Messages between an engine's process and its clients, over a `core.rpc.Connection`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from agentrl.core import rpc
 from agentrl.core.ports import EngineCapabilities, GenerateRequest, SamplingParams
-from agentrl.core.records import (
-    Completion,
-    ExpertRoutingRestart,
-    FinishReason,
-    PolicyVersion,
-    SamplingMask,
-    VersionSpan,
-    WeightsRef,
-)
-
-if TYPE_CHECKING:
-    from agentrl.core.records import Float32Array, Int32Array
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+from agentrl.core.records import FinishReason, PolicyVersion, WeightsRef
+from agentrl.core.tokens import EncodedTokens
 
 
 class LoadEngineRequest(rpc.WireMessage, frozen=True):
@@ -146,19 +131,9 @@ class EngineLoadedReply(rpc.Reply, frozen=True):
 class CompletionReply(rpc.Reply, frozen=True):
     """Answer to `StartGenerationRequest`."""
 
-    token_ids: bytes
-    logprobs: bytes
+    tokens: EncodedTokens
     finish_reason: FinishReason
-    spans: tuple[VersionSpan, ...]
-    routing: bytes | None
-    routing_shape: tuple[int, ...]
-    routing_start: int
-    routing_breaks: tuple[ExpertRoutingRestart, ...]
-    mask_counts: bytes | None
-    mask_ids: bytes
-    prompt_tokens: int
     cached_tokens: int
-    values: bytes | None = None
 
 
 class VersionsServedReply(rpc.Reply, frozen=True):
@@ -177,9 +152,7 @@ class LogprobsReply(rpc.Reply, frozen=True):
 class NewTokens(rpc.Part, frozen=True):
     """New tokens of a `StartGenerationRequest`."""
 
-    token_ids: list[TokenId]
-    logprobs: list[float]
-    version: PolicyVersion
+    tokens: EncodedTokens
 
 
 class BusyHeartbeat(rpc.WireMessage, frozen=True):
@@ -236,63 +209,9 @@ def generate_request_from_message(message: StartGenerationRequest) -> GenerateRe
     """Convert a message to a request."""
     return GenerateRequest(
         request_id=message.request_id,
-        token_ids=decode_token_ids(message.token_ids),
+        token_ids=np.frombuffer(message.token_ids, "<i4"),
         sampling=message.sampling,
         seed=message.seed,
         sampled_before=message.sampled_before,
         priority=message.priority,
     )
-
-
-def message_from_completion(call: int, completion: Completion) -> CompletionReply:
-    """Convert a completion to a message."""
-    routing, mask = completion.expert_routing, completion.sampling_mask
-    return CompletionReply(
-        call=call,
-        token_ids=completion.token_ids.astype("<i4", copy=False).tobytes(),
-        logprobs=completion.logprobs.astype("<f4", copy=False).tobytes(),
-        finish_reason=completion.finish_reason,
-        spans=completion.spans,
-        routing=None if routing is None else routing.tobytes(),
-        routing_shape=() if routing is None else routing.shape,
-        routing_start=completion.routing_start,
-        routing_breaks=completion.routing_breaks,
-        mask_counts=None if mask is None else mask.counts.astype("<i4", copy=False).tobytes(),
-        mask_ids=b"" if mask is None else mask.token_ids.astype("<i4", copy=False).tobytes(),
-        prompt_tokens=completion.prompt_tokens,
-        cached_tokens=completion.cached_tokens,
-        values=None if completion.values is None else completion.values.astype("<f4", copy=False).tobytes(),
-    )
-
-
-def completion_from_message(message: CompletionReply) -> Completion:
-    """Convert a message to a completion."""
-    routing = None
-    if message.routing is not None:
-        routing = np.frombuffer(message.routing, np.uint8).reshape(message.routing_shape)
-    mask = None
-    if message.mask_counts is not None:
-        mask = SamplingMask(counts=decode_token_ids(message.mask_counts), token_ids=decode_token_ids(message.mask_ids))
-    return Completion(
-        token_ids=decode_token_ids(message.token_ids),
-        logprobs=decode_logprobs(message.logprobs),
-        finish_reason=message.finish_reason,
-        spans=message.spans,
-        expert_routing=routing,
-        routing_start=message.routing_start,
-        routing_breaks=message.routing_breaks,
-        sampling_mask=mask,
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        values=None if message.values is None else np.frombuffer(message.values, "<f4").astype(np.float32, copy=False),
-    )
-
-
-def decode_token_ids(column: bytes) -> Int32Array:
-    """Decode a column of token ids."""
-    return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
-
-
-def decode_logprobs(column: bytes) -> Float32Array:
-    """Decode a column of logprobs."""
-    return np.frombuffer(column, "<f4").astype(np.float32, copy=False)

@@ -23,7 +23,8 @@ from urllib.parse import quote
 
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EngineLostError, EpisodeError
-from agentrl.core.records import Completion, reported_token_usage
+from agentrl.core.records import reported_token_usage
+from agentrl.core.tokens import Completion
 from agentrl.engines.external import external_completion, read_api_key
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, ModelError
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.models import longest_context, model_dtype, read_reward_model
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class RewardModelEngine:
         """Score a context; one that is too long has the finish reason `length` and no values."""
         count = len(request.token_ids)
         if count > self.capabilities.max_context:
-            return _completion(count, 0, None)
+            return _completion(0, None)
         call = _Call(request.token_ids, asyncio.get_running_loop().create_future(), request.priority)
         self._waiting.append(call)
         if self._running is None or self._running.done():
@@ -295,9 +295,7 @@ class RewardModelEngine:
                     grown = call.kept is not None and call.start == len(call.kept.token_ids)
                     self._cache.keep(context, call.kept if grown else None)
                 if not call.future.done():
-                    call.future.set_result(
-                        _completion(len(call.token_ids), call.start, context.values[: len(call.token_ids)])
-                    )
+                    call.future.set_result(_completion(call.start, context.values[: len(call.token_ids)]))
 
     def _next_batch(self) -> list[_Call]:
         """Take waiting calls, the most urgent first, as many as fit into one forward pass."""
@@ -362,13 +360,6 @@ class RewardModelSession:
     def close(self) -> None: ...
 
 
-def _completion(count: int, cached: int, values: Float32Array | None) -> Completion:
-    return Completion(
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        finish_reason="length" if values is None else "stop",
-        spans=(),
-        prompt_tokens=count,
-        cached_tokens=cached,
-        values=values,
-    )
+def _completion(cached: int, values: Float32Array | None) -> Completion:
+    tokens = Tokens.context(np.zeros(0, np.int32)).with_column("values", values)
+    return Completion.of(tokens, "length" if values is None else "stop", cached)

@@ -25,7 +25,8 @@ from agentrl.core.errors import (
     VersionsRefusedError,
 )
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion, VersionSpan
+from agentrl.core.records import VersionSpan
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.counter_random import uniform
 from agentrl.engines.version_table import VersionSet, in_loading_order
 
@@ -232,7 +233,6 @@ class ScriptedEngine:
             logprobs=self._logprobs(request, len(tokens)),
             finish_reason=reason,
             spans=spans,
-            prompt_tokens=len(request.token_ids),
         )
 
     def _logprobs(self, request: GenerateRequest, count: int) -> Float32Array:
@@ -287,8 +287,10 @@ class ScriptedEngine:
         for start, stop, version in call.all_spans():
             first = max(start, call.num_delivered)
             if first < stop:
-                tokens = list(call.tokens[first:stop])
-                call.on_delta(call.request.request_id, tokens, logprobs[first:stop].tolist(), version)
+                tokens = np.array(call.tokens[first:stop], np.int32)
+                spans = (VersionSpan(0, stop - first, version),)
+                delta = Tokens(token_ids=tokens, logprobs=logprobs[first:stop], spans=spans)
+                call.on_delta(call.request.request_id, delta)
         call.num_delivered = call.num_released
 
     def hold_calls(self) -> None:

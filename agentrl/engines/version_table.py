@@ -25,7 +25,7 @@ from agentrl.core.errors import (
     VersionsRefusedError,
     version_refused_error,
 )
-from agentrl.core.records import Completion
+from agentrl.core.tokens import Completion, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -486,15 +486,9 @@ class VersionTable(ABC, Generic[LiveT]):
         self._changed.set()
 
 
-def empty_completion(context: int, reason: FinishReason) -> Completion:
+def empty_completion(reason: FinishReason) -> Completion:
     """Make the reply to a call that sampled nothing."""
-    return Completion(
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        finish_reason=reason,
-        spans=(),
-        prompt_tokens=context,
-    )
+    return Completion.of(Tokens.context(np.zeros(0, np.int32)), reason)
 
 
 class InProcessEngine(ABC, Generic[LiveT]):

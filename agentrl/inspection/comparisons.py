@@ -10,9 +10,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import refuse_links
-from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
-from agentrl.inspection.tokens import decode_int32
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
 from agentrl.journal.reader import referred_journal
@@ -126,9 +124,8 @@ def _version(forks: RunReader, episode: str) -> str | None:
     """Return the version that sampled the first turn of a fork's own."""
     view = forks.episode(episode)
     for _, body in view.entries[1 + view.inherited :]:
-        if isinstance(body, TurnEntry) and body.spans:
-            span = body.spans[0]
-            return str(PolicyVersion(body.weights_of or body.policy, span.lineage, span.step))
+        if isinstance(body, TurnEntry) and body.tokens.spans:
+            return str(body.tokens.spans[0].version)
     return None
 
 
@@ -250,10 +247,10 @@ def _departure(call: str, left: EntryBody | None, right: EntryBody | None) -> Fi
 def _turn_departure(call: str, left_turn: TurnEntry, right_turn: TurnEntry) -> FirstDifference | None:
     agent, turn = _position(left_turn)
     for part, left, right in (
-        ("context", decode_int32(left_turn.context_ids), decode_int32(right_turn.context_ids)),
-        ("sampled", decode_int32(left_turn.token_ids), decode_int32(right_turn.token_ids)),
+        ("context", left_turn.context(plain=True), right_turn.context(plain=True)),
+        ("sampled", left_turn.sampled(plain=True), right_turn.sampled(plain=True)),
     ):
-        at = _first(left, right)
+        at = _first(left.token_ids.tolist(), right.token_ids.tolist())
         if at is None:
             continue
         sides = [_side(body, part, at) for body in (left_turn, right_turn)]
@@ -271,9 +268,8 @@ def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
 def _side(turn: TurnEntry, part: str, at: int) -> DifferingSide:
     if part == "context":
         return DifferingSide(" / ".join(str(message.get("content", "")) for message in turn.messages))
-    policy = turn.weights_of or turn.policy
-    spans = [f"{policy}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
-    return DifferingSide(turn.text, spans[0] if spans else None)
+    versions = [str(span.version) for span in turn.tokens.spans if span.start <= at < span.stop]
+    return DifferingSide(turn.text, versions[0] if versions else None)
 
 
 def _position(body: EntryBody | None) -> tuple[str, int | None]:

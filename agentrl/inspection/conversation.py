@@ -323,7 +323,6 @@ def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
 
 
 def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
-    policy = turn.weights_of or turn.policy
     # A longer reply is shown as sampled, because parsing would take too long.
     reply = guess_reply_parts(turn.text) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
     return PolicyTurn(
@@ -339,9 +338,9 @@ def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> Polic
         thinking=reply.thinking,
         content=reply.content,
         calls=[{"name": tool_call.name, "arguments": tool_call.arguments} for tool_call in reply.tool_calls],
-        tokens=len(turn.token_ids) // 4,
+        tokens=len(turn.tokens),
         finish_reason=turn.finish_reason,
-        versions=[(span.start, f"{policy}@{span.lineage}.{span.step}") for span in turn.spans],
+        versions=[(span.start, str(span.version)) for span in turn.tokens.spans],
         temperature=turn.temperature,
         drift=turn.drift,
         cached_tokens=turn.cached_tokens,
@@ -375,7 +374,7 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
     if not turns:
         return []
     first, last = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)
-    policies = {turn.weights_of or turn.policy for turn in turns}
+    policies = {turn.policy for turn in turns} | {s.version.policy for turn in turns for s in turn.tokens.spans}
     rows = verified_control_rows(
         reader.log,
         "versions",

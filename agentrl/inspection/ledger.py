@@ -393,8 +393,8 @@ def _describe_agent(tokens: int, reward: float | None, turn_rewards: str | None)
 
 def _sampled_tokens(turn: TurnEntry) -> int:
     """Number of a turn's tokens, as in `trajectories.tokens`: of a turn without logprobs, what its endpoint counted."""
-    count = len(turn.token_ids) // 4
-    if any(turn.logprobs):
+    count = len(turn.tokens)
+    if any(turn.tokens.columns.get("logprobs", b"")):
         return count
     try:
         reply = msgspec.json.decode(turn.text)
@@ -418,8 +418,7 @@ class _Versions:
 
     def faults(self, turn: TurnEntry) -> list[str]:
         """Return the reasons why versions of a turn's tokens are unknown; empty if all are known."""
-        policy = turn.weights_of or turn.policy
-        faults = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
+        faults = (self._fault(span.version) for span in turn.tokens.spans)
         return [fault for fault in faults if fault is not None]
 
     def _fault(self, version: PolicyVersion) -> str | None:

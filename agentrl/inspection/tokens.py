@@ -12,8 +12,6 @@ import hashlib
 import math
 import os
 import re
-import sys
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -24,16 +22,16 @@ import msgspec
 
 from agentrl.core.choices import Choices
 from agentrl.core.column_files import decode_columns
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.tokens import Tokens
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import pruned_file_error
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
     from agentrl.inspection.reader import EpisodeView, RunReader
 
@@ -58,18 +56,8 @@ class StepRow(NamedTuple):
     episode: str
     row: int
     """Index of the row in the unit, counted over all its agents."""
-    columns: dict[str, NDArray[Any]]
+    columns: dict[str, array[Any]]
     """Columns of the file for the row's trained tokens; see `learn/step_columns.py`."""
-
-
-def decode_int32(data: bytes) -> array[int]:
-    """Decode little-endian 32-bit integers; an incomplete one at the end is left out."""
-    return _column("i", data[: len(data) // 4 * 4])
-
-
-def decode_float32(data: bytes) -> array[float]:
-    """Decode little-endian 32-bit floats; an incomplete one at the end is left out."""
-    return _column("f", data[: len(data) // 4 * 4])
 
 
 def read_step_rows(run: Path, name: Any) -> list[StepRow]:
@@ -99,7 +87,7 @@ def read_step_rows(run: Path, name: Any) -> list[StepRow]:
         raise JournalError(f"{path}: not the columns of a step ({error}); the file is damaged") from error
 
 
-def _rows(row_keys: list[tuple[str, int]], columns: dict[str, NDArray[Any]]) -> list[StepRow]:
+def _rows(row_keys: list[tuple[str, int]], columns: dict[str, array[Any]]) -> list[StepRow]:
     offsets = columns.pop("offsets").tolist()
     lengths = {len(columns[name]) for name in _STEP_COLUMNS}
     if len(offsets) != len(row_keys) + 1 or lengths != {offsets[-1]} or min(offsets) < 0:
@@ -108,14 +96,6 @@ def _rows(row_keys: list[tuple[str, int]], columns: dict[str, NDArray[Any]]) -> 
         StepRow(episode, row, {name: columns[name][start:stop] for name in _STEP_COLUMNS})
         for (episode, row), start, stop in zip(row_keys, offsets, offsets[1:], strict=False)
     ]
-
-
-def _column(code: str, data: bytes | memoryview) -> array[Any]:
-    column = array(code)
-    column.frombytes(data)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column
 
 
 class _AddedToken(msgspec.Struct):
@@ -261,6 +241,8 @@ class AssembledTokenRow(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Index of the row in its unit, counted over all agents, as in a step's file; -1 if all its turns are inherited."""
     turns: list[TurnEntry]
+    tables: list[tuple[Tokens, Tokens]]
+    """New context and sampled tokens of each turn, as plain columns."""
     first: int = 0
     """Number of the agent's first turn that was sampled in this episode; a fork inherited those before it."""
 
@@ -283,7 +265,7 @@ def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read
     problems = list(view.problems)
     config = reader.info().get("config")
     rows = []
-    for token_row in assemble_token_rows(view):
+    for token_row in assemble_token_rows(view, problems):
         words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
         step_values = newest_step_token_values(reader, view, token_row, problems, read)
         tokens = list(_tokens(token_row, words, step_values))
@@ -342,7 +324,13 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
     external agent sent are known.
     """
     vocabulary = load_vocabulary(base_model_directory(reader.path, reader.info().get("config"), turn.policy))
-    prompt = "" if _is_bytes(turn, decode_int32(turn.token_ids)) else vocabulary.decode(decode_int32(turn.context_ids))
+    try:
+        context, token_ids = (
+            table.token_ids.tolist() for table in (turn.context(plain=True), turn.sampled(plain=True))
+        )
+    except EntriesError:
+        context = token_ids = []
+    prompt = "" if _is_bytes(turn, token_ids) else vocabulary.decode(context)
     if not prompt:
         return "" if turn.request is None else turn.request.tools or ""
     parts, start, has_calls = [], 0, False
@@ -357,8 +345,8 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
     return "\n".join(part.strip() for part in parts if len(_MARKERS.sub("", part).strip()) >= MIN_ADDITION)
 
 
-def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
-    """Return the rows of an episode, agent by agent."""
+def assemble_token_rows(view: EpisodeView, problems: list[str]) -> list[AssembledTokenRow]:
+    """Return the rows of an episode, agent by agent; those with damaged tokens are problems instead."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
     num_inherited = Counter(
         (body.seat, body.index) for _, body in view.entries[1 : 1 + view.inherited] if isinstance(body, TurnEntry)
@@ -372,8 +360,15 @@ def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
         policy, first, number = turns[-1].policy, num_inherited[seat, index], -1
         if turns[-1].turn >= first:
             number = numbers[policy] = numbers.get(policy, -1) + 1
+        try:
+            tables = [(turn.context(plain=True), turn.sampled(plain=True)) for turn in turns]
+        except EntriesError as error:
+            problems.append(str(error))
+            continue
         rows.append(
-            AssembledTokenRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns, first=first)
+            AssembledTokenRow(
+                seat=seat, index=index, row=row, policy=policy, number=number, turns=turns, tables=tables, first=first
+            )
         )
     return rows
 
@@ -422,25 +417,23 @@ def _tokens(
     token_row: AssembledTokenRow, vocabulary: Vocabulary, step_values: StepTokenValues | None
 ) -> Iterator[EpisodeToken]:
     position = 0
-    for turn in token_row.turns:
-        context, token_ids = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
+    for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
+        token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+        counts = [0] * len(token_ids) if sampled.kept is None else sampled.kept.counts.tolist()
         says = _bytes_as_text if _is_bytes(turn, token_ids) else vocabulary.text
-        for token in context:
+        for token in context.token_ids.tolist():
             yield EpisodeToken(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
             position += 1
-        versions = _versions(turn, len(token_ids))
-        logprobs, mask_counts = decode_float32(turn.logprobs), decode_int32(turn.mask_counts or b"")
-        experts = _experts(turn)
-        for place, token in enumerate(token_ids):
-            count = mask_counts[place] if place < len(mask_counts) else 0
+        versions, experts = _versions(sampled), _experts(sampled)
+        for token, logprob, count, version in zip(token_ids, logprobs, counts, versions, strict=True):
             yield EpisodeToken(
                 position=position,
                 turn=turn.turn,
                 id=token,
                 text=says(token),
                 loss_mask=turn.turn >= token_row.first,
-                logprob=_finite(logprobs[place]) if place < len(logprobs) else None,
-                version=versions[place],
+                logprob=_finite(logprob),
+                version=version,
                 kept=count if count > 0 else None,
                 routing=experts.get(position),
                 **_training(step_values, position, is_forced=count == 1),
@@ -463,28 +456,21 @@ def _training(step_values: StepTokenValues | None, position: int, *, is_forced: 
     }
 
 
-def _versions(turn: TurnEntry, count: int) -> list[str | None]:
-    versions: list[str | None] = [None] * count
-    for span in turn.spans:
-        name = f"{turn.weights_of or turn.policy}@{span.lineage}.{span.step}"
-        for place in range(max(span.start, 0), min(span.stop, count)):
-            versions[place] = name
+def _versions(tokens: Tokens) -> list[str | None]:
+    versions: list[str | None] = [None] * len(tokens)
+    for start, stop, version in tokens.spans:
+        versions[start:stop] = [str(version)] * (stop - start)
     return versions
 
 
-def _experts(turn: TurnEntry) -> dict[int, str]:
+def _experts(tokens: Tokens) -> dict[int, str]:
     """Return a digest of each position's experts; if it was computed twice, of the newest."""
-    rows = turn.routing_shape[0] if turn.expert_routing and turn.routing_shape else 0
-    if not turn.expert_routing or rows <= 0 or len(turn.expert_routing) % rows:
-        return {}
-    width, begins = len(turn.expert_routing) // rows, dict(turn.routing_breaks)
-    experts, position = {}, turn.routing_start
-    for row in range(rows):
-        position = begins.get(row, position)
-        part = turn.expert_routing[row * width : (row + 1) * width]
-        experts[position] = hashlib.blake2b(part, digest_size=4).hexdigest()
-        position += 1
-    return experts
+    stretches = [] if tokens.experts is None else tokens.experts.stretches()
+    return {
+        position: hashlib.blake2b(bytes(row), digest_size=4).hexdigest()
+        for start, rows in stretches
+        for position, row in enumerate(rows, start)
+    }
 
 
 def _is_bytes(turn: TurnEntry, token_ids: Sequence[int]) -> bool:

@@ -19,12 +19,13 @@ import functools
 import hashlib
 import math
 import zlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
 from agentrl.core.errors import EntriesError
 from agentrl.core.records import REWARD, ForkPoint, PolicyVersion
+from agentrl.core.tokens import EncodedTokens, Tokens, decode_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,21 +34,14 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", int, str)
 
-FORMAT = 1
+FORMAT = 2
 """Journal format. Another value is refused by name."""
+LAST_READERS = {"1": "commit 70fcf8e3"}
+"""Last version of agentrl that reads each earlier format."""
 
 REQUEST_VERSION = 1
 """Version of the fields that `JournalEntry.request_hash` covers. An unfinished episode of another version starts over,
 because its calls cannot be compared. 1: a request names the agent that acts, and the turn of a reward."""
-
-
-class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
-
-    start: int
-    stop: int
-    lineage: int
-    step: int
 
 
 class TurnPause(msgspec.Struct, frozen=True, array_like=True):
@@ -122,13 +116,12 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     index: int
     policy: str
     row: int
-    turn: int
+    turn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     """Number of the agent's turn over all its rows, from 0."""
     context_ids: bytes  # <i4, new context tokens before the sampled ones
-    token_ids: bytes  # <i4
-    logprobs: bytes  # <f4
+    tokens: EncodedTokens
+    """The reply. Its versions may be those of another policy: a past version of it held the seat."""
     finish_reason: str
-    spans: tuple[TurnVersionSpan, ...]
     text: str
     messages: tuple[dict[str, Any], ...]
     """New messages of `context_ids`, for readers."""
@@ -136,27 +129,45 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     seconds: float
     started: float
     """Wall-clock time at the start, seconds since the epoch; a label."""
-    expert_routing: bytes | None = None  # u8
-    routing_shape: tuple[int, ...] = ()
-    routing_start: int = 0
-    mask_counts: bytes | None = None  # <i4
-    mask_ids: bytes | None = None  # <i4
     drift: str | None = None
     """Cause of a difference between the sampled tokens and the template's tokenisation of their text; None if there is
     none."""
     cached_tokens: int = 0
     parent_context: int = 0
     """Length of the row before this turn's `context_ids`."""
-    routing_breaks: tuple[tuple[int, int], ...] = ()
-    """Restarts of routing positions, as (row of the routing, position); see `ExpertRoutingRestart`."""
-    weights_of: str = ""
-    """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[TurnPause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
     request: ExternalRequestParameters | None = None
     """Request of an external agent; None: `run()` asked for the turn."""
     state: str | None = None
     """State of the environment before the turn, if the program said it; see `Agent.act`."""
+
+    @property
+    def name(self) -> str:
+        """The turn, for messages."""
+        return f"turn {self.turn} of {self.seat}[{self.index}]"
+
+    def context(self, *, plain: bool = False) -> Tokens:
+        """Decode the new context tokens; see `EncodedTokens.decode`.
+
+        Raises:
+            EntriesError: they are damaged.
+        """
+        try:
+            return Tokens.context(decode_token_ids(self.context_ids, plain=plain))
+        except ValueError as error:
+            raise EntriesError(f"{self.name}: its context cannot be read ({error})") from error
+
+    def sampled(self, *, plain: bool = False) -> Tokens:
+        """Decode the sampled tokens; see `EncodedTokens.decode`.
+
+        Raises:
+            EntriesError: they are damaged.
+        """
+        try:
+            return self.tokens.decode(plain=plain)
+        except ValueError as error:
+            raise EntriesError(f"{self.name}: its tokens cannot be read ({error})") from error
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
@@ -316,10 +327,8 @@ class PartialTurnTokens(msgspec.Struct, frozen=True, array_like=True):
 
     start: int
     """Index of the first of these tokens in the turn."""
-    token_ids: bytes  # <i4
-    logprobs: bytes  # <f4
-    spans: tuple[TurnVersionSpan, ...]
-    """Versions that sampled these tokens."""
+    tokens: EncodedTokens
+    """The tokens, with logprobs and versions only."""
 
 
 EntryBody = (

@@ -12,23 +12,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError, JournalError
-from agentrl.core.records import (
-    ExpertRoutingSpan,
-    PolicyVersion,
-    SamplingMask,
-    SamplingMaskStatus,
-    Trajectory,
-    TrajectoryRow,
-    VersionSpan,
-)
+from agentrl.core.records import Trajectory
+from agentrl.core.tokens import Tokens, TrajectoryRow
 from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import AttemptLocation, TurnLogReader, load_fork_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from agentrl.core.records import ExpertArray, Int32Array, Unit
+    from agentrl.core.records import Unit
 
 AgentKey = tuple[str, int]
 """Seat and index of an agent."""
@@ -134,7 +127,7 @@ def _rows(turns: Sequence[TurnEntry], first: int) -> tuple[TrajectoryRow, ...]:
     numbers: set[int] = set()
     for turn in sorted(turns, key=lambda turn: turn.turn):
         if turn.turn in numbers:
-            raise EntriesError(f"{_name(turn)} is in the journal twice; an attempt was run again under the same number")
+            raise EntriesError(f"{turn.name} is in the journal twice; an attempt was run again under the same number")
         numbers.add(turn.turn)
         by_row.setdefault(turn.row, []).append(turn)
     return tuple(_row(by_row[number], first) for number in sorted(by_row) if by_row[number][-1].turn >= first)
@@ -143,110 +136,29 @@ def _rows(turns: Sequence[TurnEntry], first: int) -> tuple[TrajectoryRow, ...]:
 def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     import numpy as np
 
-    new_turns = [turn for turn in turns if turn.turn >= first]
-    temperature = new_turns[0].temperature
-
-    tokens, masks, logprobs, indices, counts, mask_parts = [], [], [], [], [], []
-    spans: list[VersionSpan] = []
+    temperature = next(turn.temperature for turn in turns if turn.turn >= first)
+    parts: list[Tokens] = []
     at = 0
     for turn in turns:
         if turn.parent_context not in (0, at):
-            raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but the row has {at}")
+            raise EntriesError(f"{turn.name} continues a row of {turn.parent_context} tokens, but the row has {at}")
         if turn.turn >= first and turn.temperature != temperature:
             raise EntriesError(
-                f"{_name(turn)} was sampled at another temperature than the rest of its row; the journal is damaged"
+                f"{turn.name} was sampled at another temperature than the rest of its row; the journal is damaged"
             )
-        try:
-            context = np.frombuffer(turn.context_ids, dtype="<i4")
-            token_ids = np.frombuffer(turn.token_ids, dtype="<i4")
-            behavior = np.frombuffer(turn.logprobs, dtype="<f4")
-            mask_counts = None if turn.mask_counts is None else np.frombuffer(turn.mask_counts, dtype="<i4")
-            mask_ids = np.frombuffer(turn.mask_ids or b"", dtype="<i4")
-        except ValueError as error:
-            raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
-        if len(behavior) != len(token_ids) or (mask_counts is not None and len(mask_counts) != len(token_ids)):
-            raise EntriesError(f"{_name(turn)}: its token columns differ in length")
+        context, sampled = turn.context(), turn.sampled()
         if turn.turn < first:
-            context, token_ids = np.concatenate([context, token_ids]), token_ids[:0]
-            behavior, mask_counts, mask_ids = behavior[:0], None, mask_ids[:0]
-        none = np.full(len(context), SamplingMaskStatus.NONE, dtype=np.int32)
-        tokens += [context, token_ids]
-        masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(token_ids), dtype=np.bool_)]
-        logprobs += [np.zeros(len(context), dtype=np.float32), behavior]
-        indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(token_ids), turn.turn, dtype=np.int32)]
-        counts += [
-            none,
-            np.full(len(token_ids), SamplingMaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts,
-        ]
-        mask_parts.append(mask_ids)
-        start = at + len(context)
-        for span in turn.spans if turn.turn >= first else ():
-            version = PolicyVersion(turn.weights_of or turn.policy, span.lineage, span.step)
-            spans.append(VersionSpan(start + span.start, start + span.stop, version))
-        at = start + len(token_ids)
-    masked = any(turn.mask_counts is not None for turn in new_turns)
-    return TrajectoryRow(
-        token_ids=_int32(tokens),
-        loss_mask=np.concatenate(masks),
-        behavior_logprobs=np.concatenate(logprobs).astype(np.float32, copy=False),
-        turn_index=_int32(indices),
-        spans=tuple(spans),
-        temperature=temperature,
-        routing=_routing(new_turns, at),
-        sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(mask_parts)) if masked else None,
-    )
-
-
-def _int32(parts: Sequence[Int32Array]) -> Int32Array:
-    import numpy as np
-
-    return np.concatenate(parts).astype(np.int32, copy=False)
-
-
-def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[ExpertRoutingSpan, ...]:
-    """Return the experts used to sample the row's tokens, with a span per run of tokens that share them.
-
-    A position that was recomputed through other experts (the KV was lost, or newer weights took over) has two routings:
-    tokens predicted before it were sampled with the first, later ones with the second. No span is longer than the row,
-    and there is only one unless a prefix's routing changed.
-    """
-    import numpy as np
-
-    routed_turns = [turn for turn in turns if turn.expert_routing is not None]
-    if not routed_turns:
-        return ()
-    latest = np.full((length, *routed_turns[0].routing_shape[1:]), -1, dtype=np.int16)
-    spans: list[ExpertRoutingSpan] = []
-    first, end = 0, 0  # first token of the current span; positions below `end` have predicted a token
-    for turn in routed_turns:
-        for start, part in _routing_parts(turn):
-            stop = start + len(part)
-            if not 0 <= start <= stop <= length or part.shape[1:] != latest.shape[1:]:
-                raise EntriesError(f"{_name(turn)}: its expert routing does not fit its row")
-            overlap = latest[start : min(stop, end)]
-            if end + 1 > first and ((overlap >= 0) & (overlap != part[: len(overlap)])).any():
-                spans.append(ExpertRoutingSpan(first, end + 1, latest[:end].copy()))
-                first = end + 1
-            latest[start:stop] = part
-            end = max(end, stop)
-    if first < length:
-        spans.append(ExpertRoutingSpan(first, length, latest[: length - 1]))
-    return tuple(spans)
-
-
-def _routing_parts(turn: TurnEntry) -> Iterator[tuple[int, ExpertArray]]:
-    """Yield (first position, experts) for each stretch of consecutive positions, in the order of computation."""
-    import numpy as np
-
+            sampled = Tokens.context(sampled.token_ids)
+        else:
+            sampled = sampled.with_column("turn_index", np.full(len(sampled), turn.turn, np.int32))
+            sampled = sampled.with_column("loss_mask", np.full(len(sampled), True))
+        at += len(context) + len(sampled)
+        if not sampled.fits(at):
+            raise EntriesError(f"{turn.name}: its expert routing does not fit its row")
+        parts += [context, sampled]
     try:
-        rows = np.frombuffer(turn.expert_routing or b"", dtype=np.uint8).reshape(turn.routing_shape)
-        begins = [(0, turn.routing_start), *turn.routing_breaks]
-        ends = [row for row, _ in turn.routing_breaks] + [len(rows)]
-    except (ValueError, IndexError, TypeError) as error:
-        raise EntriesError(f"{_name(turn)}: its expert routing cannot be read ({error})") from error
-    for (row, position), end in zip(begins, ends, strict=True):
-        yield position, rows[row:end]
-
-
-def _name(turn: TurnEntry) -> str:
-    return f"turn {turn.turn} of {turn.seat}[{turn.index}]"
+        row = Tokens.join(parts)
+    except ValueError as error:
+        raise EntriesError(f"the turns of a row from {turns[0].name} on do not fit together ({error})") from error
+    columns = {name: getattr(row, name) for name in Tokens.__struct_fields__}
+    return TrajectoryRow(**columns, temperature=temperature)

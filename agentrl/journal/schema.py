@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.files import LOCAL, refuse_links
-from agentrl.journal.entries import FORMAT
+from agentrl.journal.entries import FORMAT, LAST_READERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -317,6 +317,8 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
     if written != str(FORMAT):
         newer = written.isdecimal() and int(written[:9]) > FORMAT
         remedy = "install a newer version of agentrl" if newer else "use the version of agentrl that wrote it"
+        if written in LAST_READERS:
+            remedy = f"use agentrl at {LAST_READERS[written]}, the last that reads that format,"
         raise JournalError(
             f"{path}: journal format {written!r}, but this version of agentrl reads format {FORMAT}; "
             f"{remedy} to read it"

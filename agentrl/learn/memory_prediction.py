@@ -27,7 +27,7 @@ from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers
 from agentrl.engines.weights.reading import device_memory
@@ -445,9 +445,7 @@ def make_worst_case_samples(
         trained = _num_sampled(plan) if length == context else math.ceil(share * (length - 1))
     token_rows = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
     mask, zeros = np.arange(length) >= length - trained, np.zeros(length, np.float32)
-    return [
-        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=zeros, advantages=zeros) for row in token_rows
-    ]
+    return [TrainingSample(token_ids=row, loss_mask=mask, logprobs=zeros, advantages=zeros) for row in token_rows]
 
 
 def _num_rows(plan: TrainerPlan, policy: str) -> int:

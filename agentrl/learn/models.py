@@ -41,7 +41,7 @@ from agentrl.config.sections import TrainerConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.engines.models import (
     check_finite_logits,
     check_sparse_attention,
@@ -1036,9 +1036,7 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
     for row_ids, length in zip(draws.astype(np.int32), lengths, strict=True):
         zeros = np.zeros(length, np.float32)
         mask = np.arange(length) >= max(1, length - _CHECK_LENGTH)
-        rows.append(
-            TrainingSample(token_ids=row_ids[:length], loss_mask=mask, behavior_logprobs=zeros, advantages=zeros)
-        )
+        rows.append(TrainingSample(token_ids=row_ids[:length], loss_mask=mask, logprobs=zeros, advantages=zeros))
     return rows
 
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import Tokens, TrainingSample
 from agentrl.credit.samples import trained_positions
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
-Number = TypeVar("Number", np.int64, np.float32)
 
 LONGEST_PADDED = 2048
 """Maximum length of a row that may be padded, or to which others may be padded, in tokens."""
@@ -125,7 +124,7 @@ class _PackedRow:
         self.has_end = has_end and len(positions) > 0
         # Otherwise the last trained token is only a target; nothing is predicted from it.
         self.length = len(sample.token_ids) if self.has_end else int(positions[-1]) if len(positions) else 0
-        self.routing = None if sample.expert_routing is None else _whole_routing(sample.expert_routing, self.length)
+        self.routing = None if sample.experts is None else _whole_routing(sample.experts.rows, self.length)
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
         if self.routing is not None:
             # Prefixes with different recorded experts cannot be shared.
@@ -174,33 +173,27 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         paths.append(np.concatenate([paths[-1][:common], new]) if common else new)
         tokens += len(new)
     rows = list(zip(members, prefix_lengths, strict=True))
-    samples = [row.sample for row in members]
-    positions = [row.positions for row in members]
-    counts = [len(at) for at in positions]
-    kept_counts, kept_ids = _kept_sets(samples, positions)
+    trained = Tokens.join([row.sample.take(row.positions) for row in members])
+    counts = [len(row.positions) for row in members]
+    assert trained.advantages is not None
     cut = [(row.index, path[-1]) for row, path in zip(members, paths, strict=True) if row.has_end]
-
-    def gather_trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
-        values = np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)])
-        typed_values: NDArray[Number] = values.astype(kind)
-        return typed_values
 
     return MicroBatch(
         token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in rows]).astype(np.int64),
         position_ids=np.concatenate([np.arange(at, row.length, dtype=np.int64) for row, at in rows]),
         visible_until=visible_until,
         starts=np.array(starts, np.int64),
-        hidden_index=np.concatenate([path[at - 1] for path, at in zip(paths, positions, strict=True)]),
-        targets=gather_trained([sample.token_ids for sample in samples], np.int64),
-        behavior_logprobs=gather_trained([sample.behavior_logprobs for sample in samples], np.float32),
-        advantages=gather_trained([sample.advantages for sample in samples], np.float32),
-        temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), counts),
+        hidden_index=np.concatenate([path[row.positions - 1] for path, row in zip(paths, members, strict=True)]),
+        targets=trained.token_ids.astype(np.int64),
+        behavior_logprobs=trained.logprobs.astype(np.float32, copy=False),
+        advantages=trained.advantages.astype(np.float32, copy=False),
+        temperature=np.repeat(np.array([row.sample.temperature for row in members], np.float32), counts),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
-        position=np.concatenate(positions),
+        position=np.concatenate([row.positions for row in members]),
         end_index=np.array([at for _, at in cut], np.int64) if cut else None,
         end_sample=np.array([index for index, _ in cut], np.int64) if cut else None,
-        kept_counts=kept_counts,
-        kept_ids=kept_ids,
+        kept_counts=None if trained.kept is None else np.maximum(trained.kept.counts, 0).astype(np.int64),
+        kept_ids=None if trained.kept is None else trained.kept.ids.astype(np.int64),
         expert_routing=_routing(rows),
         is_tree=is_tree,
     )
@@ -224,27 +217,6 @@ def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None
             part[:] = row.routing[common:]
         parts.append(part)
     return np.concatenate(parts)
-
-
-def _kept_sets(
-    samples: Sequence[TrainingSample], positions: Sequence[Int64Array]
-) -> tuple[Int64Array | None, Int64Array | None]:
-    """Return the kept sets of the trained tokens; None if no sample was masked."""
-    if all(sample.sampling_mask is None for sample in samples):
-        return None, None
-    counts: list[Int64Array] = []
-    ids: list[NDArray[np.int32]] = []
-    for sample, at in zip(samples, positions, strict=True):
-        mask = sample.sampling_mask
-        if mask is None:
-            counts.append(np.zeros(len(at), np.int64))
-            continue
-        sizes = np.maximum(mask.counts, 0).astype(np.int64)
-        is_selected = np.zeros(len(sizes), np.bool_)
-        is_selected[at] = True
-        counts.append(sizes[at])
-        ids.append(mask.token_ids[np.repeat(is_selected, sizes)])
-    return np.concatenate(counts), np.concatenate(ids).astype(np.int64)
 
 
 def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:

@@ -30,7 +30,8 @@ import numpy as np
 
 from agentrl.core import ids
 from agentrl.core.column_files import decode_columns, encode_columns
-from agentrl.core.records import PolicyVersion, TrainingSample
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 
 if TYPE_CHECKING:
@@ -102,17 +103,12 @@ class TokenColumns:
         numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
         id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
 
-        def take(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
-            parts = [column[at] for column, at in zip(columns, positions, strict=True)]
-            values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
-            return values
-
         lags = [token_lags(sample, version) for sample in samples]
         is_fresh = [bool(sample.spans) and not (lag > 0).any() for sample, lag in zip(samples, lags, strict=True)]
         return TokenColumns(
-            behavior_logprobs=take([sample.behavior_logprobs for sample in samples], np.float32),
-            advantages=take([sample.advantages for sample in samples], np.float32),
-            lags=take(lags, np.int32),
+            behavior_logprobs=_concatenated([sample.logprobs for sample in samples], positions, np.float32),
+            advantages=_concatenated([sample.advantages for sample in samples], positions, np.float32),
+            lags=_concatenated(lags, positions, np.int32),
             names={name: [str(key[0]) for key in numbers[name]] for name in _GLOBAL_IDS},
             starts=np.cumsum([0, *counts], dtype=np.int64),
             position=np.concatenate([np.empty(0, np.int64), *positions]),
@@ -150,7 +146,9 @@ class TokenColumns:
     @staticmethod
     def decode(data: bytes) -> TokenColumns:
         """Decode what `encode` serialized."""
-        metadata, columns = decode_columns(data)
+        metadata, plain_columns = decode_columns(data)
+        columns: dict[str, NDArray[Any]] = {name: np.asarray(column) for name, column in plain_columns.items()}
+        columns["fresh"] = columns["fresh"].astype(np.bool_)
         own = {name: columns.pop(name) for name in (*_COLUMNS, "starts")}
         return TokenColumns(
             **own,
@@ -209,6 +207,13 @@ class TokenColumns:
             "lag": self.lags,
         }
         return encode_columns(columns, {"rows": json.dumps(self.rows)})
+
+
+def _concatenated(columns: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]], kind: Any) -> NDArray[Any]:
+    """Return the values of columns at positions, in one new array."""
+    parts = [column[at] for column, at in zip(columns, positions, strict=True)]
+    values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind, copy=False)
+    return values
 
 
 def mismatch_metrics(

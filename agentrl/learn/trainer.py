@@ -36,7 +36,8 @@ from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
+from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weights.senders import WeightDestination
@@ -922,7 +923,7 @@ def _members(batch: MicroBatch, sample_indices: Sequence[int]) -> list[int]:
 _BLANK = TrainingSample(
     token_ids=np.zeros(2, np.int32),
     loss_mask=np.array([False, True]),
-    behavior_logprobs=np.zeros(2, np.float32),
+    logprobs=np.zeros(2, np.float32),
     advantages=np.zeros(2, np.float32),
 )
 """Row without trained tokens."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from agentrl.core import ids
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import EpisodeError, ScorerFailedError
@@ -314,7 +312,7 @@ def _restarted(entry: TurnEntry, conversation: Sequence[Message], chat_format: C
     """Whether a turn with a new row follows `Agent.restart`, and not a template that rewrote the conversation."""
     if not chat_format.forks:
         return True
-    context = chat_format.decode(np.frombuffer(entry.context_ids, np.int32).tolist())
+    context = chat_format.decode(entry.context().token_ids.tolist())
     return not all(message.content.strip() in context for message in conversation if message.role != "assistant")
 
 

@@ -10,29 +10,18 @@ before `FIRST_SECONDS` writes no partial.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from agentrl.core.errors import JournalError
-from agentrl.core.records import (
-    Completion,
-    ExpertRoutingRestart,
-    Message,
-    PolicyVersion,
-    SamplingMask,
-    SamplingMaskStatus,
-    VersionSpan,
-)
+from agentrl.core.errors import EntriesError, JournalError
+from agentrl.core.records import Message
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.journal.entries import (
     JournalEntry,
     PartialTurnTokens,
     TurnEntry,
-    TurnVersionSpan,
     decode_partial_turn,
     encode_partial_turn,
 )
@@ -43,7 +32,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import SamplingParams
-    from agentrl.core.records import ExpertArray, FinishReason
+    from agentrl.core.records import FinishReason
     from agentrl.journal.port import TurnLog
     from agentrl.rollout.calls.journal import JournaledCall
 
@@ -83,38 +72,15 @@ def completion_from_entry(entry: TurnEntry) -> Completion:
     """Return the completion that an entry recorded.
 
     Raises:
-        JournalError: the finish reason is unknown.
+        EntriesError: its tokens are damaged, or the finish reason is unknown.
     """
     finish_reason: FinishReason
     match entry.finish_reason:
         case "stop" | "length" | "abort" as finish_reason:
             pass
         case other:
-            raise JournalError(f"{entry.seat}[{entry.index}], turn {entry.turn}: unknown finish_reason {other[:100]!r}")
-    mask = None
-    if entry.mask_counts is not None:
-        counts = np.frombuffer(entry.mask_counts, dtype="<i4")
-        mask = SamplingMask(counts=counts, token_ids=np.frombuffer(entry.mask_ids or b"", dtype="<i4"))
-    routing = None
-    if entry.expert_routing is not None:
-        routing = np.frombuffer(entry.expert_routing, dtype=np.uint8).reshape(entry.routing_shape)
-    return Completion(
-        token_ids=np.frombuffer(entry.token_ids, dtype="<i4"),
-        logprobs=np.frombuffer(entry.logprobs, dtype="<f4"),
-        finish_reason=finish_reason,
-        spans=_spans(entry.weights_of or entry.policy, entry.spans),
-        expert_routing=routing,
-        routing_start=entry.routing_start,
-        routing_breaks=tuple(ExpertRoutingRestart(*at) for at in entry.routing_breaks),
-        sampling_mask=mask,
-        cached_tokens=entry.cached_tokens,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _spans(policy: str, spans: tuple[TurnVersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    """Make version spans, cached: most turns have one span, with few different lengths and versions."""
-    return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)
+            raise EntriesError(f"{entry.name}: unknown finish_reason {other[:100]!r}")
+    return Completion.of(entry.sampled(), finish_reason, entry.cached_tokens)
 
 
 FIRST_SECONDS = 0.2
@@ -150,32 +116,25 @@ class EpisodePartialTurns:
             self._recorded.setdefault(entry.call_id, []).append(entry)
         self._on_disk = tuple(self._recorded)
 
-    def turn(self, call: JournaledCall, policy: str, *, masked: bool) -> PartialTurn:
+    def turn(self, call: JournaledCall, *, masked: bool) -> PartialTurn:
         """Make a turn to be sampled, with the tokens that an earlier process sampled.
 
         Args:
             call: the turn's call; partials of another question are ignored.
-            policy: the policy that samples it.
             masked: whether the tokens have kept sets; those read from disk have none.
         """
         turn = PartialTurn(self, call, masked=masked)
         entries = self._recorded.pop(call.call_id, None)
         if entries is not None:
-            turn.recall(_contiguous(entries, call.request_hash, policy))
+            turn.recall(_contiguous(entries, call.request_hash))
         return turn
 
-    def append(self, call: JournaledCall, start: int, piece: Completion) -> None:
+    def append(self, call: JournaledCall, start: int, tokens: Tokens) -> None:
         """Write tokens of a call to disk with the next group commit."""
         if not self._kept:
             return
-        body = encode_partial_turn(
-            PartialTurnTokens(
-                start=start,
-                token_ids=piece.token_ids.tobytes(),
-                logprobs=piece.logprobs.tobytes(),
-                spans=tuple(TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
-            )
-        )
+        recorded = Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs, spans=tokens.spans)
+        body = encode_partial_turn(PartialTurnTokens(start, recorded.encode()))
         if call.call_id not in self._on_disk:
             self._on_disk = (*self._on_disk, call.call_id)
         self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.request_hash, body))
@@ -220,32 +179,24 @@ class PartialTurn:
         self._partials = partials
         self._call = call
         self._has_mask = masked
-        self._delivered_pieces: list[Completion] | None = None
+        self._delivered_pieces: list[Tokens] | None = None
         """Deltas of the running call; None before the first, since most turns of fast engines have none."""
-        self._unwritten: list[Completion] | None = None
+        self._unwritten: list[Tokens] | None = None
         self._written = 0
         self._since = partials.clock.monotonic()
 
     def recall(self, pieces: Sequence[Completion]) -> None:
         """Begin with the pieces read from disk."""
         for piece in pieces:
-            self._add(self._without_masks(piece))
+            self._add(piece.lost(masked=self._has_mask))
         self._written = self.sampled
 
-    def on_delta(
-        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
-    ) -> None:
+    def on_delta(self, request_id: str, tokens: Tokens) -> None:
         """Receive new tokens of the running call; see `core.ports.NewTokensCallback`."""
-        piece = Completion(
-            token_ids=np.array(token_ids, dtype=np.int32),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            finish_reason="abort",
-            spans=(VersionSpan(0, len(token_ids), version),),
-        )
         self._delivered_pieces = self._delivered_pieces or []
         self._unwritten = self._unwritten or []
-        self._delivered_pieces.append(piece)
-        self._unwritten.append(piece)
+        self._delivered_pieces.append(tokens)
+        self._unwritten.append(tokens)
         if self._partials.clock.monotonic() - self._since >= FIRST_SECONDS:
             self._write()
 
@@ -253,13 +204,10 @@ class PartialTurn:
         """Add the completion of the running call; if the call was cut, write tokens that are not on disk at once."""
         self._add(completion)
         if completion.finish_reason == "abort":
-            num_delivered = sum(len(piece.token_ids) for piece in self._delivered_pieces or ())
+            num_delivered = sum(map(len, self._delivered_pieces or ()))
             self._delivered_pieces = None
-            if len(completion.token_ids) > num_delivered:
-                self._unwritten = [
-                    *(self._unwritten or ()),
-                    slice_completion(completion, num_delivered, len(completion.token_ids)),
-                ]
+            if len(completion) > num_delivered:
+                self._unwritten = [*(self._unwritten or ()), completion.slice(num_delivered, len(completion))]
             self._write()
 
     def lost(self) -> bool:
@@ -267,7 +215,7 @@ class PartialTurn:
         pieces, self._delivered_pieces = self._delivered_pieces, None
         self._write()
         if pieces:
-            self._add(self._without_masks(join_completions(pieces)))
+            self._add(Completion.of(Tokens.join(pieces).lost(masked=self._has_mask), "abort"))
         return bool(pieces)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
@@ -278,7 +226,7 @@ class PartialTurn:
         if last.finish_reason != "abort":
             return last.finish_reason
         newest = self.pieces[self._newest()]
-        if len(newest.token_ids) and int(newest.token_ids[-1]) in sampling.stop_token_ids:
+        if len(newest) and int(newest.token_ids[-1]) in sampling.stop_token_ids:
             return "stop"
         return "length" if self.sampled >= sampling.max_tokens else None
 
@@ -292,144 +240,50 @@ class PartialTurn:
 
     def whole(self, finish_reason: FinishReason) -> Completion:
         """Return the turn as one completion."""
-        completion = join_completions(self.pieces)
-        return (
-            completion
-            if completion.finish_reason == finish_reason
-            else dataclasses.replace(completion, finish_reason=finish_reason)
-        )
+        if len(self.pieces) == 1 and self.pieces[0].finish_reason == finish_reason:
+            return self.pieces[0]
+        return Completion.of(Tokens.join(self.pieces), finish_reason, self.pieces[0].cached_tokens)
 
     def give_back_last(self) -> bool:
         """Drop the last token of an ended turn, to be sampled again, if no call ended with it: only a call that returns
         has the expert routing of the earlier tokens. Returns whether a token was dropped."""
         index = self._newest()
         newest = self.pieces[index]
-        if newest.finish_reason != "abort" or newest.expert_routing is not None:
+        if newest.finish_reason != "abort" or newest.experts is not None:
             return False
-        self.pieces[index] = slice_completion(newest, 0, len(newest.token_ids) - 1)
+        self.pieces[index] = Completion.of(newest.slice(0, len(newest) - 1), "abort", newest.cached_tokens)
         self.sampled -= 1
         self._written -= 1
         return True
 
     def _newest(self) -> int:
         """Return the index of the last piece with tokens; of the first, if none has."""
-        return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
+        return max((at for at, piece in enumerate(self.pieces) if len(piece)), default=0)
 
     def _add(self, piece: Completion) -> None:
         self.pieces = [*self.pieces, piece]
-        self.sampled += len(piece.token_ids)
+        self.sampled += len(piece)
 
     def _write(self) -> None:
         if self._unwritten:
-            piece = join_completions(self._unwritten)
-            self._partials.append(self._call, self._written, piece)
-            self._written += len(piece.token_ids)
+            tokens = Tokens.join(self._unwritten)
+            self._partials.append(self._call, self._written, tokens)
+            self._written += len(tokens)
             self._unwritten = None
 
-    def _without_masks(self, piece: Completion) -> Completion:
-        """Mark the tokens of a lost call as untrainable: their kept sets are lost with it."""
-        if not self._has_mask:
-            return piece
-        missing = np.full(len(piece.token_ids), SamplingMaskStatus.MISSING, dtype=np.int32)
-        return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
 
-
-def join_completions(pieces: Sequence[Completion]) -> Completion:
-    """Join the pieces of a turn, in order, to one completion; it has the end of the last piece and the prompt of the
-    first."""
-    first, last = pieces[0], pieces[-1]
-    if len(pieces) == 1:
-        return first
-    spans: list[VersionSpan] = []
-    at = 0
-    for piece in pieces:
-        for start, stop, version in piece.spans:
-            begin = at + start
-            if spans and spans[-1].version == version:
-                begin = spans.pop().start
-            spans.append(VersionSpan(begin, at + stop, version))
-        at += len(piece.token_ids)
-    routing_start, routing, breaks = _joined_routing(pieces)
-    return Completion(
-        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        finish_reason=last.finish_reason,
-        spans=tuple(spans),
-        expert_routing=routing,
-        routing_start=routing_start,
-        routing_breaks=breaks,
-        sampling_mask=_joined_masks(pieces),
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-    )
-
-
-def slice_completion(piece: Completion, start: int, stop: int) -> Completion:
-    """Return tokens `[start, stop)` of a piece, with logprobs and versions only."""
-    spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
-    return Completion(
-        token_ids=piece.token_ids[start:stop],
-        logprobs=piece.logprobs[start:stop],
-        finish_reason=piece.finish_reason,
-        spans=tuple(VersionSpan(*span) for span in spans if span[0] < span[1]),
-    )
-
-
-def _contiguous(entries: Iterable[JournalEntry], digest: bytes, policy: str) -> list[Completion]:
+def _contiguous(entries: Iterable[JournalEntry], digest: bytes) -> list[Completion]:
     """Return the partials read from disk, up to the first that is damaged, leaves a gap or has another question."""
     pieces: list[Completion] = []
     end = 0
     for entry in entries:
         try:
             partial = decode_partial_turn(entry.body)
-            piece = Completion(
-                token_ids=np.frombuffer(partial.token_ids, dtype="<i4"),
-                logprobs=np.frombuffer(partial.logprobs, dtype="<f4"),
-                finish_reason="abort",
-                spans=tuple(
-                    VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in partial.spans
-                ),
-            )
+            piece = Completion.of(partial.tokens.decode(), "abort")
         except (msgspec.MsgspecError, ValueError):
             break
         if entry.request_hash != digest or partial.start != end:
             break
         pieces.append(piece)
-        end += len(piece.token_ids)
+        end += len(piece)
     return pieces
-
-
-def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
-    """Join the kept sets of all pieces; a piece without them was sampled without filters."""
-    if all(piece.sampling_mask is None for piece in pieces):
-        return None
-    none = np.zeros(0, np.int32)
-    counts, ids = [], []
-    for piece in pieces:
-        mask = piece.sampling_mask
-        empty_counts = np.full(len(piece.token_ids), SamplingMaskStatus.NONE, dtype=np.int32)
-        counts.append(empty_counts if mask is None else mask.counts)
-        ids.append(none if mask is None else mask.token_ids)
-    return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
-
-
-def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[ExpertRoutingRestart, ...]]:
-    """Join start, rows and breaks of the routing; where a call computed positions again, the joined rows repeat
-    them.
-    """
-    parts: list[ExpertArray] = []
-    breaks: list[ExpertRoutingRestart] = []
-    rows = start = end = 0
-    for piece in pieces:
-        if piece.expert_routing is None:
-            continue
-        if not parts:
-            start = piece.routing_start
-        elif piece.routing_start != end:
-            breaks.append(ExpertRoutingRestart(rows, piece.routing_start))
-        breaks += (ExpertRoutingRestart(rows + row, position) for row, position in piece.routing_breaks)
-        last = piece.routing_breaks[-1] if piece.routing_breaks else ExpertRoutingRestart(0, piece.routing_start)
-        end = last.position + len(piece.expert_routing) - last.row
-        rows += len(piece.expert_routing)
-        parts.append(piece.expert_routing)
-    return start, np.concatenate(parts) if parts else None, tuple(breaks)

@@ -998,8 +998,8 @@ def _result(entry: JournalEntry) -> object:
             return observation
         case ResourceCallEntry(value=value, error=error) if not _is_sandboxed(entry):
             return (value, error)
-        case TurnEntry(token_ids=token_ids):
-            return token_ids
+        case TurnEntry(tokens=tokens):
+            return tokens.token_ids
     return None
 
 

@@ -216,7 +216,7 @@ def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings
     for entry in entries:
         if isinstance(body := entry.decode(), TurnEntry):
             turns[entry.episode_id, body.seat, body.index] += 1
-            is_full = len(body.token_ids) >= 4 * limits.max_tokens
+            is_full = len(body.tokens) >= limits.max_tokens
             cuts[f"a turn after {limits.max_tokens:,} tokens"] += is_full and body.finish_reason == "length"
     full = {episode_id for (episode_id, _, _), number in turns.items() if number >= limits.max_turns}
     for end in journal.of_kind(EpisodeEnd):

@@ -30,7 +30,6 @@ from agentrl.core.custom_functions import GROUPINGS, FunctionDeclaration, Groupi
 from agentrl.core.errors import AgentRLError, GroupTooSmallError, LossError, Unscorable, describe_user_code_error
 from agentrl.core.records import (
     AgentTurns,
-    Completion,
     ForkPoint,
     Message,
     PolicyVersion,
@@ -41,6 +40,7 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.core.text import plural
+from agentrl.core.tokens import Completion
 from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group

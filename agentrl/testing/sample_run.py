@@ -20,7 +20,8 @@ from agentrl.app.training import Run, run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
+from agentrl.core.tokens import TrainingSample
 from agentrl.credit.samples import unit_samples
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of

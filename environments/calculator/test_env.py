@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from agentrl.core.records import Completion, Message, PolicyVersion, Task, Turn, VersionSpan
+from agentrl.core.records import Message, PolicyVersion, Task, Turn, VersionSpan
+from agentrl.core.tokens import Completion
 from agentrl.environment.tools import ToolEpisode
 from agentrl.environments.calculator import Calculator
 from agentrl.environments.calculator.demonstrations import demonstrate

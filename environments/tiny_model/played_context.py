@@ -17,7 +17,6 @@ from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError,
 from agentrl.core.ids import random_stream, seeded_uuid4
 from agentrl.core.records import (
     REWARD,
-    Completion,
     Message,
     PolicyVersion,
     ProposalNovelty,
@@ -27,6 +26,7 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
+from agentrl.core.tokens import Completion
 from agentrl.environment.context import (
     Agent,
     ChildEpisode,

@@ -30,7 +30,8 @@ from tests.contract.scripted_program import VOCABULARY, scripted_engine
 from tests.contract.warm_processes import WarmPlacement
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion, Float32Array, Int32Array
+    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.core.tokens import Completion
 
 START = {"solver": PolicyVersion("solver", 0, 0), "proposer": PolicyVersion("proposer", 0, 0)}
 _SHAPE = {

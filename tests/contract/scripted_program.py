@@ -13,8 +13,10 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import EngineSession, GenerateRequest, NewTokensCallback
-from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine
+from tests.support.builders import make_completion
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
@@ -50,7 +52,7 @@ def scripted_engine(
 
 def confused_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     """Says token ids that are none."""
-    return ScriptedEngine(lambda *_: [1 << 40] * 600, versions=versions, seconds_per_token=5e-4)
+    return ScriptedEngine(lambda *_: [-7] * 600, versions=versions, seconds_per_token=5e-4)
 
 
 class FaultyEngine(ScriptedEngine):
@@ -143,7 +145,7 @@ class _MortalSession:
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         await self._engine.calls.wait()
         if on_delta is not None:
-            on_delta(request.request_id, [7], [-1.0], self._version)
+            on_delta(request.request_id, make_completion([7], logprobs=[-1.0], version=self._version))
         raise EngineLostError("dead")
 
     def close(self) -> None:

@@ -46,13 +46,13 @@ def test_routing_rows_are_those_of_the_routers(zoo: ModelZoo, architecture: str)
         for turn in range(3):
             completion = await session.generate(request(f"{number}-{turn}", context, seed=number))
             context = np.concatenate([context, completion.token_ids])
-            rows = completion.expert_routing
+            rows = completion.experts.rows
             assert rows is not None
             assert rows.shape[1:] == (2, 2)
-            assert completion.routing_start == covered
+            assert completion.experts.start == covered
             covered += len(rows)
             assert covered == len(context) - 1
-            expected = plain_routing(model, context)[completion.routing_start : covered]
+            expected = plain_routing(model, context)[completion.experts.start : covered]
             assert np.array_equal(rows, expected)
             context = np.concatenate([context, prompt(4, 60 + turn)])
 
@@ -73,9 +73,9 @@ def test_an_evicted_context_is_routed_again_from_its_start(zoo: ModelZoo) -> Non
         await second.generate(request("b", prompt(9, 1)))
         context = np.concatenate([prompt(9), completion.token_ids])
         again = await first.generate(request("c", context))
-        assert again.routing_start == 0
-        assert again.expert_routing is not None
-        assert len(again.expert_routing) == len(context) + 8 - 1
+        assert again.experts.start == 0
+        assert again.experts is not None
+        assert len(again.experts.rows) == len(context) + 8 - 1
         await engine.close()
 
     asyncio.run(main())
@@ -90,16 +90,16 @@ def test_routing_of_tokens_sampled_before_an_update_stays(zoo: ModelZoo, keep_kv
         completion = await running
         context = np.concatenate([prompt(20), completion.token_ids])
         before = 20 + completion.spans[0].stop - 1
-        rows = completion.expert_routing
+        rows = completion.experts.rows
         assert rows is not None
         assert np.array_equal(rows[:before], plain_routing(zoo.load("mixtral", 0), context)[:before])
         newer = plain_routing(zoo.load("mixtral", 1), context)[:79]
         if keep_kv:
-            assert completion.routing_breaks == ()
+            assert completion.experts.restarts == ()
             assert len(rows) == 79
             assert not np.array_equal(rows[before:], newer[before:])
         else:
-            (again,) = completion.routing_breaks
+            (again,) = completion.experts.restarts
             assert again.row == before
             assert np.array_equal(newer[: again.position], rows[: again.position])
             assert np.array_equal(rows[before:], newer[again.position :])
@@ -116,7 +116,7 @@ def test_routing_follows_full_weights_to_their_own_copy(zoo: ModelZoo) -> None:
             completion = await engine.open(policy, policy).generate(request(policy, prompt(9)))
             context = np.concatenate([prompt(9), completion.token_ids])
             expected = plain_routing(zoo.load("qwen3_moe", seed), context)[:-1]
-            assert np.array_equal(completion.expert_routing, expected)
+            assert np.array_equal(completion.experts.rows, expected)
         await engine.close()
 
     asyncio.run(main())
@@ -134,21 +134,21 @@ def test_the_kept_set_reproduces_the_logprobs(zoo: ModelZoo, sampling: dict[str,
         ]
         call = engine.open("s", "solver").generate(request("r", prompt(10), max_tokens=20, **sampling))
         completion, *others = await asyncio.gather(call, *company)
-        mask = completion.sampling_mask
+        mask = completion.kept
         assert mask is not None
-        assert mask.counts.sum() == len(mask.token_ids)
+        assert mask.counts.sum() == len(mask.ids)
         assert (mask.counts >= 1).all()
         assert len(set(mask.counts.tolist())) > 1 or "top_k" in sampling
         scores = plain_logprobs(zoo.load(), np.concatenate([prompt(10), completion.token_ids]))[9:]
-        sets = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
+        sets = np.split(mask.ids, np.cumsum(mask.counts)[:-1])
         for row, kept, token, logprob in zip(scores, sets, completion.token_ids, completion.logprobs, strict=True):
             assert token in kept
             processed = row[kept] / sampling.get("temperature", 1.0)
             expected = processed[kept == token] - np.log(np.exp(processed).sum())
             np.testing.assert_allclose(logprob, expected, atol=1e-4)
         for other in others:
-            assert other.sampling_mask is not None
-            assert other.sampling_mask.counts.tolist() == [0] * 20
+            assert other.kept is not None
+            assert other.kept.counts.tolist() == [0] * 20
         await engine.close()
 
     asyncio.run(main())
@@ -158,8 +158,8 @@ def test_nothing_is_recorded_unless_asked_for(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo, "mixtral")
         completion = await engine.open("s", "solver").generate(request("r", prompt(10), top_k=5))
-        assert completion.expert_routing is None
-        assert completion.sampling_mask is None
+        assert completion.experts is None
+        assert completion.kept is None
         assert not engine.capabilities.expert_routing
         await engine.close()
 
@@ -214,4 +214,4 @@ def test_a_context_computed_again_through_other_experts_begins_again(
     found = tap.routing_of_call(1, computed)
     assert found is not None
     assert found.rows[:, 0, 0].tolist() == rows
-    assert (found.start, found.breaks) == (0, breaks)
+    assert (found.start, found.restarts) == (0, breaks)

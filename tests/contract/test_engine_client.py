@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError
+from agentrl.core.tokens import Tokens
 from agentrl.engines import protocol
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
 from agentrl.engines.router import EngineRouter
@@ -43,7 +44,9 @@ def test_a_guest_samples_what_the_owner_would() -> None:
         owners = await engine.open("a", "solver").generate(request("a", prompt(9), seed=3))
         got: list[int] = []
         session = client.open("a", "solver")
-        completion = await session.generate(request("a", prompt(9), seed=3), lambda _, ids, *__: got.extend(ids))
+        completion = await session.generate(
+            request("a", prompt(9), seed=3), lambda _, tokens: got.extend(tokens.token_ids.tolist())
+        )
         assert completion.token_ids.tolist() == owners.token_ids.tolist()
         assert completion.logprobs.tolist() == owners.logprobs.tolist()
         assert completion.spans == owners.spans
@@ -88,8 +91,8 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
         got: list[int] = []
         began = asyncio.Event()
 
-        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: Any) -> None:
-            got.extend(token_ids)
+        def on_delta(request_id: str, tokens: Tokens) -> None:
+            got.extend(tokens.token_ids.tolist())
             began.set()
 
         session = client.open("s", "solver")

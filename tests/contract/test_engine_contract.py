@@ -9,7 +9,8 @@ import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine
-from agentrl.core.records import Completion, PolicyVersion
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Completion
 from tests.contract.engine_kinds import START, VOCABULARY, MakeEngine, prompt, request
 
 SOLVER = START["solver"]
@@ -39,7 +40,6 @@ def test_a_completion_says_what_was_sampled_by_whom(make_engine: MakeEngine) -> 
         assert (completion.logprobs <= 0).all()
         assert spans(completion) == [(0, 8, str(SOLVER))]
         assert completion.finish_reason == "length"
-        assert completion.prompt_tokens == 20
         await engine.close()
 
     make_engine.run(main)

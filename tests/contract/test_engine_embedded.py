@@ -13,6 +13,7 @@ import torch
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, ModelError
 from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Tokens
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import (
     START,
@@ -26,7 +27,8 @@ from tests.contract.engine_kinds import (
 )
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion, Float32Array, Int32Array
+    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.core.tokens import Completion
 
 FILTERS: list[dict[str, Any]] = [
     {},
@@ -249,9 +251,9 @@ def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
         pieces: list[tuple[list[int], list[float], PolicyVersion]] = []
         newer = PolicyVersion("solver", 0, 1)
 
-        def on_delta(name: str, tokens: Any, logprobs: Any, version: PolicyVersion) -> None:
+        def on_delta(name: str, tokens: Tokens) -> None:
             assert name == "r"
-            pieces.append((list(tokens), list(logprobs), version))
+            pieces.append((tokens.token_ids.tolist(), tokens.logprobs.tolist(), tokens.spans[0].version))
 
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("r", prompt(5), max_tokens=30), on_delta)

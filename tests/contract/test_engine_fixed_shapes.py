@@ -15,7 +15,7 @@ from agentrl.engines.embedded.forward import check_row_independence
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version, write_adapter
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion
+    from agentrl.core.tokens import Completion
 
 TURN = 40
 

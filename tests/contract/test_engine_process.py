@@ -15,7 +15,8 @@ import pytest
 
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import VersionSpan, WeightsRef
+from agentrl.core.tokens import Tokens
 from agentrl.engines.process import ChildProcess, ChildProgram, ProcessPlacement, Supervisor
 from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
@@ -59,9 +60,9 @@ def test_a_call_whose_process_dies_keeps_what_was_delivered_and_goes_on_in_the_n
         got: list[int] = []
         heard = asyncio.Event()
 
-        def on_delta(request_id: str, token_ids: list[int], logprobs: list[float], sampler: PolicyVersion) -> None:
-            assert (request_id, sampler, len(logprobs)) == ("b", START["solver"], len(token_ids))
-            got.extend(token_ids)
+        def on_delta(request_id: str, tokens: Tokens) -> None:
+            assert (request_id, tokens.spans) == ("b", (VersionSpan(0, len(tokens.logprobs), START["solver"]),))
+            got.extend(tokens.token_ids.tolist())
             heard.set()
 
         session = engine.open("b", "solver")

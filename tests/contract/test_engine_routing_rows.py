@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentrl.core.records import TrajectoryRow
+from agentrl.core.tokens import EncodedTokens, TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.protocol import CompletionReply, completion_from_message, message_from_completion
-from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
 from tests.contract.test_engine_capture import plain_routing
+from tests.support.builders import spans_of
 
 
 async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> TrajectoryRow:
@@ -28,19 +28,13 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Traje
         before = len(context)
         observed = prompt(30, 0) if turn == 0 else prompt(3 + number, 9 * number + turn)
         context = np.concatenate([context, observed])
-        sent = message_from_completion(
-            0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20))
-        )
-        completion = completion_from_message(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=CompletionReply))
-        routing = completion.expert_routing
-        shape = () if routing is None else routing.shape  # None: aborted while it waited for a slot
+        sent = await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20))
+        wire = msgspec.msgpack.encode(sent.encode())
+        completion = msgspec.msgpack.decode(wire, type=EncodedTokens).decode()
         entry = TurnEntry(
             seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=observed.tobytes(),
-            token_ids=completion.token_ids.tobytes(), logprobs=completion.logprobs.tobytes(),
-            finish_reason=completion.finish_reason, text="", messages=(), temperature=1.0, seconds=0.0, started=0.0,
-            spans=tuple(TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
-            expert_routing=None if routing is None else routing.tobytes(), routing_shape=shape,
-            routing_start=completion.routing_start, routing_breaks=completion.routing_breaks, parent_context=before,
+            tokens=completion.encode(), finish_reason=sent.finish_reason, text="", messages=(), temperature=1.0,
+            seconds=0.0, started=0.0, parent_context=before,
         )  # fmt: skip
         bodies.append(entry)
         context = np.concatenate([context, completion.token_ids])
@@ -69,14 +63,14 @@ def test_each_token_has_the_experts_of_the_weights_that_sampled_it(zoo: ModelZoo
         return rows
 
     rows = asyncio.run(main())
-    assert max(len(row.routing) for row in rows) > 1, "no update fell into a row"
+    assert max(len(spans_of(row)) for row in rows) > 1, "no update fell into a row"
     models = {step: zoo.load("mixtral", step) for step in range(4)}
     for row in rows:
-        assert (row.routing[0].start, row.routing[-1].stop) == (0, len(row.token_ids))
-        assert [span.stop for span in row.routing[:-1]] == [span.start for span in row.routing[1:]]
+        assert (spans_of(row)[0].start, spans_of(row)[-1].stop) == (0, len(row.token_ids))
+        assert [span.stop for span in spans_of(row)[:-1]] == [span.start for span in spans_of(row)[1:]]
         by_version = {span.version.step for span in row.spans}
         plain = {step: plain_routing(models[step], row.token_ids) for step in by_version}
         for start, stop, sampled in row.spans:
             for token in range(start, stop):
-                (experts,) = (span.experts for span in row.routing if span.start <= token < span.stop)
+                (experts,) = (span.experts for span in spans_of(row) if span.start <= token < span.stop)
                 assert np.array_equal(experts[:token], plain[sampled.step][:token]), (token, sampled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +14,8 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.records import (
-    EpisodeDataLocation,
-    ExpertRoutingSpan,
-    SamplingMask,
-    SamplingMaskStatus,
-    TrainingSample,
-    Trajectory,
-    TrajectoryCredit,
-    TrajectoryRow,
-    Unit,
-)
+from agentrl.core.records import EpisodeDataLocation, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.tokens import KeptCount, KeptSets, TrainingSample, TrajectoryRow
 from agentrl.credit.samples import unit_samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -45,18 +35,18 @@ def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> TrajectoryRow:
         call = request("r", context, max_tokens=TOKENS, top_k=20, top_p=0.9)
         completion = await engine.open("s", "solver").generate(call)
         await engine.close()
-        mask, routing = completion.sampling_mask, completion.expert_routing
+        mask = completion.kept
         assert mask is not None
-        assert routing is not None
+        assert completion.experts is not None
         blank = np.zeros(PROMPT, np.int32)
         return TrajectoryRow(
             token_ids=np.concatenate([context, completion.token_ids]),
             loss_mask=np.arange(PROMPT + TOKENS) >= PROMPT,
-            behavior_logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
+            logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
             turn_index=np.concatenate([blank - 1, np.zeros(TOKENS, np.int32)]),
             spans=(),
-            routing=(ExpertRoutingSpan(0, PROMPT + TOKENS, routing.astype(np.int16)),),
-            sampling_mask=SamplingMask(counts=np.concatenate([blank, mask.counts]), token_ids=mask.token_ids),
+            experts=completion.experts,
+            kept=KeptSets(counts=np.concatenate([blank, mask.counts]), ids=mask.ids),
         )
 
     return asyncio.run(main())
@@ -95,7 +85,7 @@ def test_recorded_logprobs_come_back_with_their_kept_sets_and_not_without(zoo: M
     found = difference(model, trained(row))
     assert sorted(found) == list(range(PROMPT, PROMPT + TOKENS))
     assert max(map(abs, found.values())) < 1e-4
-    biased = difference(model, trained(replace(row, sampling_mask=None)))
+    biased = difference(model, trained(row.with_column("kept", None)))
     assert np.mean(list(biased.values())) < -0.1, "the filters removed next to nothing"
     assert max(biased.values()) < 1e-4, "renormalizing can only raise a probability"
 
@@ -103,19 +93,18 @@ def test_recorded_logprobs_come_back_with_their_kept_sets_and_not_without(zoo: M
 def test_a_set_may_be_none_forced_or_missing(zoo: ModelZoo) -> None:
     """Position 12: nothing masked; 13: the token was forced; 14: the set is lost; the others as they were."""
     model, row = model_of(zoo, "mixtral"), sampled(zoo, "mixtral", "float32")
-    mask = row.sampling_mask
+    mask = row.kept
     assert mask is not None
-    sets = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
+    sets = np.split(mask.ids, np.cumsum(mask.counts)[:-1])
     counts = mask.counts.copy()
-    counts[12:15] = SamplingMaskStatus.NONE, 1, SamplingMaskStatus.MISSING
+    counts[12:15] = KeptCount.NONE, 1, KeptCount.MISSING
     sets[12:15] = [np.zeros(0, np.int32), row.token_ids[13:14], np.zeros(0, np.int32)]
-    behavior = row.behavior_logprobs.copy()
+    behavior = row.logprobs.copy()
     behavior[13] = 0.0
-    changed = replace(
-        row, behavior_logprobs=behavior, sampling_mask=SamplingMask(counts=counts, token_ids=np.concatenate(sets))
-    )
+    kept = KeptSets(counts=counts, ids=np.concatenate(sets))
+    changed = row.with_column("logprobs", behavior).with_column("kept", kept)
     found = difference(model, trained(changed))
-    unmasked = difference(model, trained(replace(row, sampling_mask=None)))
+    unmasked = difference(model, trained(row.with_column("kept", None)))
     assert found[12] == pytest.approx(unmasked[12], abs=1e-6)
     assert found[12] < -0.01
     assert found[13] == 0.0
@@ -182,7 +171,7 @@ def test_an_adapter_on_all_it_can_be_on_is_served_as_it_is_trained(
         row = TrainingSample(
             token_ids=np.concatenate([context, completion.token_ids]),
             loss_mask=np.arange(PROMPT + len(completion.token_ids)) >= PROMPT,
-            behavior_logprobs=np.concatenate([blank, completion.logprobs]),
+            logprobs=np.concatenate([blank, completion.logprobs]),
             advantages=np.ones(PROMPT + len(completion.token_ids), np.float32),
         )
         assert max(map(abs, difference(model, row, replay=False).values())) < 2e-4

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.tokens import Completion, Tokens
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
@@ -129,9 +130,10 @@ def test_deltas_are_the_completion_with_the_versions_of_its_spans(
         heard: list[tuple[int, float, PolicyVersion]] = []
         begun = asyncio.Event()
 
-        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: PolicyVersion) -> None:
+        def on_delta(request_id: str, tokens: Tokens) -> None:
             assert request_id == "r"
-            heard.extend(zip(token_ids, logprobs, [sampler] * len(token_ids), strict=True))
+            ((_, count, sampler),) = tokens.spans
+            heard.extend(zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), [sampler] * count, strict=True))
             begun.set()
 
         session = engine.open("s", "solver")

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agentrl.core.records import (
-    ExpertRoutingSpan,
-    SamplingMask,
-    TrajectoryRow,
-)
+from agentrl.core.tokens import KeptSets, TrajectoryRow
 from tests.contract.engine_kinds import ModelZoo, prompt, request, version
 from tests.contract.test_engine_capture import plain_routing
 from tests.contract.test_engine_routing_rows import conversation
 from tests.contract.test_engine_to_trainer import difference, model_of, trained
 from tests.contract.test_engine_vllm_full import in_flight
 from tests.contract.vllm_server import MakeVllm
+from tests.support.builders import spans_of
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion, Int32Array
+    from agentrl.core.records import Int32Array
+    from agentrl.core.tokens import Completion
 
 
 def whole(context: Int32Array, completion: Completion) -> Int32Array:
@@ -38,12 +36,12 @@ def test_each_turn_returns_the_experts_of_its_new_positions(make_vllm: MakeVllm,
         for turn in range(3):
             completion = await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=6))
             context = whole(context, completion)
-            rows = completion.expert_routing
+            rows = completion.experts.rows
             assert rows.shape[1:] == (2, 2)
-            assert completion.routing_start == covered
+            assert completion.experts.start == covered
             covered += len(rows)
             assert covered == len(context) - 1
-            assert np.array_equal(rows, plain_routing(model, context)[completion.routing_start : covered])
+            assert np.array_equal(rows, plain_routing(model, context)[completion.experts.start : covered])
             cached = completion.cached_tokens
             context = np.concatenate([context, prompt(4, 60 + turn)])
         session.close()
@@ -67,9 +65,9 @@ def test_another_context_returns_the_experts_from_where_it_differs(make_vllm: Ma
         context = np.concatenate([prompt(50)[:37], prompt(9, 5)])
         for name in ("b", "c"):
             again = await session.generate(request(name, context))
-            assert again.routing_start == (37 if name == "b" else len(context) - 1)
-            expected = plain_routing(zoo.load(), whole(context, again))[again.routing_start : -1]
-            assert np.array_equal(again.expert_routing, expected)
+            assert again.experts.start == (37 if name == "b" else len(context) - 1)
+            expected = plain_routing(zoo.load(), whole(context, again))[again.experts.start : -1]
+            assert np.array_equal(again.experts.rows, expected)
         await engine.close()
 
     make_vllm.run(main)
@@ -88,8 +86,8 @@ def test_an_aborted_call_and_its_continuation_have_their_experts(make_vllm: Make
         assert 0 < len(first.token_ids) < 300
         context = whole(prompt(10), first)
         rest = await session.generate(request("b", context, max_tokens=5, sampled_before=len(first.token_ids)))
-        assert len(first.expert_routing) == rest.routing_start == len(context) - 1
-        rows = np.concatenate([first.expert_routing, rest.expert_routing])
+        assert len(first.experts.rows) == rest.experts.start == len(context) - 1
+        rows = np.concatenate([first.experts.rows, rest.experts.rows])
         assert np.array_equal(rows, plain_routing(zoo.load(), whole(context, rest))[:-1])
         await engine.close()
 
@@ -109,21 +107,21 @@ def test_an_update_within_a_turn_keeps_the_experts_of_earlier_tokens(
         completion = await running
         assert [span.version.step for span in completion.spans] == [0, 1]
         context = whole(prompt(20), completion)
-        before, rows = 20 + completion.spans[0].stop - 1, completion.expert_routing
+        before, rows = 20 + completion.spans[0].stop - 1, completion.experts.rows
         newer = plain_routing(zoo.load(seed=1), context)[:-1]
         assert np.array_equal(rows[:before], plain_routing(zoo.load(), context)[:before])
         if keep_kv:
-            assert completion.routing_breaks == ()
+            assert completion.experts.restarts == ()
             assert len(rows) == len(context) - 1
         else:
-            assert completion.routing_breaks == ((before, 0),)
+            assert completion.experts.restarts == ((before, 0),)
             assert np.array_equal(rows[before:], newer)
         again = await session.generate(request("next", context, max_tokens=4))
         if keep_kv:  # what older weights computed is computed again
-            assert again.routing_start == 0
-            assert np.array_equal(again.expert_routing[: len(newer)], newer)
+            assert again.experts.start == 0
+            assert np.array_equal(again.experts.rows[: len(newer)], newer)
         else:
-            assert again.routing_start == len(newer)
+            assert again.experts.start == len(newer)
         await engine.close()
 
     make_vllm.run(main)
@@ -147,14 +145,14 @@ def test_each_token_has_the_experts_of_the_weights_that_sampled_it(make_vllm: Ma
         rows.extend(await main())
 
     make_vllm.run(keep)
-    assert max(len(row.routing) for row in rows) > 1, "no update fell into a row"
+    assert max(len(spans_of(row)) for row in rows) > 1, "no update fell into a row"
     models = {step: zoo.load(seed=step) for step in range(4)}
     for row in rows:
-        assert (row.routing[0].start, row.routing[-1].stop) == (0, len(row.token_ids))
+        assert (spans_of(row)[0].start, spans_of(row)[-1].stop) == (0, len(row.token_ids))
         plain = {step: plain_routing(models[step], row.token_ids) for step in {s.version.step for s in row.spans}}
         for start, stop, sampled in row.spans:
             for token in range(start, stop):
-                (experts,) = (span.experts for span in row.routing if span.start <= token < span.stop)
+                (experts,) = (span.experts for span in spans_of(row) if span.start <= token < span.stop)
                 assert np.array_equal(experts[:token], plain[sampled.step][:token]), (token, sampled)
 
 
@@ -169,17 +167,16 @@ def test_the_trainer_computes_the_recorded_logprobs(make_vllm: MakeVllm, zoo: Mo
 
     make_vllm.run(main)
     (completion,) = completions
-    mask, routing, blank = completion.sampling_mask, completion.expert_routing, np.zeros(12, np.int32)
+    mask, blank = completion.kept, np.zeros(12, np.int32)
     assert mask is not None
-    assert routing is not None
     row = TrajectoryRow(
         token_ids=whole(context, completion),
         loss_mask=np.arange(52) >= 12,
-        behavior_logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
+        logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
         turn_index=np.concatenate([blank - 1, np.zeros(40, np.int32)]),
         spans=(),
-        routing=(ExpertRoutingSpan(0, 52, routing.astype(np.int16)),),
-        sampling_mask=SamplingMask(counts=np.concatenate([blank, mask.counts]), token_ids=mask.token_ids),
+        experts=completion.experts,
+        kept=KeptSets(counts=np.concatenate([blank, mask.counts]), ids=mask.ids),
     )
     found = difference(model_of(zoo, "qwen3_moe"), trained(row))
     assert sorted(found) == list(range(12, 52))

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
-from agentrl.core.records import Completion
+from agentrl.core.tokens import Completion, Tokens
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
@@ -56,8 +56,8 @@ def test_every_token_is_of_the_version_its_span_says(make_vllm: MakeVllm, zoo: M
         engine = make_vllm(keep_kv=keep_kv)
         heard: list[tuple[int, int]] = []
 
-        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: Any) -> None:
-            heard.extend((token, sampler.step) for token in token_ids)
+        def on_delta(request_id: str, tokens: Tokens) -> None:
+            heard.extend((token, tokens.spans[0].version.step) for token in tokens.token_ids.tolist())
 
         contexts = [prompt(40 + each, each) for each in range(4)]
         calls = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agentrl.core.errors import EngineError
+from agentrl.core.tokens import Tokens
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
 from tests.contract.vllm_server import MakeVllm
@@ -25,8 +26,8 @@ def test_weights_that_are_others_are_found_by_their_probe_and_what_they_sampled_
         context = prompt(40)
         heard: list[tuple[int, int]] = []
 
-        def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: Any) -> None:
-            heard.extend((token, sampler.step) for token in token_ids)
+        def on_delta(request_id: str, tokens: Tokens) -> None:
+            heard.extend((token, tokens.spans[0].version.step) for token in tokens.token_ids.tolist())
 
         first, second = (canary_of(zoo.load(seed=seed), zoo.load()) for seed in (1, 2))
         await engine.serve([write_full(tmp_path / "1", version(1), tensors_of(zoo, 1), canary=first)])

@@ -15,7 +15,8 @@ from tests.contract.test_engine_vllm_full import in_flight
 from tests.contract.vllm_server import MakeVllm
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Completion, Int32Array
+    from agentrl.core.records import Int32Array
+    from agentrl.core.tokens import Completion
 
 FILTERS: list[dict[str, Any]] = [
     {"top_k": 5},
@@ -27,10 +28,10 @@ FILTERS: list[dict[str, Any]] = [
 
 
 def kept_sets(completion: Completion) -> list[set[int]]:
-    mask = completion.sampling_mask
+    mask = completion.kept
     assert mask is not None
-    assert mask.counts.sum() == len(mask.token_ids)
-    return [set(each.tolist()) for each in np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])]
+    assert mask.counts.sum() == len(mask.ids)
+    return [set(each.tolist()) for each in np.split(mask.ids, np.cumsum(mask.counts)[:-1])]
 
 
 def naive_sets(model: Any, context: Int32Array, completion: Completion, filters: dict[str, Any]) -> list[set[int]]:
@@ -54,7 +55,7 @@ def test_kept_sets_are_those_of_a_naive_filter(make_vllm: MakeVllm, zoo: ModelZo
         ]
         plain = engine.open("plain", "solver").generate(request("plain", prompt(9), max_tokens=8))
         unfiltered, *completions = await asyncio.gather(plain, *calls)
-        assert unfiltered.sampling_mask is None
+        assert unfiltered.kept is None
         model = zoo.load()
         for context, filters, completion in zip(contexts, FILTERS, completions, strict=True):
             sets = kept_sets(completion)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.tokens import Completion
 from tests.contract.engine_kinds import ModelZoo, prompt, request, version
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_probe import moved, publish_adapter, vanished

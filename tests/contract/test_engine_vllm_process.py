@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Tokens
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
@@ -64,9 +64,9 @@ async def cut(engine: ProcessEngine, session: Any, context: Any, victim: str) ->
     heard: list[int] = []
     begun = asyncio.Event()
 
-    def on_delta(request_id: str, token_ids: Any, logprobs: Any, sampler: PolicyVersion) -> None:
-        assert sampler == version(2)
-        heard.extend(token_ids)
+    def on_delta(request_id: str, tokens: Tokens) -> None:
+        assert tokens.spans[0].version == version(2)
+        heard.extend(tokens.token_ids.tolist())
         begun.set()
 
     running = asyncio.ensure_future(session.generate(request("r", context, seed=3, max_tokens=460), on_delta))

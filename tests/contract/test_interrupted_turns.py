@@ -15,22 +15,14 @@ from agentrl.config.sections import SamplingConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh
-from agentrl.core.records import (
-    Completion,
-    EpisodeSpec,
-    ProposalNovelty,
-    SamplingMaskStatus,
-    SeatBinding,
-    Task,
-    TrajectoryRow,
-)
+from agentrl.core.records import EpisodeSpec, ProposalNovelty, SeatBinding, Task
+from agentrl.core.tokens import Completion, KeptCount, Tokens, TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.turn_entries import join_completions
 from agentrl.rollout.worker import AsyncioWorker
 from tests.contract.engine_kinds import (
     START,
@@ -46,6 +38,7 @@ from tests.contract.engine_kinds import (
     write_adapter,
 )
 from tests.contract.test_engine_capture import plain_routing
+from tests.support.builders import spans_of
 
 OLD, NEW = START["solver"], version(1)
 TOKENS = 60
@@ -69,7 +62,7 @@ async def cut_and_continued(engine: Engine, update: Any, *, new_session: bool) -
     rest = await session.generate(request("r", context, seed=3, max_tokens=200 - count, sampled_before=count))
     session.close()
     beside.close()
-    return join_completions([first, rest])
+    return Completion.of(Tokens.join([first, rest]), rest.finish_reason)
 
 
 @pytest.mark.parametrize("refresh", ["token", "turn"])
@@ -223,17 +216,17 @@ def test_a_cut_turn_is_the_turn_it_would_have_been(zoo: ModelZoo, how: str, samp
     whole = asyncio.run(interrupted(zoo, "nothing", sampling))
     row = asyncio.run(interrupted(zoo, how, sampling))
     assert row.token_ids.tolist() == whole.token_ids.tolist()
-    np.testing.assert_allclose(row.behavior_logprobs, whole.behavior_logprobs, atol=1e-5)
-    (routing,), (expected,) = row.routing, whole.routing
+    np.testing.assert_allclose(row.logprobs, whole.logprobs, atol=1e-5)
+    (routing,), (expected,) = spans_of(row), spans_of(whole)
     assert routing[:2] == expected[:2] == (0, len(row.token_ids))
     assert routing.experts.tolist() == expected.experts.tolist()
     assert routing.experts.min() >= 0
     assert {span.version for span in row.spans} == {OLD}
-    assert row.sampling_mask is not None
-    assert whole.sampling_mask is not None
-    missing = row.sampling_mask.counts == SamplingMaskStatus.MISSING
+    assert row.kept is not None
+    assert whole.kept is not None
+    missing = row.kept.counts == KeptCount.MISSING
     assert missing.any() == (how in ("kill", "another worker") and bool(sampling))
-    assert row.sampling_mask.counts[~missing].tolist() == whole.sampling_mask.counts[~missing].tolist()
+    assert row.kept.counts[~missing].tolist() == whole.kept.counts[~missing].tolist()
 
 
 def test_a_turn_parked_over_an_update_is_sampled_by_both_versions(zoo: ModelZoo) -> None:
@@ -242,11 +235,9 @@ def test_a_turn_parked_over_an_update_is_sampled_by_both_versions(zoo: ModelZoo)
     for seed, span in zip((0, 0, 1), row.spans, strict=True):
         scores = plain_logprobs(zoo.load("qwen3_moe", seed), row.token_ids)
         positions = np.arange(span.start, span.stop)
-        np.testing.assert_allclose(
-            row.behavior_logprobs[positions], scores[positions - 1, row.token_ids[positions]], atol=2e-4
-        )
+        np.testing.assert_allclose(row.logprobs[positions], scores[positions - 1, row.token_ids[positions]], atol=2e-4)
     at = row.spans[-1].start
-    before, after = row.routing
+    before, after = spans_of(row)
     assert (before.start, before.stop, after.start, after.stop) == (0, at, at, len(row.token_ids))
     assert np.array_equal(before.experts, plain_routing(zoo.load("qwen3_moe", 0), row.token_ids)[: at - 1])
     assert np.array_equal(after.experts, plain_routing(zoo.load("qwen3_moe", 1), row.token_ids)[:-1])

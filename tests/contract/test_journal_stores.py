@@ -29,7 +29,6 @@ from agentrl.journal.entries import (
     NondeterministicValueEntry,
     PartialTurnTokens,
     ScoreEntry,
-    TurnVersionSpan,
     decode_partial_turn,
     encode_body,
     encode_partial_turn,
@@ -38,7 +37,7 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import StepRow, UnitDropped, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
-from tests.support.builders import make_episode_header, make_spec
+from tests.support.builders import make_completion, make_episode_header, make_spec
 
 if TYPE_CHECKING:
     import pytest
@@ -302,7 +301,7 @@ def test_an_empty_journal_says_so(on_journal: OnJournal) -> None:
 
 
 def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
-    body = encode_partial_turn(PartialTurnTokens(start, b"\0" * 8, b"\0" * 8, (TurnVersionSpan(0, 2, 0, 0),)))
+    body = encode_partial_turn(PartialTurnTokens(start, make_completion([0, 0]).encode()))
     return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
 
 

@@ -11,6 +11,7 @@ import pytest
 from agentrl.app.forks import find_parent
 from agentrl.core.errors import JournalError
 from agentrl.core.records import EpisodeDataLocation, EpisodeSpec
+from agentrl.core.tokens import EncodedTokens
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import JournalEntry, PartialTurnTokens, encode_body, encode_partial_turn, episode_digest
 from agentrl.journal.store import SqliteJournal
@@ -20,7 +21,7 @@ from tests.support.builders import make_episode_header, make_spec
 
 
 def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:
-    body = encode_partial_turn(PartialTurnTokens(start=start, token_ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", spans=()))
+    body = encode_partial_turn(PartialTurnTokens(start, EncodedTokens(b"\1\0\0\0", (), {"logprobs": b"\0\0\0\0"})))
     return JournalEntry(spec.episode_id, spec.attempt, call, b"asked", body)
 
 

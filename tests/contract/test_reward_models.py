@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.core.errors import ModelError, Unscorable
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, Message, ScoreRequest, ToolCall
+from agentrl.core.records import Message, ScoreRequest, ToolCall
+from agentrl.core.tokens import Completion
 from agentrl.engines.reward_model import RewardModelEngine
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.scoring.reward_model import RewardModelScorer

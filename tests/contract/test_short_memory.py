@@ -54,7 +54,10 @@ def turns_of(at: Workplace) -> Turns:
 
 def said(turns: Turns) -> dict[str, list[tuple[bytes, bytes, bytes, str]]]:
     return {
-        name: [(turn.context_ids, turn.token_ids, turn.logprobs, turn.finish_reason) for turn in each]
+        name: [
+            (turn.context_ids, turn.tokens.token_ids, turn.tokens.columns["logprobs"], turn.finish_reason)
+            for turn in each
+        ]
         for name, each in turns.items()
     }
 

@@ -165,7 +165,7 @@ def test_a_worker_that_is_to_leave_parks_its_episodes_which_go_on_elsewhere(tmp_
             await at.drained()
             for name in names:
                 whole = at.journal.recorded(name, 0)[0][1].decode()
-                assert turns[name].token_ids == whole.token_ids  # type: ignore[union-attr]
+                assert turns[name].tokens.token_ids == whole.tokens.token_ids  # type: ignore[union-attr]
         assert its
         assert all(sampled.values())
 
@@ -189,7 +189,7 @@ def test_a_turn_that_a_killed_worker_was_sampling_goes_on_from_its_last_token_on
             await at.drained()
             whole = at.journal.recorded("e0", 0)[0][1].decode()
         assert partials
-        assert turn.token_ids == whole.token_ids  # type: ignore[union-attr]
+        assert turn.tokens.token_ids == whole.tokens.token_ids  # type: ignore[union-attr]
 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -17,7 +17,7 @@ from aiohttp import web
 
 import agentrl
 from agentrl.app.policies import weights_from_directory
-from agentrl.core.records import TrajectoryRow
+from agentrl.core.tokens import TrajectoryRow
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
@@ -147,8 +147,9 @@ def logprobs_under(directory: Path, row: TrajectoryRow) -> np.ndarray[Any, Any]:
 
 def check_played(turns: list[tuple[TurnEntry, TrajectoryRow]], run: Path, judge: Path) -> set[tuple[int, int]]:
     """Each seat was played by the weights it says; the past versions that were met."""
-    opponents = {(turn.spans[0].lineage, turn.spans[0].step) for turn, _ in turns if turn.policy == "past"}
-    assert all(turn.weights_of == "player" for turn, _ in turns if turn.policy == "past")
+    past = [turn.tokens.spans[0].version for turn, _ in turns if turn.policy == "past"]
+    opponents = {(version.lineage, version.step) for version in past}
+    assert {version.policy for version in past} == {"player"}
     assert len(opponents) > 2
     assert {turn.seat for turn, _ in turns if turn.policy == "past"} == {"x", "o"}
     assert all((turn.temperature == 0.7) == (turn.policy == "judge") for turn, _ in turns)
@@ -156,14 +157,14 @@ def check_played(turns: list[tuple[TurnEntry, TrajectoryRow]], run: Path, judge:
     versions = {(span.version.lineage, span.version.step) for row in judged for span in row.spans}
     assert versions == {weights_from_directory("judge", judge).version[1:]}
     here = [(turn, row) for turn, row in turns if turn.policy != "critic"]
-    last = {(turn.policy, turn.spans[0]): (turn, row) for turn, row in here if len(turn.spans) == 1}
+    last = {(turn.policy, turn.tokens.spans[0]): (turn, row) for turn, row in here if len(turn.tokens.spans) == 1}
     assert {turn.policy for turn, _ in last.values()} == {"player", "other", "past", "judge"}
     for turn, row in last.values():
-        span = turn.spans[0]
-        named = run / "versions" / (turn.weights_of or turn.policy) / f"{span.lineage}.{span.step}"
-        told = row.behavior_logprobs[row.loss_mask]
+        version = turn.tokens.spans[0].version
+        named = run / "versions" / version.policy / f"{version.lineage}.{version.step}"
+        told = row.logprobs[row.loss_mask]
         own = logprobs_under(judge if turn.policy == "judge" else named, row)
-        assert told == pytest.approx(own, abs=2e-3), f"{turn.policy} {turn.spans}"
+        assert told == pytest.approx(own, abs=2e-3), f"{turn.policy} {turn.tokens.spans}"
     return opponents
 
 
@@ -172,4 +173,4 @@ def check_critic(turns: list[tuple[TurnEntry, TrajectoryRow]], text: str) -> Non
     said = [(turn, row) for turn, row in turns if turn.policy == "critic"]
     assert said
     assert {json.loads(turn.text)["content"] for turn, _ in said} == {text}
-    assert not any(np.any(row.behavior_logprobs) for _, row in said)
+    assert not any(np.any(row.logprobs) for _, row in said)

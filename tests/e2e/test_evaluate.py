@@ -92,10 +92,10 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
     assert scored["evaluation/reward/first"] == scored["evaluation/reward/second"] == 0.5
     said = turns(tmp_path / "kept")
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
-    drawn = {name: np.frombuffer(b"".join(turn.logprobs for turn in own), "<f4") for name, own in said.items()}
+    drawn = {name: np.concatenate([turn.sampled().logprobs for turn in own]) for name, own in said.items()}
     for name, own in said.items():
         version = weights_from_directory(name, given[name]).version
-        assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {(version.lineage, version.step)}
+        assert {span.version[1:] for turn in own for span in turn.tokens.spans} == {(version.lineage, version.step)}
     assert drawn["second"] == pytest.approx(np.full(len(drawn["second"]), -math.log(vocabulary)), abs=1e-4)
     assert drawn["first"].max() > -1.0, "the adapter's base knows what it says"
 

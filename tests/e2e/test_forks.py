@@ -51,9 +51,9 @@ def logprobs_of(turns: list[TurnEntry], base: str, adapter: Path) -> np.ndarray:
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
     tokens = torch.from_numpy(
-        np.frombuffer(b"".join(turn.context_ids + turn.token_ids for turn in turns), "<i4").copy()
+        np.frombuffer(b"".join(turn.context_ids + turn.tokens.token_ids for turn in turns), "<i4").copy()
     )
-    count = len(turns[-1].token_ids) // 4
+    count = len(turns[-1].tokens.token_ids) // 4
     with torch.no_grad():
         logits = model(tokens[None].long()).logits[0, -count - 1 : -1]
     found = logits.log_softmax(-1).gather(-1, tokens[-count:, None].long())[:, 0]
@@ -69,7 +69,7 @@ def test_forks_of_a_finished_and_moved_run_use_the_adapter_of_their_turn(reposit
     episode, recorded = next(
         (line.episode, turns)
         for line in reader.episodes("turns > 1 and purpose = 'train'", limit=1000)
-        if (turns := turns_of(reader, line.episode))[1].spans[-1].step > 0
+        if (turns := turns_of(reader, line.episode))[1].tokens.spans[-1].version.step > 0
     )
     base = reader.info()["config"]["model"]["path"]
     (script := tmp_path / "play_on.py").write_text(SCRIPT, encoding="utf-8")
@@ -80,13 +80,13 @@ def test_forks_of_a_finished_and_moved_run_use_the_adapter_of_their_turn(reposit
 
     forks = RunReader(moved / "forks")
     first, second, again = json.loads(told.stdout.splitlines()[-1])
-    version = (recorded[1].spans[-1].lineage, recorded[1].spans[-1].step)
+    version = recorded[1].tokens.spans[-1].version[1:]
     for fork in (first, second):
         prefix, *own = turns_of(forks, fork)
         assert prefix == recorded[0], "the turn before is the one recorded"
-        assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {version}
+        assert {span.version[1:] for turn in own for span in turn.tokens.spans} == {version}
         adapter = moved / "versions" / "solver" / f"{version[0]}.{version[1]}"
-        sampled = np.frombuffer(own[0].logprobs, "<f4")
+        sampled = own[0].sampled().logprobs
         np.testing.assert_allclose(sampled, logprobs_of([prefix, own[0]], base, adapter), atol=1e-4)
     assert turns_of(forks, again)[0].messages == recorded[0].messages, "a fork of a fork, at a turn it had not taken"
     assert reader.ledger().holds

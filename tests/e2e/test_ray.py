@@ -32,7 +32,8 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
-from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, StepReport
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, StepReport
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
@@ -215,8 +216,8 @@ async def begun(engine: Engine, name: str, context: Sequence[int]) -> tuple[asyn
     heard: list[int] = []
     first = asyncio.Event()
 
-    def on_delta(request_id: str, token_ids: Sequence[int], *_: object) -> None:
-        heard.extend(token_ids)
+    def on_delta(request_id: str, tokens: Tokens) -> None:
+        heard.extend(tokens.token_ids.tolist())
         first.set()
 
     turn = engine.open(name, "solver").generate(long_turn(name, context), on_delta)
@@ -254,9 +255,9 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
             assert [*heard, *rest.token_ids] == whole.token_ids.tolist()
             assert [span.version for span in rest.spans] == [version(1)]
             np.testing.assert_allclose(rest.logprobs, whole.logprobs[len(heard) :], atol=2e-4)
-            np.testing.assert_array_equal(rest.expert_routing, whole.expert_routing)
-            assert rest.sampling_mask is not None
-            assert rest.sampling_mask.counts.tolist() == [5] * len(rest.token_ids)
+            np.testing.assert_array_equal(rest.experts.rows, whole.experts.rows)
+            assert rest.kept is not None
+            assert rest.kept.counts.tolist() == [5] * len(rest.token_ids)
         assert [replica.supervisor.losses for replica in replicas] == [1, 1]
         processes += [replica.supervisor.process_id or 0 for replica in replicas]
         await asyncio.gather(engine.close(), near.close())

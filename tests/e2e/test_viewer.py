@@ -18,12 +18,14 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.core.text import escape_text
+from agentrl.core.tokens import EncodedTokens
 from agentrl.inspection.comparisons import compare_episodes_across_runs
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
-from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
@@ -453,9 +455,9 @@ def write_large_row(run: Path, count: int) -> None:
         journal.admit(each)
         [begin, turn, *_] = entries_with(0, "text")
         assert isinstance(turn, TurnEntry)
-        ids = b"\1\0\0\0" * count
+        ids, version = b"\1\0\0\0" * count, PolicyVersion("policy", 0, 0)
         large = msgspec.structs.replace(
-            turn, token_ids=ids, logprobs=b"\0" * 4 * count, spans=(TurnVersionSpan(0, count, 0, 0),)
+            turn, tokens=EncodedTokens(ids, (VersionSpan(0, count, version),), {"logprobs": b"\0" * 4 * count})
         )
         for number, body in enumerate((begin, large)):
             log.append(JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body)))

@@ -15,7 +15,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.application import serve_viewer
-from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
@@ -60,9 +60,7 @@ async def write_long_run(directory: Path) -> None:
     assert isinstance(turn, TurnEntry)
     messages = tuple({"role": "user", "content": f"example {number}"} for number in range(MESSAGES - 1))
     answer = {"role": "tool", "content": "42", "tool_call_id": "call_7", "name": "query"}
-    large = msgspec.structs.replace(
-        turn, context_ids=b"\1\0\0\0" * CONTEXT, spans=(TurnVersionSpan(0, 2, 0, 0),), messages=(*messages, answer)
-    )
+    large = msgspec.structs.replace(turn, context_ids=b"\1\0\0\0" * CONTEXT, messages=(*messages, answer))
     journal.admit(each)
     entries = [
         JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body))

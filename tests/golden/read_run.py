@@ -1,4 +1,4 @@
-"""The golden runs: one archive per journal format, and what a reader must find in it."""
+"""The golden runs: an archive per journal format, and what a reader must find in that of the current one."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def _digest(entries: Iterable[tuple[str, object]]) -> str:
 
 def _values(entry: object) -> list[object]:
     if isinstance(entry, TurnEntry):
-        spans = [(span.start, span.stop, span.lineage, span.step) for span in entry.spans]
-        return [entry.text, entry.finish_reason, entry.token_ids, entry.logprobs, spans]
+        tokens = entry.tokens
+        spans = [(span.start, span.stop, *span.version) for span in tokens.spans]
+        return [entry.text, entry.finish_reason, tokens.token_ids, tokens.columns["logprobs"], spans]
     if isinstance(entry, RewardEntry):
         return [entry.seat, entry.value, entry.turn, entry.name]
     return []

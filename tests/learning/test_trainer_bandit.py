@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import LossConfig, TrainerConfig
-from agentrl.core.records import PolicyVersion, TrajectoryRow
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import TrajectoryRow
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, run_config, write_model
 
@@ -33,7 +34,7 @@ def sample(network: torch.nn.Module, generator: torch.Generator) -> tuple[list[T
         TrajectoryRow(
             token_ids=torch.cat([prompt, token]).numpy().astype(np.int32),
             loss_mask=np.array([False, False, False, True]),
-            behavior_logprobs=np.array([0, 0, 0, float(lp[token])], np.float32),
+            logprobs=np.array([0, 0, 0, float(lp[token])], np.float32),
             turn_index=np.array([-1, -1, -1, 0], np.int32),
             spans=(),
         )

@@ -192,7 +192,7 @@ def _replies(run: Path) -> dict[tuple[str, str, int], bytes]:
             named = dict(zip(("episode_id", "attempt", "call_id", "request_hash", "body"), row, strict=True))
             entry = msgspec.convert(named, JournalEntry)
             if isinstance(body := entry.decode(), TurnEntry):
-                found[entry.episode_id, entry.call_id, entry.attempt] = body.token_ids
+                found[entry.episode_id, entry.call_id, entry.attempt] = body.tokens.token_ids
     return found
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.core.tokens import EncodedTokens
 from agentrl.journal.entries import (
     ChildResultEntry,
     EntryBody,
@@ -13,7 +15,6 @@ from agentrl.journal.entries import (
     RewardEntry,
     ToolEntry,
     TurnEntry,
-    TurnVersionSpan,
     encode_body,
     entry_checksum,
 )
@@ -27,7 +28,14 @@ json_value = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
-spans = st.lists(st.builds(TurnVersionSpan, *[st.integers(0, 2**31)] * 4), max_size=3).map(tuple)
+versions = st.builds(PolicyVersion, text, st.integers(0, 2**31), st.integers(0, 2**31))
+spans = st.lists(st.builds(VersionSpan, st.integers(0, 2**31), st.integers(0, 2**31), versions), max_size=3).map(tuple)
+tokens = st.builds(
+    EncodedTokens,
+    token_ids=st.binary(max_size=64),
+    spans=spans,
+    columns=st.dictionaries(text, st.binary(max_size=64), max_size=3),
+)
 turns = st.builds(
     TurnEntry,
     seat=text,
@@ -36,17 +44,13 @@ turns = st.builds(
     row=st.integers(0, 9),
     turn=st.integers(0, 99),
     context_ids=st.binary(max_size=64),
-    token_ids=st.binary(max_size=64),
-    logprobs=st.binary(max_size=64),
+    tokens=tokens,
     finish_reason=text,
-    spans=spans,
     text=text,
     messages=st.lists(st.dictionaries(text, json_value, max_size=2), max_size=2).map(tuple),
     temperature=number,
     seconds=number,
     started=number,
-    expert_routing=st.none() | st.binary(max_size=16),
-    routing_shape=st.lists(st.integers(0, 99), max_size=3).map(tuple),
     drift=st.none() | text,
 )
 bodies: st.SearchStrategy[EntryBody] = st.one_of(

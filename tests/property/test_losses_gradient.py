@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.core.records import PolicyVersion, SamplingMask, TrainingSample
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample
 from agentrl.credit.samples import trained_positions
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.loss_batch import LossBatch
@@ -67,11 +68,11 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
         for position in trained_positions([sample])[0]:
             row = logits[position - 1] / sample.temperature
             token = int(sample.token_ids[position])
-            if sample.sampling_mask is not None and (ids := kept_ids(sample.sampling_mask, int(position))):
+            if sample.kept is not None and (ids := kept_ids(sample.kept, int(position))):
                 kept = torch.tensor([index in {*ids, token} for index in range(VOCABULARY)])
                 row = row.masked_fill(~kept, -torch.inf)
             lp = row.log_softmax(0)[token]
-            mu, advantage = float(sample.behavior_logprobs[position]), float(sample.advantages[position])
+            mu, advantage = float(sample.logprobs[position]), float(sample.advantages[position])
             moved = math.exp(lp.item()) - math.exp(mu)
             weight = 0.0 if (moved > 0.2 if advantage > 0 else moved < -0.2) else min(math.exp(lp.item() - mu), 5.0)
             loss = loss - weight * advantage * lp
@@ -79,9 +80,9 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
     return loss
 
 
-def kept_ids(mask: SamplingMask, position: int) -> list[int]:
+def kept_ids(mask: KeptSets, position: int) -> list[int]:
     start = int(np.maximum(mask.counts[:position], 0).sum())
-    return [int(token) for token in mask.token_ids[start : start + max(0, int(mask.counts[position]))]]
+    return [int(token) for token in mask.ids[start : start + max(0, int(mask.counts[position]))]]
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -125,7 +126,7 @@ def test_splitting_a_row_leaves_the_gradient(model: PreTrainedModel, seed: int, 
         TrainingSample(
             token_ids=sample.token_ids,
             loss_mask=sample.loss_mask & half,
-            behavior_logprobs=sample.behavior_logprobs,
+            logprobs=sample.logprobs,
             advantages=sample.advantages,
             temperature=sample.temperature,
         )
@@ -146,9 +147,9 @@ def test_kept_sets_restrict_the_softmax(model: PreTrainedModel, seed: int, data:
             TrainingSample(
                 token_ids=sample.token_ids,
                 loss_mask=sample.loss_mask,
-                behavior_logprobs=sample.behavior_logprobs,
+                logprobs=sample.logprobs,
                 advantages=sample.advantages,
-                sampling_mask=SamplingMask(counts=counts, token_ids=ids),
+                kept=KeptSets(counts=counts, ids=ids),
             )
         )
     expected = gradient(model, lambda: naive_loss(model, samples))
@@ -185,9 +186,9 @@ def test_a_prefix_through_other_experts_is_another_prefix() -> None:
         TrainingSample(
             token_ids=sample.token_ids,
             loss_mask=sample.loss_mask,
-            behavior_logprobs=sample.behavior_logprobs,
+            logprobs=sample.logprobs,
             advantages=sample.advantages,
-            expert_routing=np.full((len(sample.token_ids), 2, 2), expert, np.uint8),
+            experts=ExpertRouting(np.full((len(sample.token_ids), 2, 2), expert, np.uint8)),
         )
         for sample, expert in zip(make_samples(5, 3, prefix=30), (0, 0, 1), strict=True)
     ]

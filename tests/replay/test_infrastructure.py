@@ -102,7 +102,7 @@ def test_a_failure_of_the_infrastructure_is_tried_again_and_leaves_no_trace(
 
 
 def turns(outcome: Outcome) -> list[tuple[str, bytes]]:
-    return [(str(body.messages), body.token_ids) for body in outcome.bodies if isinstance(body, TurnEntry)]
+    return [(str(body.messages), body.tokens.token_ids) for body in outcome.bodies if isinstance(body, TurnEntry)]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,10 @@ def test_an_agent_from_outside_begins_again_with_the_replies_that_it_had(monkeyp
     played = Outcome(Outside, in_real_time=True)
     assert (played.header.reward, played.header.turns, played.header.attempt) == (4.0, 2, 2)
     assert Outside.attempts == 3
-    assert played.header.tokens == sum(len(body.token_ids) for body in played.bodies if isinstance(body, TurnEntry)) / 4
+    assert (
+        played.header.tokens
+        == sum(len(body.tokens.token_ids) for body in played.bodies if isinstance(body, TurnEntry)) / 4
+    )
 
 
 def test_an_agent_from_outside_without_a_sandbox_is_dropped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_the_context_goes_on_with_the_tokens_that_were_sent(monkeypatch: pytest.
     resumed = Stage(environment=Talk).play(whole.entries[:2])
     first, second, third = (body for body in resumed.bodies.values() if isinstance(body, TurnEntry))
     assert first == whole.bodies["r#0"]
-    assert second.parent_context == (len(first.context_ids) + len(first.token_ids)) // 4
+    assert second.parent_context == (len(first.context_ids) + len(first.tokens.token_ids)) // 4
     assert second.context_ids == whole.bodies["r#1"].context_ids  # type: ignore[union-attr]
     assert third.context_ids[:4] == b"A\0\0\0"
 

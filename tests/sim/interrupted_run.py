@@ -22,7 +22,8 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
-from agentrl.core.records import Completion, GroupStart, PolicyVersion, Task, WeightsRef
+from agentrl.core.records import GroupStart, PolicyVersion, Task, WeightsRef
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
@@ -134,11 +135,11 @@ class WatchedEngine(ScriptedEngine):
         self.resampled += max(0, self.known.get(name, 0) - request.sampled_before)
         self.known[name] = request.sampled_before
 
-        def watched(name: str, token_ids: Any, logprobs: Any, version: PolicyVersion) -> None:
-            self._told(name, self.known[name], len(token_ids), version)
-            self.known[name] += len(token_ids)
+        def watched(name: str, tokens: Tokens) -> None:
+            self._told(name, self.known[name], len(tokens), tokens.spans[0].version)
+            self.known[name] += len(tokens)
             if on_delta is not None:
-                on_delta(name, token_ids, logprobs, version)
+                on_delta(name, tokens)
 
         return super().start(request, policy, version, pinned=pinned, on_delta=watched)
 
@@ -249,7 +250,7 @@ def tokens_on_disk(log: TurnLog, episodes: Collection[str]) -> dict[str, int]:
         for entry in log.read(episode, 0):
             body = entry.decode()
             if isinstance(body, TurnEntry):
-                known[request_name(entry)] = len(body.token_ids) // 4
+                known[request_name(entry)] = len(body.tokens)
         for entry in log.read_partials(episode, 0):
             partial = decode_partial_turn(entry.body)
             name = request_name(entry)
@@ -425,21 +426,25 @@ class InterruptedRun:
     def _check_spans(self, name: str, turn: TurnEntry, since: float) -> None:
         """They name who sampled each token, and nobody who was not current between `since` and the turn's end."""
         until = turn.started + turn.seconds
-        for span in turn.spans:
+        for span in turn.tokens.spans:
             own = [(time, version.step) for time, version in self._current if version.policy == turn.policy]
-            begins = [time for time, step in own if step == span.step]
-            ends = min((time for time, step in own if step > span.step), default=LONGEST_RUN_S)
-            assert begins, f"{name}: step {span.step} was never served"
-            assert begins[0] <= until, f"{name}: step {span.step} came later"
-            assert ends >= since, f"{name}: step {span.step} was gone before"
-        told = [self._samplers[name][n] for n in range(len(turn.token_ids) // 4)]
-        assert told == [span.step for span in turn.spans for _ in range(span.start, span.stop)], f"{name}: {turn.spans}"
-        assert list(turn.spans) == sorted(turn.spans, key=lambda span: span.step), f"{name}: {turn.spans}"
+            begins = [time for time, step in own if step == span.version.step]
+            ends = min((time for time, step in own if step > span.version.step), default=LONGEST_RUN_S)
+            assert begins, f"{name}: step {span.version.step} was never served"
+            assert begins[0] <= until, f"{name}: step {span.version.step} came later"
+            assert ends >= since, f"{name}: step {span.version.step} was gone before"
+        told = [self._samplers[name][n] for n in range(len(turn.tokens))]
+        assert told == [span.version.step for span in turn.tokens.spans for _ in range(span.start, span.stop)], (
+            f"{name}: {turn.tokens.spans}"
+        )
+        assert list(turn.tokens.spans) == sorted(turn.tokens.spans, key=lambda span: span.version.step), (
+            f"{name}: {turn.tokens.spans}"
+        )
 
 
 def what_was_said(turn: TurnEntry) -> Turn:
     """What no interruption may change."""
-    return turn.context_ids, turn.token_ids, turn.logprobs, turn.finish_reason
+    return turn.context_ids, turn.tokens.token_ids, turn.tokens.columns["logprobs"], turn.finish_reason
 
 
 @cache

@@ -15,7 +15,8 @@ from rich.console import Console
 
 import agentrl
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
-from agentrl.core.records import Completion, PolicyVersion
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch
 from agentrl.observe.progress import LineDisplay

@@ -116,7 +116,7 @@ def bodies(run: SmallRun, header: EpisodeHeader) -> list[Any]:
 
 
 def versions_of(turns: Iterable[TurnEntry]) -> set[tuple[int, int]]:
-    return {(span.lineage, span.step) for turn in turns for span in turn.spans}
+    return {span.version[1:] for turn in turns for span in turn.tokens.spans}
 
 
 def check_trees(run: SmallRun) -> int:

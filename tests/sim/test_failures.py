@@ -12,7 +12,8 @@ import pytest
 import agentrl
 from agentrl.core.errors import EngineLostError
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
-from agentrl.core.records import Completion, EpisodeHeader, EpisodeSpec
+from agentrl.core.records import EpisodeHeader, EpisodeSpec
+from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator

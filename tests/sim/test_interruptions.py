@@ -78,10 +78,10 @@ def test_a_conversation_that_keeps_its_version_begins_again_where_that_is_gone(
             turns = [entry.decode() for entry in log.read(end.header.episode_id, end.header.attempt)]
             for policy in POLICIES:
                 steps = {
-                    span.step
+                    span.version.step
                     for turn in turns
                     if isinstance(turn, TurnEntry) and turn.policy == policy
-                    for span in turn.spans
+                    for span in turn.tokens.spans
                 }
                 assert len(steps) <= 1, (end.header.episode_id, steps)
 

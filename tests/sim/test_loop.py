@@ -143,8 +143,8 @@ def test_updates_land_inside_turns_and_spans_say_where(simulated_loop: SeededSim
                 for entry in run.journal.turn_log("0").read(unit.episode_id, unit.attempt):
                     body = entry.decode()
                     if isinstance(body, TurnEntry):
-                        assert body.spans[-1].stop == len(body.token_ids) // 4
-                        split += len(body.spans) > 1
+                        assert body.tokens.spans[-1].stop == len(body.tokens)
+                        split += len(body.tokens.spans) > 1
         return split
 
     assert sum(simulated_loop.run(main)) > 0

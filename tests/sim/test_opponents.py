@@ -86,7 +86,7 @@ def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersi
             )
             bodies = [entry.decode() for entry in log.read(unit.episode_id, unit.attempt)]
             turns = [body for body in bodies if isinstance(body, TurnEntry) and body.policy == "past"]
-            sampled = {PolicyVersion(turn.weights_of, s.lineage, s.step) for turn in turns for s in turn.spans}
+            sampled = {span.version for turn in turns for span in turn.tokens.spans}
             found.append((int(unit.episode_id[1:]) // 4, spec.pins["past"], frozenset(sampled)))
     return found
 

@@ -85,7 +85,7 @@ def test_groups_begin_at_recorded_turns_through_a_crash(simulated_loop: SeededSi
             assert numbers == list(range(begin, begin + len(numbers)))
             assert (header.turns, header.trajectories[0].tokens) == (
                 begin + len(numbers),
-                sum(len(body.token_ids) // 4 for _, body in turns(third, spec)),
+                sum(len(body.tokens) for _, body in turns(third, spec)),
             )
             assert spec.fork is None or spec.fork in points
         assert all(len(of_group) == 1 for of_group in groups.values())

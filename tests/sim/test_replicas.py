@@ -21,7 +21,8 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
-from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.tokens import Completion
 from agentrl.engines.router import FENCE_S, EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.plugin import SeededSimulation

@@ -98,7 +98,7 @@ def test_a_rule_scores_every_turn_and_nothing_is_no_zero() -> None:
         recorded = entries(run, episode)
         turns = [body for body in recorded.values() if isinstance(body, TurnEntry)]
         (trajectory,) = header.trajectories
-        given = {turn.turn: 1.0 - (len(turn.token_ids) / 4 - 1) / 10 for turn in turns if turn.turn % 2 == 0}
+        given = {turn.turn: 1.0 - (len(turn.tokens.token_ids) / 4 - 1) / 10 for turn in turns if turn.turn % 2 == 0}
         assert dict(trajectory.turn_rewards) == given
         assert dict(trajectory.named_rewards)["short"] == math.fsum(given.values())
         said = {turn.turn: recorded[f"guesser.0.{turn.turn}?short"] for turn in turns}

@@ -12,7 +12,8 @@ import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
+from agentrl.core.records import PolicyVersion, VersionSpan, WeightsRef
+from agentrl.core.tokens import Completion
 from agentrl.testing.virtual_time import simulate
 from tests.simulation.engine import EmulatedEngine
 from tests.simulation.plan import QuantileDistribution, SimulationPlan

@@ -26,7 +26,8 @@ import numpy as np
 
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion, VersionSpan
+from agentrl.core.records import VersionSpan
+from agentrl.core.tokens import Completion
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
@@ -226,7 +227,6 @@ class EmulatedEngine:
             logprobs=_logprobs(count),
             finish_reason=call.reason,
             spans=tuple(call.spans),
-            prompt_tokens=call.context,
         )
 
     def forget(self, session: EmulatedSession) -> None:

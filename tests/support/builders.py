@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import (
-    Completion,
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
@@ -17,9 +16,9 @@ from agentrl.core.records import (
     Task,
     Trajectory,
     TrajectoryHeader,
-    TrajectoryRow,
     VersionSpan,
 )
+from agentrl.core.tokens import Completion, ExpertRoutingSpan, TrajectoryRow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,7 +131,6 @@ def make_completion(
     finish_reason: FinishReason = "stop",
     version: PolicyVersion = INITIAL,
     spans: Sequence[VersionSpan] | None = None,
-    prompt_tokens: int = 0,
 ) -> Completion:
     """A completion sampled by `version` alone, or by `spans`; logprobs are -0.5 unless given.
 
@@ -148,8 +146,12 @@ def make_completion(
         logprobs=np.asarray([-0.5] * len(token_ids) if logprobs is None else logprobs, dtype=np.float32),
         finish_reason=finish_reason,
         spans=whole if spans is None else tuple(spans),
-        prompt_tokens=prompt_tokens,
     )
+
+
+def spans_of(row: TrajectoryRow) -> tuple[ExpertRoutingSpan, ...]:
+    """The routing of a row's tokens, with a span per run of tokens that share it."""
+    return () if row.experts is None else tuple(row.experts.spans(len(row)))
 
 
 def make_trajectory(
@@ -178,7 +180,7 @@ def make_trajectory(
     row = TrajectoryRow(
         token_ids=np.arange(10, 10 + turns * width, dtype=np.int32),
         loss_mask=loss_mask,
-        behavior_logprobs=np.where(loss_mask, -0.5, 0.0).astype(np.float32),
+        logprobs=np.where(loss_mask, -0.5, 0.0).astype(np.float32),
         turn_index=np.where(loss_mask, turn_of_position, -1).astype(np.int32),
         spans=tuple(VersionSpan(t * width + context_tokens, (t + 1) * width, sampler) for t in range(turns)),
     )

@@ -16,7 +16,6 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,8 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import AdvantageConfig, CreditConfig, EngineConfig, LossConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, SamplingMask, TrainingSample, TrajectoryRow
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample, TrajectoryRow
 from agentrl.engines.embedded import forward as engine_forward
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.learn import forward, learner, losses, models, trainer
@@ -135,14 +135,14 @@ def _perturb(place: Path, seed: int) -> None:
 
 def _masked_rows(rows: Sequence[TrajectoryRow]) -> list[TrajectoryRow]:
     random = np.random.default_rng(0)
-    return [replace(row, sampling_mask=_random_mask(row, random)) for row in rows]
+    return [row.with_column("kept", _random_mask(row, random)) for row in rows]
 
 
-def _random_mask(row: TrajectoryRow | TrainingSample, random: np.random.Generator) -> SamplingMask:
+def _random_mask(row: TrajectoryRow | TrainingSample, random: np.random.Generator) -> KeptSets:
     sets = [np.unique([*random.integers(0, VOCABULARY, 5), token]) for token in row.token_ids[row.loss_mask]]
     counts = np.zeros(len(row.token_ids), np.int32)
     counts[row.loss_mask] = [len(each) for each in sets]
-    return SamplingMask(counts=counts, token_ids=np.concatenate(sets).astype(np.int32))
+    return KeptSets(counts=counts, ids=np.concatenate(sets).astype(np.int32))
 
 
 def training(
@@ -216,7 +216,7 @@ def _routed(row: TrajectoryRow, random: np.random.Generator) -> TrajectoryRow:
     length = len(row.token_ids)
     drawn = random.random((length - 1, 2, 4)).argsort(axis=-1)[..., :2].astype(np.int16)
     drawn[random.random(length - 1) < 1 / 3] = -1
-    return replace(row, routing=(ExpertRoutingSpan(0, length, drawn),))
+    return row.with_column("experts", ExpertRouting(drawn))
 
 
 def passing(*, kind: str = "qwen3", masked: bool = False, shared: bool = True, pieces: bool = False) -> Case:
@@ -227,7 +227,7 @@ def passing(*, kind: str = "qwen3", masked: bool = False, shared: bool = True, p
         model = models.load_models(config.trainer_plan, device)["policy"].model
         random, samples = np.random.default_rng(0), make_samples(5, 6)
         if masked:
-            samples = [replace(sample, sampling_mask=_random_mask(sample, random)) for sample in samples]
+            samples = [sample.with_column("kept", _random_mask(sample, random)) for sample in samples]
         if not shared:
             model.set_attn_implementation("sdpa")
         limit, forward.MAX_LOGITS = forward.MAX_LOGITS, 7 * VOCABULARY if pieces else forward.MAX_LOGITS
@@ -307,10 +307,10 @@ async def _sampled(
             for call in await asyncio.gather(*calls):
                 found["tokens"] += call.token_ids.tolist()
                 found["logprobs"] += call.logprobs.tolist()
-                if call.sampling_mask is not None:
-                    found["kept"] += call.sampling_mask.token_ids.tolist()
-                if call.expert_routing is not None:
-                    found["routing"] += call.expert_routing.reshape(-1).tolist()
+                if call.kept is not None:
+                    found["kept"] += call.kept.ids.tolist()
+                if call.experts is not None:
+                    found["routing"] += call.experts.rows.reshape(-1).tolist()
             await engine.serve(published)
         if scored:
             tokens = np.arange(3, 20, dtype=np.int32)

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
@@ -67,7 +66,7 @@ def recomputed_scores(
     messages: list[Message] = []
     for body in entries.values():
         if isinstance(body, TurnEntry):
-            reply = chat_format.parse(np.frombuffer(body.token_ids, "<i4").tolist())
+            reply = chat_format.parse(body.sampled().token_ids.tolist())
             messages += [*map(decode_message, body.messages), reply]
             turn = Turn(text=reply.content, message=reply, completion=None)  # type: ignore[arg-type]
             task = Task(id="t", data={})

@@ -16,7 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import Completion, Message, PolicyVersion, SampledTurn, ToolCall, ToolSpec, VersionSpan
+from agentrl.core.records import Message, PolicyVersion, SampledTurn, ToolCall, ToolSpec, VersionSpan
+from agentrl.core.tokens import Completion
 from agentrl.rollout.chat.chat_format import TemplateChatFormat, TokenizedTextCache
 from agentrl.rollout.external.token_tree import TokenTree
 from agentrl.rollout.turn.agent import AgentTokenRows

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import EpisodeDataLocation, ExpertRoutingSpan, SamplingMask, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, Unit
+from agentrl.core.tokens import ExpertRouting, KeptSets
 from agentrl.credit.samples import unit_samples
 from tests.support.builders import make_trajectory
 
@@ -43,7 +44,7 @@ def test_each_sampled_token_has_its_turn_s_advantage() -> None:
 def test_rows_of_a_rewritten_context_are_samples_of_their_own() -> None:
     trajectory = make_trajectory()
     (row,) = trajectory.rows
-    unsampled = replace(row, loss_mask=np.zeros_like(row.loss_mask))
+    unsampled = row.with_column("loss_mask", np.zeros_like(row.loss_mask))
     found = unit_samples(
         make_unit(TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)), [replace(trajectory, rows=(row, unsampled, row))]
     )
@@ -53,7 +54,7 @@ def test_rows_of_a_rewritten_context_are_samples_of_their_own() -> None:
 def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
     trajectory = make_trajectory(turns=1, context_tokens=2, sampled_tokens=3)
     counts = np.array([0, 0, 0, -1, 2], np.int32)
-    row = replace(trajectory.rows[0], sampling_mask=SamplingMask(counts=counts, token_ids=np.array([5, 6], np.int32)))
+    row = trajectory.rows[0].with_column("kept", KeptSets(counts=counts, ids=np.array([5, 6], np.int32)))
     (found,) = unit_samples(make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0)), [replace(trajectory, rows=(row,))])
     assert found.loss_mask.tolist() == [False, False, True, False, True]
     assert found.advantages.tolist() == [0.0, 0.0, 2.0, 0.0, 2.0]
@@ -62,17 +63,20 @@ def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
 def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> None:
     trajectory = make_trajectory(turns=2, context_tokens=2, sampled_tokens=3)
     (row,) = trajectory.rows
-    first = ExpertRoutingSpan(0, 4, np.zeros((3, 1, 2), np.int16))
-    second = ExpertRoutingSpan(4, 10, np.ones((9, 1, 2), np.int16))
+    first, second = np.zeros((3, 1, 2), np.uint8), np.ones((9, 1, 2), np.uint8)
     unit = make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0))
-    (whole,) = unit_samples(unit, [replace(trajectory, rows=(replace(row, routing=(first,)),))])
-    assert whole.expert_routing is first.experts
+    once, twice = ExpertRouting.of_stretches([(0, second)]), ExpertRouting.of_stretches([(0, first), (0, second)])
+    (whole,) = unit_samples(unit, [replace(trajectory, rows=(row.with_column("experts", once),))])
+    assert whole.experts is not None
+    assert np.array_equal(whole.experts.rows, second)
     assert whole.loss_mask is row.loss_mask
-    parts = unit_samples(unit, [replace(trajectory, rows=(replace(row, routing=(first, second)),))])
+    parts = unit_samples(unit, [replace(trajectory, rows=(row.with_column("experts", twice),))])
     assert [item.row_index for item in parts] == [0, 0]
     assert [np.flatnonzero(item.loss_mask).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
     assert [np.flatnonzero(item.advantages).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
-    assert [item.expert_routing for item in parts] == [first.experts, second.experts]
+    for item, experts in zip(parts, (first, second), strict=True):
+        assert item.experts is not None
+        assert np.array_equal(item.experts.rows, experts)
     assert {item.spans for item in parts} == {row.spans}
 
 

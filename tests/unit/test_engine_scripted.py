@@ -10,7 +10,8 @@ import pytest
 
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.virtual_time import simulate
 
@@ -185,9 +186,9 @@ def test_deltas_come_about_every_fifth_of_a_second_apart_by_version() -> None:
         engine = make(seconds_per_token=0.08)
         pieces: list[tuple[list[int], int]] = []
 
-        def on_delta(name: str, tokens: Any, logprobs: Any, version: PolicyVersion) -> None:
-            assert logprobs == [-1.0] * len(tokens)
-            pieces.append((tokens, version.step))
+        def on_delta(name: str, tokens: Tokens) -> None:
+            assert tokens.logprobs.tolist() == [-1.0] * len(tokens)
+            pieces.append((tokens.token_ids.tolist(), tokens.spans[0].version.step))
 
         running = asyncio.ensure_future(engine.open("s", "policy").generate(request("a"), on_delta))
         await asyncio.sleep(0.3)
@@ -243,7 +244,7 @@ def test_a_lost_engine_fails_what_runs_and_what_waits_and_takes_new_sessions_whe
         engine, told = make(seconds_per_token=0.1), list[int]()
         session = engine.open("s", "policy")
         running = asyncio.ensure_future(
-            session.generate(request("a"), lambda name, tokens, logprobs, version: told.extend(tokens))
+            session.generate(request("a"), lambda name, tokens: told.extend(tokens.token_ids.tolist()))
         )
         await asyncio.sleep(0.55)
         await engine.pause()

@@ -46,7 +46,7 @@ def test_json_lines_hold_the_rows_that_a_trainer_is_fed(sample_run: Path, tmp_pa
                 np.testing.assert_array_equal(told["token_ids"], row.token_ids)
                 np.testing.assert_array_equal(told["loss_mask"], row.loss_mask)
                 np.testing.assert_array_equal(told["turn_index"], row.turn_index)
-                np.testing.assert_array_equal(np.float32(told["logprobs"]), row.behavior_logprobs)
+                np.testing.assert_array_equal(np.float32(told["logprobs"]), row.logprobs)
                 assert [(*span[:2], str(span.version)) for span in row.spans] == [tuple(v) for v in told["versions"]]
     assert rows > 100
     reader.close()

@@ -105,7 +105,11 @@ def test_a_loop_with_a_tool_is_one_row_of_what_was_sampled() -> None:
     assert played.header.drop_reason is None
     assert (played.header.reward, played.header.turns, played.header.stop_reason) == (1.0, 2, "completed")
     first, second = turns(played)
-    assert (first.row, second.row, second.parent_context) == (0, 0, len(first.context_ids + first.token_ids) // 4)
+    assert (first.row, second.row, second.parent_context) == (
+        0,
+        0,
+        len(first.context_ids + first.tokens.token_ids) // 4,
+    )
     assert played.seen[1][: len(played.seen[0])] == played.seen[0]
     assert second.text.startswith("3")
 
@@ -338,7 +342,7 @@ def test_a_stream_holds_text_calls_and_true_counts() -> None:
         ("add", {"a": 1, "b": 2})
     ]
     usage = Streaming.events[-1]["usage"]
-    assert usage["completion_tokens"] == len(turns(played)[0].token_ids) // 4
+    assert usage["completion_tokens"] == len(turns(played)[0].tokens)
     assert usage["prompt_tokens"] == len(turns(played)[0].context_ids) // 4
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,15 +19,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.records import (
-    EpisodeDataLocation,
-    PolicyVersion,
-    TrainBatch,
-    TrainingSample,
-    Trajectory,
-    TrajectoryCredit,
-    Unit,
-)
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.tokens import ExpertRouting, TrainingSample
 from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.learn.packing import pack
 from agentrl.learn.trainer import PolicyTrainer
@@ -92,13 +86,14 @@ class Conversations:
 
     def __init__(self) -> None:
         rows = [
-            replace(row, turn_index=np.where(row.loss_mask, np.cumsum(row.loss_mask) > 2, -1).astype(np.int32))
+            row.with_column("turn_index", np.where(row.loss_mask, np.cumsum(row.loss_mask) > 2, -1).astype(np.int32))
             for row in make_rows(0, 3 * EPISODES)
         ]
         self.trajectories = []
         for number in range(EPISODES):
             first, second, third = rows[3 * number : 3 * number + 3]
-            third = replace(third, turn_index=np.where(third.loss_mask, third.turn_index + 2, -1).astype(np.int32))
+            third_turns = np.where(third.loss_mask, third.turn_index + 2, -1).astype(np.int32)
+            third = third.with_column("turn_index", third_turns)
             self.trajectories.append(
                 (
                     Trajectory(seat="agent", index=0, policy="policy", rows=(first,), reward=0.0),
@@ -139,7 +134,7 @@ class Replaced(PolicyTrainer):
         found = super()._read_share(units)
         assert found is not None
         return [
-            replace(
+            msgspec.structs.replace(
                 sample,
                 advantages=np.array(
                     [
@@ -506,13 +501,13 @@ def test_the_last_token_of_a_cut_row_has_no_recorded_experts() -> None:
     sample = TrainingSample(
         token_ids=row.token_ids,
         loss_mask=row.loss_mask,
-        behavior_logprobs=row.behavior_logprobs,
+        logprobs=row.logprobs,
         advantages=np.zeros(len(row.token_ids), np.float32),
-        expert_routing=routing,
+        experts=ExpertRouting(routing),
         is_cut=True,
     )
     (plain,) = pack([sample], max_tokens=64)
-    (whole,) = pack([sample, replace(sample, is_cut=False)], max_tokens=128, ends=True)
+    (whole,) = pack([sample, msgspec.structs.replace(sample, is_cut=False)], max_tokens=128, ends=True)
     assert plain.end_index is None
     assert whole.end_index is not None
     assert whole.end_index.tolist() == [len(row.token_ids) - 1]

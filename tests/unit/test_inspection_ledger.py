@@ -12,11 +12,15 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import JournalError
+from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.core.tokens import EncodedTokens
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control_rows import CHECKED_TABLES, row_checksum
-from agentrl.journal.entries import JournalEntry, RewardEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
+from agentrl.journal.entries import JournalEntry, RewardEntry, TurnEntry, encode_body, entry_checksum
 from tests.journal_cases import write_run
+
+ONE_TOKEN = EncodedTokens(b"1234", (), {"logprobs": b"\0" * 4})
 
 
 @pytest.fixture
@@ -115,7 +119,8 @@ def test_a_version_that_tokens_name_has_its_row_digest_and_step(run: Path, state
 
 def by_version_1(run: Path) -> None:
     """Have a turn of e0 sampled by another version."""
-    change_entries(run, "e0", TurnEntry, spans=(TurnVersionSpan(0, 2, 0, 1),))
+    spans = (VersionSpan(0, 2, PolicyVersion("policy", 0, 1)),)
+    change_entries(run, "e0", TurnEntry, tokens=EncodedTokens(b"\0" * 8, spans, {"logprobs": b"\0" * 8}))
 
 
 def change_entries(run: Path, name: str, kind: type[TurnEntry | RewardEntry], **fields: object) -> None:
@@ -144,7 +149,11 @@ def change_entries(run: Path, name: str, kind: type[TurnEntry | RewardEntry], **
         (RewardEntry, {"turn": 0}, ["solver has 2 tokens and the reward 3.0 ([[0,3.0]] by turn)"]),
         (TurnEntry, {"seat": "judge"}, ["judge has 2 tokens and no reward", "solver has no turn"]),
         (TurnEntry, {"index": 1}, ["solver has no turn", "solver[1] has 2 tokens and no reward"]),
-        (TurnEntry, {"token_ids": b"1234"}, ["solver has 1 token and the reward 3.0"]),
+        (
+            TurnEntry,
+            {"tokens": EncodedTokens(b"1234", (), {"logprobs": b"\0" * 4})},
+            ["solver has 1 token and the reward 3.0"],
+        ),
         (TurnEntry, {"turn": 1}, ["solver has turns [1]"]),
     ],
 )

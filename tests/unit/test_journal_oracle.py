@@ -141,15 +141,17 @@ def test_what_a_bug_would_write_is_named(run: Path, rule: str, statements: list[
 @pytest.mark.parametrize(
     ("rule", "kind", "field", "value"),
     [
-        ("unknown version", "turn", 10, [[0, 1, 0, 77]]),
-        ("entries", "turn", 10, [[1, 2, 0, 0]]),
-        ("entries", "turn", 10, []),
-        ("entries", "turn", 8, b"\0" * 4),
-        ("entries", "turn", 23, 7),
+        ("unknown version", "turn", (7, 1), [[0, 1, ["solver", 0, 77]]]),
+        ("entries", "turn", (7, 1), [[1, 2, ["solver", 0, 0]]]),
+        ("entries", "turn", (7, 1), []),
+        ("entries", "turn", (7, 2, "logprobs"), b"\0" * 4),
+        ("entries", "turn", (7, 2, "kept"), b"\0" * 4),
+        ("entries", "turn", (7, 2, "taste"), b""),
+        ("entries", "turn", 16, 7),
         ("entries", "turn", 1, "nobody"),
         ("entries", "turn", 2, 7),
         ("entries", "turn", 5, 7),
-        ("step", "turn", 8, b"\1"),
+        ("step", "turn", (7, 2, "logprobs"), b"\1"),
         ("reward", "reward", 1, "nobody"),
         ("reward", "reward", 2, 7),
         ("reward", "reward", 4, 0),
@@ -157,10 +159,17 @@ def test_what_a_bug_would_write_is_named(run: Path, rule: str, statements: list[
         ("digest", "reward", 3, 123.0),
     ],
 )
-def test_entries_that_a_bug_would_write_are_named(run: Path, rule: str, kind: str, field: int, value: object) -> None:
+def test_entries_that_a_bug_would_write_are_named(
+    run: Path, rule: str, kind: str, field: int | tuple[int | str, ...], value: object
+) -> None:
+    *path, last = field if isinstance(field, tuple) else (field,)
+
     def alter(content: list[object]) -> None:
-        before = content[field]
-        content[field] = value * len(before) if value == b"\1" and isinstance(before, bytes) else value
+        inner: Any = content
+        for part in path:
+            inner = inner[part]
+        before = inner.get(last) if isinstance(inner, dict) else inner[last]
+        inner[last] = value * len(before) if value == b"\1" and isinstance(before, bytes) else value
 
     change_entries(run, kind, alter)
     assert rule in rules(run), judge(run)

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.core.tokens import ExpertRouting, ExpertRoutingRestart, KeptSets, Tokens
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
@@ -17,15 +18,35 @@ from agentrl.journal.entries import (
     RewardEntry,
     ToolEntry,
     TurnEntry,
-    TurnVersionSpan,
     encode_body,
 )
 from agentrl.journal.rows import assemble_trajectories
+from tests.support.builders import spans_of
 
 BEGIN = BeginEntry("calculator", "hash", "t", {}, 7, {"solver": "policy", "judge": "old"}, "train", "g", 1, None)
 
 
-def turn(number: int, context: list[int], sampled: list[int], **changes: Any) -> TurnEntry:
+def turn(
+    number: int,
+    context: list[int],
+    sampled: list[int],
+    *,
+    steps: list[int] | None = None,
+    kept: KeptSets | None = None,
+    experts: ExpertRouting | None = None,
+    columns: dict[str, bytes] | None = None,
+    **changes: Any,
+) -> TurnEntry:
+    """A turn of `sampled` tokens; version `steps[i]` sampled token i, and `columns` replaces encoded columns."""
+    policy = changes.get("policy", "policy")
+    spans = [VersionSpan(at, at + 1, PolicyVersion(policy, 0, step)) for at, step in enumerate(steps or [])]
+    table = Tokens(
+        token_ids=np.array(sampled, np.int32),
+        logprobs=-np.arange(1, len(sampled) + 1, dtype=np.float32),
+        spans=tuple(spans) or (VersionSpan(0, len(sampled), PolicyVersion(policy, 0, number)),),
+        kept=kept,
+        experts=experts,
+    )
     base = TurnEntry(
         seat="solver",
         index=0,
@@ -33,17 +54,22 @@ def turn(number: int, context: list[int], sampled: list[int], **changes: Any) ->
         row=0,
         turn=number,
         context_ids=np.array(context, dtype="<i4").tobytes(),
-        token_ids=np.array(sampled, dtype="<i4").tobytes(),
-        logprobs=(-np.arange(1, len(sampled) + 1, dtype="<f4")).tobytes(),
+        tokens=table.encode(),
         finish_reason="stop",
-        spans=(TurnVersionSpan(0, len(sampled), 0, number),),
         text="",
         messages=(),
         temperature=1.0,
         seconds=0.0,
         started=0.0,
     )
+    if columns is not None:
+        encoded = msgspec.structs.replace(base.tokens, columns=base.tokens.columns | columns)
+        base = msgspec.structs.replace(base, tokens=encoded)
     return msgspec.structs.replace(base, **changes)
+
+
+def int32(*columns: list[int]) -> list[Any]:
+    return [np.array(column, np.int32) for column in columns]
 
 
 def entries(*bodies: EntryBody) -> list[JournalEntry]:
@@ -52,24 +78,22 @@ def entries(*bodies: EntryBody) -> list[JournalEntry]:
 
 def test_two_turns_and_a_tool_between_make_one_row() -> None:
     tool = ToolEntry("calculate", {}, "5", "ok", False, 0.0)
-    second = turn(
-        1, [30, 31], [40, 41], spans=(TurnVersionSpan(0, 1, 0, 1), TurnVersionSpan(1, 2, 0, 2)), parent_context=5
-    )
+    second = turn(1, [30, 31], [40, 41], steps=[1, 2], parent_context=5)
     (only,) = assemble_trajectories(
         entries(BEGIN, turn(0, [1, 2, 3], [10, 11]), tool, second, RewardEntry("solver", 0, 1.0, None))
     )
     (row,) = only.rows
     assert row.token_ids.tolist() == [1, 2, 3, 10, 11, 30, 31, 40, 41]
     assert row.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
-    assert row.behavior_logprobs.tolist() == [0, 0, 0, -1, -2, 0, 0, -1, -2]
+    assert row.logprobs.tolist() == [0, 0, 0, -1, -2, 0, 0, -1, -2]
     assert row.turn_index.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1, 1]
     assert row.spans == (
         VersionSpan(3, 5, PolicyVersion("policy", 0, 0)),
         VersionSpan(7, 8, PolicyVersion("policy", 0, 1)),
         VersionSpan(8, 9, PolicyVersion("policy", 0, 2)),
     )
-    assert (row.routing, row.sampling_mask, only.reward) == ((), None, 1.0)
-    dtypes = (row.token_ids.dtype, row.loss_mask.dtype, row.behavior_logprobs.dtype, row.turn_index.dtype)
+    assert (spans_of(row), row.kept, only.reward) == ((), None, 1.0)
+    dtypes = (row.token_ids.dtype, row.loss_mask.dtype, row.logprobs.dtype, row.turn_index.dtype)
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
 
 
@@ -97,7 +121,7 @@ def test_inherited_turns_are_context() -> None:
     before = entries(
         BEGIN,
         turn(0, [1], [2], temperature=0.5),
-        turn(1, [3], [4], row=1, policy="old", mask_counts=np.array([1], dtype="<i4").tobytes()),
+        turn(1, [3], [4], row=1, policy="old", kept=KeptSets(*int32([1], [4]))),
         turn(0, [8], [9], seat="judge"),
         RewardEntry("solver", 0, 0.25, 0),
     )
@@ -108,36 +132,29 @@ def test_inherited_turns_are_context() -> None:
     (row,) = solver.rows
     assert row.token_ids.tolist() == [3, 4, 5, 6, 7]
     assert row.loss_mask.tolist() == [False, False, False, True, True]
-    assert row.behavior_logprobs.tolist() == [0, 0, 0, -1, -2]
+    assert row.logprobs.tolist() == [0, 0, 0, -1, -2]
     assert row.turn_index.tolist() == [-1, -1, -1, 2, 2]
     assert row.spans == (VersionSpan(3, 5, PolicyVersion("policy", 0, 2)),)
-    assert (row.temperature, row.sampling_mask) == (1.0, None)
+    assert (row.temperature, row.kept) == (1.0, None)
     assert (solver.policy, solver.reward, dict(solver.turn_rewards)) == ("policy", 1.25, {0: 0.25})
 
 
 def test_kept_sets_are_aligned_and_absent_ones_are_none() -> None:
-    first = turn(
-        0,
-        [1, 2],
-        [10, 11],
-        mask_counts=np.array([2, -1], dtype="<i4").tobytes(),
-        mask_ids=np.array([10, 12], dtype="<i4").tobytes(),
-    )
+    first = turn(0, [1, 2], [10, 11], kept=KeptSets(*int32([2, -1], [10, 12])))
     (only,) = assemble_trajectories(entries(BEGIN, first, turn(1, [3], [13])))
-    mask = only.rows[0].sampling_mask
+    mask = only.rows[0].kept
     assert mask is not None
     assert mask.counts.tolist() == [0, 0, 2, -1, 0, 0]
-    assert mask.token_ids.tolist() == [10, 12]
+    assert mask.ids.tolist() == [10, 12]
 
 
 def routed(start: int, positions: int, value: int) -> dict[str, Any]:
-    data = np.full((positions, 2, 1), value, dtype=np.uint8)
-    return {"expert_routing": data.tobytes(), "routing_shape": data.shape, "routing_start": start}
+    return {"experts": ExpertRouting(np.full((positions, 2, 1), value, np.uint8), start)}
 
 
 def spans(*turns: TurnEntry) -> list[tuple[int, int, list[int]]]:
     (found,) = assemble_trajectories(entries(BEGIN, *turns))
-    return [(span.start, span.stop, span.experts[:, 0, 0].tolist()) for span in found.rows[0].routing]
+    return [(span.start, span.stop, span.experts[:, 0, 0].tolist()) for span in spans_of(found.rows[0])]
 
 
 def test_routing_is_assembled_by_position_and_what_was_not_recorded_is_minus_one() -> None:
@@ -162,8 +179,7 @@ def test_tokens_sampled_before_a_prefix_was_routed_again_keep_theirs() -> None:
 def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
     """Its positions 0-3 go through expert 1, then 1-4 through 2: tokens up to 4 were sampled before, 5 after."""
     data = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.uint8).reshape(-1, 1, 1)
-    fields = {"expert_routing": data.tobytes(), "routing_shape": data.shape, "routing_breaks": ((4, 1),)}
-    whole = turn(0, [1, 2], [10, 11, 12, 13], **fields)
+    whole = turn(0, [1, 2], [10, 11, 12, 13], experts=ExpertRouting(data, 0, (ExpertRoutingRestart(4, 1),)))
     assert spans(whole) == [(0, 5, [1, 1, 1, 1]), (5, 6, [1, 2, 2, 2, 2])]
 
 
@@ -172,11 +188,14 @@ def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
     [
         ([turn(0, [1], [2])], "begin"),
         ([BEGIN, turn(0, [1], [2]), turn(0, [1], [2])], "twice"),
-        ([BEGIN, turn(0, [1], [2], logprobs=b"")], "length"),
-        ([BEGIN, turn(0, [1], [2], token_ids=b"abc")], "cannot be read"),
+        ([BEGIN, turn(0, [1], [2], columns={"logprobs": b""})], "1 tokens but 0 logprobs"),
+        ([BEGIN, turn(0, [1], [2], columns={"logprobs": b"abc"})], "turn 0 of solver.0.: its tokens cannot be read"),
+        ([BEGIN, turn(0, [1], [2], columns={"taste": b""})], "unknown columns taste"),
+        ([BEGIN, turn(0, [1], [2], context_ids=b"abc")], "context cannot be read"),
+        ([BEGIN, turn(0, [-1], [2])], "negative"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "row of 9"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], temperature=0.5)], "temperature"),
-        ([BEGIN, turn(0, [1, 2], [2], routing_shape=(3, 1, 1), expert_routing=b"12")], "cannot be read"),
+        ([BEGIN, turn(0, [1, 2], [2], columns={"experts": b"12"})], "cannot be read"),
         ([BEGIN, turn(0, [1], [2], **routed(1, 4, 1))], "does not fit"),
     ],
 )

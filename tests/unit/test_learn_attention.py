@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from agentrl.config.policies import LoraConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.learn import forward
 from agentrl.learn import trainer as trainer_module
 from agentrl.learn.forward import (
@@ -47,7 +47,7 @@ def rows_of(lengths: Sequence[int], shared: Sequence[int], seed: int = 0) -> lis
         tokens = np.concatenate([preamble[:common], rng.integers(0, 1000, length + 1 - common)]).astype(np.int32)
         last = np.arange(length + 1) == length
         blank = np.zeros(length + 1, np.float32)
-        rows.append(TrainingSample(token_ids=tokens, loss_mask=last, behavior_logprobs=blank, advantages=blank))
+        rows.append(TrainingSample(token_ids=tokens, loss_mask=last, logprobs=blank, advantages=blank))
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +58,15 @@ def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:
         VersionSpan(6, 8, PolicyVersion("policy", 1, 5)),
         VersionSpan(8, 9, NOW),
     )
-    assert token_lags(replace(sample, spans=spans), NOW)[:10].tolist() == [-1, -1, 1, 1, 4, -1, 2, 2, 0, -1]
+    assert token_lags(sample.with_column("spans", spans), NOW)[:10].tolist() == [-1, -1, 1, 1, 4, -1, 2, 2, 0, -1]
 
 
 def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(tmp_path: Path) -> None:
     samples = [
-        replace(sample, spans=(VersionSpan(0, 11, NOW._replace(step=step)), VersionSpan(11, 13, NOW)))
+        sample.with_column("spans", (VersionSpan(0, 11, NOW._replace(step=step)), VersionSpan(11, 13, NOW)))
         for sample, step in zip(make_samples(0, 4), (7, 6, 7, 7), strict=True)
     ]
-    samples[3] = replace(samples[3], spans=())
+    samples[3] = samples[3].with_column("spans", ())
     parts = []
     for share in (samples[:2], samples[2:]):
         columns = TokenColumns.of(share, NOW, group_size=1)
@@ -85,7 +84,7 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
     _, written = read_step_file(tmp_path / "step.safetensors")
     assert written["lag"].tolist()[-counts[3] :] == [-1] * counts[3]
     expected = np.concatenate(
-        [sample.behavior_logprobs[at] for sample, at in zip(samples, trained_positions(samples), strict=True)]
+        [sample.logprobs[at] for sample, at in zip(samples, trained_positions(samples), strict=True)]
     )
     assert np.array_equal(written["behavior_logprobs"], expected)
     assert np.array_equal(written["entropy"], np.abs(expected))

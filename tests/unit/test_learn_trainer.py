@@ -24,7 +24,8 @@ from agentrl.core.errors import (
     UntrainableUnitsError,
 )
 from agentrl.core.ports import Trainer
-from agentrl.core.records import PolicyVersion, SamplingMask, TrainBatch, Trajectory, Unit
+from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
+from agentrl.core.tokens import KeptSets
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
 from tests.learn_cases import (
     LORA,
@@ -371,11 +372,9 @@ def test_a_checkpoint_of_other_weights_is_refused(model: Path, tmp_path: Path, e
 
 
 def test_a_token_whose_mask_is_missing_is_not_trained(model: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     rows = make_rows(0, 2)
     counts = np.where(rows[0].loss_mask, -1, 0).astype(np.int32)
-    masked = replace(rows[0], sampling_mask=SamplingMask(counts=counts, token_ids=np.empty(0, np.int32)))
+    masked = rows[0].with_column("kept", KeptSets(counts=counts, ids=np.empty(0, np.int32)))
     episodes = Episodes([masked, rows[1]])
     trainer = started(run_config(model), tmp_path, episodes)
     trainer.forward_backward(episodes.batch())

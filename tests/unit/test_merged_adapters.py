@@ -12,7 +12,8 @@ from agentrl.app.policies import adapter_slots_needed
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.records import PolicyVersion, TrainingSample
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import TrainingSample
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.trainer import PolicyTrainer

@@ -12,7 +12,7 @@ import transformers
 from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.engines.embedded.forward import check_slots_match_forward, load_model
 from agentrl.engines.models import context_length_thresholds, kv_bytes_per_token, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
@@ -176,7 +176,7 @@ def test_what_is_trained_is_what_the_model_itself_gives_at_every_length(tmp_path
         nothing = np.zeros(length, np.float32)
         ids = np.concatenate([[7, 8, 9], random.integers(0, 97, length - 3)]).astype(np.int32)
         mask = np.arange(length) > 0
-        rows.append(TrainingSample(token_ids=ids, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing))
+        rows.append(TrainingSample(token_ids=ids, loss_mask=mask, logprobs=nothing, advantages=nothing))
     (batch,) = pack(rows, max_tokens=1 << 20, share=policy.shared_prefixes)
     trained_with = model.config._attn_implementation
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import EngineConfig
-from agentrl.core.records import TrainingSample
+from agentrl.core.tokens import ExpertRouting, TrainingSample
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
@@ -21,10 +21,11 @@ from tests.model_families import family_config, sharp_model
 def with_routing(samples: list[TrainingSample]) -> list[TrainingSample]:
     """Of two layers, two of four experts a token: seldom those that a random router chooses."""
     rng = np.random.default_rng(0)
-    for sample in samples:
-        drawn = np.stack([rng.permutation(4)[:2] for _ in range(2 * len(sample.token_ids))])
-        object.__setattr__(sample, "expert_routing", drawn.reshape(-1, 2, 2).astype(np.int16))
-    return samples
+    drawn = [np.stack([rng.permutation(4)[:2] for _ in range(2 * len(sample))]) for sample in samples]
+    return [
+        sample.with_column("experts", ExpertRouting(experts.reshape(-1, 2, 2).astype(np.int16)))
+        for sample, experts in zip(samples, drawn, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("qwen3", False), ("qwen3", True), ("sliding", False), ("moe", False)])

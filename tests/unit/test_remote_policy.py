@@ -391,7 +391,7 @@ def everything_kept(run: SmallRun) -> str:
     """All that the journal, the loop and the configuration hold, as text."""
     log = run.journal.turn_log("0")
     entries = [entry.body for unit in run.trainer.batches[0].units for entry in log.read(unit.episode_id, unit.attempt)]
-    ids = [np.frombuffer(entry.token_ids, "<i4") for entry in entries_of(run)]
+    ids = [np.frombuffer(entry.tokens.token_ids, "<i4") for entry in entries_of(run)]
     said = b"".join(bytes(row.astype(np.uint8)) for row in ids)
     return repr(entries) + said.decode() + repr(run.journal.records) + run.config.model_dump_json()
 
@@ -557,5 +557,5 @@ def test_tokens_are_those_the_endpoint_counts_and_go_to_nobody(monkeypatch: pyte
     judged = [trajectory for header in headers for trajectory in header.trajectories if trajectory.seat == "judge"]
     assert {trajectory.tokens for trajectory in judged} == {6}
     assert [message for body in asked for message in body["messages"] if "usage" in message] == []
-    recorded = np.frombuffer(entries_of(run)[0].token_ids, "<i4").tolist()
+    recorded = np.frombuffer(entries_of(run)[0].tokens.token_ids, "<i4").tolist()
     assert JsonChatFormat().usage(recorded) == {"prompt_tokens": 11, "completion_tokens": 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, TrainingSample, VersionSpan
+from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.core.tokens import ExpertRouting, TrainingSample
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.forward import RoutingReplay, token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -51,10 +52,10 @@ def routed_samples(count: int, *, known: float = 1.0) -> list[TrainingSample]:
     """Rows that share tokens, and half of them the routing too; the last has none."""
     samples = make_samples(5, count, prefix=12)
     found = [
-        replace(sample, expert_routing=random_routing(index // 2, len(sample.token_ids), known=known))
+        sample.with_column("experts", ExpertRouting(random_routing(index // 2, len(sample), known=known)))
         for index, sample in enumerate(samples)
     ]
-    return [*found[:-1], replace(found[-1], expert_routing=None)]
+    return [*found[:-1], found[-1].with_column("experts", None)]
 
 
 def by_hand(model: PolicyModel, sample: TrainingSample) -> tuple[Tensor, list[Tensor]]:
@@ -70,8 +71,8 @@ def by_hand(model: PolicyModel, sample: TrainingSample) -> tuple[Tensor, list[Te
         def forward(hidden: Tensor, router: Any = router, layer: int = layer) -> tuple[Tensor, Tensor, Tensor]:
             scores = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
             chosen = scores.topk(TOP_K, dim=-1).indices
-            if sample.expert_routing is not None:
-                for position, experts in enumerate(sample.expert_routing[: len(chosen), layer]):
+            if sample.experts is not None:
+                for position, experts in enumerate(sample.experts.rows[: len(chosen), layer]):
                     if experts[0] >= 0:
                         chosen[position] = torch.from_numpy(experts.astype(np.int64))
             gates = torch.stack([row[at].exp() for row, at in zip(scores, chosen, strict=True)])
@@ -132,7 +133,7 @@ def test_packed_rows_follow_their_records_as_single_rows_by_hand_do(tmp_path: Pa
 
     wanted = gradients(model, expected)
     value = expected().item()
-    plain = packed(model, [replace(sample, expert_routing=None) for sample in samples], shared=True).item()
+    plain = packed(model, [sample.with_column("experts", None) for sample in samples], shared=True).item()
     assert abs(plain - value) > 1e-2, "the record makes no difference"
     for shared in (True, False):
         assert packed(model, samples, shared=shared).item() == pytest.approx(value, abs=2e-4)
@@ -203,8 +204,8 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         RoutingReplay(transformers.DeepseekV3ForCausalLM(grouped))
     model = loaded(tmp_path / "moe")
     (sample, _) = routed_samples(2)
-    assert sample.expert_routing is not None
-    (batch,) = pack([replace(sample, expert_routing=sample.expert_routing[:, :1])], max_tokens=1000)
+    assert sample.experts is not None
+    (batch,) = pack([sample.with_column("experts", ExpertRouting(sample.experts.rows[:, :1]))], max_tokens=1000)
     with pytest.raises(ModelError, match=r"1 layers .*2"):
         token_logprobs(model.model, batch, replay=model.replay)
 
@@ -222,23 +223,23 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
         sample = TrainingSample(
             token_ids=row.token_ids,
             loss_mask=row.loss_mask,
-            behavior_logprobs=row.behavior_logprobs,
-            advantages=row.behavior_logprobs,
+            logprobs=row.logprobs,
+            advantages=row.logprobs,
             temperature=row.temperature,
-            expert_routing=routing,
+            experts=ExpertRouting(routing),
         )
         logprobs = np.where(row.loss_mask, np.concatenate([[0], by_hand(model, sample)[0].detach().numpy()]), 0)
         rows.append(
             replace(
                 row,
-                behavior_logprobs=logprobs.astype(np.float32),
-                routing=(ExpertRoutingSpan(0, length, routing),),
+                logprobs=logprobs.astype(np.float32),
+                experts=ExpertRouting(routing),
                 spans=(VersionSpan(0, length, version),),
             )
         )
     results = []
     for routed in (True, False):
-        episodes = Episodes(rows if routed else [replace(row, routing=()) for row in rows])
+        episodes = Episodes(rows if routed else [row.with_column("experts", None) for row in rows])
         trainer = PolicyTrainer(config.trainer_plan, tmp_path / str(routed), read=episodes.read)
         trainer.start()
         trainer.forward_backward(episodes.batch())
@@ -254,9 +255,8 @@ def test_the_base_under_an_adapter_chooses_its_own_experts(tmp_path: Path) -> No
     """The divergence from the base equals that from a separate copy of it: recorded experts are the policy's."""
     path = write_model(tmp_path / "model", kind="moe")
     rows = [
-        replace(row, routing=(ExpertRoutingSpan(0, length, random_routing(index, length - 1)),))
+        row.with_column("experts", ExpertRouting(random_routing(index, len(row) - 1)))
         for index, row in enumerate(make_rows(0, 4))
-        for length in [len(row.token_ids)]
     ]
     divergences = []
     for reference in ("", str(path)):

@@ -36,7 +36,7 @@ def test_it_holds_one_of_everything(sample_run: Path) -> None:
         for _, entry in reader.episode(line.episode).entries
         if isinstance(entry, TurnEntry)
     ]
-    assert any(len(turn.spans) > 1 for turn in turns), "an update inside a turn"
+    assert any(len(turn.tokens.spans) > 1 for turn in turns), "an update inside a turn"
     assert any(pause.why == "parked" and pause.seconds > 0 for turn in turns for pause in turn.pauses)
     assert len(forks.episodes()) == 4
     reader.close()

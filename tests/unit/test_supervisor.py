@@ -36,10 +36,10 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport, Task, VersionSpan
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
+from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.run_process import RunLock, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.journal.store import SqliteJournal
@@ -238,14 +238,14 @@ def test_units_of_weights_that_a_rollback_undid_are_trained(tmp_path: Path) -> N
         log = store.turn_log("0")
         trained = {episode for _, _, episodes in surviving_steps(path) for episode in episodes}
         found = {
-            episode: {(span.lineage, span.step) for entry in log.read(episode, 0) for span in spans_of(entry.decode())}
+            episode: {span.version[1:] for entry in log.read(episode, 0) for span in spans_of(entry.decode())}
             for episode in trained
         }
         asyncio.run(store.close())
         return found
 
-    def spans_of(body: EntryBody) -> tuple[TurnVersionSpan, ...]:
-        return body.spans if isinstance(body, TurnEntry) else ()
+    def spans_of(body: EntryBody) -> tuple[VersionSpan, ...]:
+        return body.tokens.spans if isinstance(body, TurnEntry) else ()
 
     dead = (0, 3)  # published after the checkpoint that the second life begins at
     trained = False

@@ -257,7 +257,7 @@ def test_sampled_tokens_are_journaled_as_they_came() -> None:
     played = play(Desk, [call("calculate", a=1, op="+"), "42"])
     turns = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
     assert [turn.finish_reason for turn in turns] == ["stop", "stop"]
-    assert turns[1].parent_context == (len(turns[0].context_ids) + len(turns[0].token_ids)) // 4
+    assert turns[1].parent_context == (len(turns[0].context_ids) + len(turns[0].tokens.token_ids)) // 4
 
 
 def test_specs_tell_the_schema_and_the_first_paragraph() -> None:

@@ -19,7 +19,8 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
-from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
+from agentrl.core.records import TrajectoryCredit, Unit
+from agentrl.core.tokens import TrajectoryRow
 from agentrl.credit.baselines import RewardHistory
 from agentrl.credit.estimators import GROUP_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group

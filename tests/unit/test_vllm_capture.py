@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.core.records import ExpertRoutingRestart
+from agentrl.core.tokens import ExpertRoutingRestart
 from agentrl.engines.vllm.capture import CallRouting, RoutedContext
 
 OLD, NEW = "old", "new"
@@ -30,10 +30,11 @@ def test_one_request_returns_the_layers_with_experts() -> None:
     call = routing()
     assert call.start_of_request(OLD) == 0
     call.append(returned(0, 14), 0, 12, OLD)  # two tokens were withdrawn
-    fields = call.fields()
-    assert fields["expert_routing"].shape == (12, 1, 1)
-    assert fields["expert_routing"][:, 0, 0].tolist() == [*range(12)]
-    assert (fields["routing_start"], fields["routing_breaks"]) == (0, ())
+    experts = call.experts()
+    assert experts is not None
+    assert experts.rows.shape == (12, 1, 1)
+    assert experts.rows[:, 0, 0].tolist() == [*range(12)]
+    assert (experts.start, experts.restarts) == (0, ())
 
 
 def test_the_same_version_continues_and_another_begins_again() -> None:
@@ -43,8 +44,10 @@ def test_the_same_version_continues_and_another_begins_again() -> None:
     call.append(returned(12, 3), 12, 15, OLD)
     assert call.start_of_request(NEW) == 0
     call.append(returned(0, 20), 0, 20, NEW)
-    assert call.fields()["routing_breaks"] == (ExpertRoutingRestart(15, 0),)
-    assert call.fields()["expert_routing"][:, 0, 0].tolist() == [*range(15), *range(20)]
+    experts = call.experts()
+    assert experts is not None
+    assert experts.restarts == (ExpertRoutingRestart(15, 0),)
+    assert experts.rows[:, 0, 0].tolist() == [*range(15), *range(20)]
     known = call.after(np.arange(21, dtype=np.int32))
     assert known is not None
     assert (known.computed_by, len(known.token_ids)) == (NEW, 20)
@@ -74,7 +77,7 @@ def test_a_call_without_rows_leaves_what_is_known() -> None:
     known = RoutedContext(OLD, CONTEXT[:6])
     call = routing(known)
     call.append(SimpleNamespace(routed_experts=None), 6, 12, OLD)  # type: ignore[arg-type]
-    assert call.fields() == {}
+    assert call.experts() is None
     assert call.after(CONTEXT) is known
 
 

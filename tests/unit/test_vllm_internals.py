@@ -38,7 +38,7 @@ USED = {
         "CompletionOutput.routed_experts",
         "CompletionOutput.sampling_mask",
         "CompletionOutput.weight_versions",
-        "SamplingMask.token_ids",
+        "KeptSets.token_ids",
         "WeightVersionSpan.version",
     },
 }

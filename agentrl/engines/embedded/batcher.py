@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.records import Completion, VersionSpan
+from agentrl.core.records import VersionSpan
+from agentrl.core.tokens import Completion, KeptSets, Tokens
 from agentrl.engines.embedded.forward import ForwardPassPlan
 from agentrl.engines.version_table import VersionedSession, empty_completion
 
@@ -98,7 +99,9 @@ class ActiveRequest:
             first, last = max(span.start, start) - start, span.stop - start
             if last > max(first, 0):
                 piece = slice(max(first, 0), last)
-                self.on_delta(self.request.request_id, tokens[piece].tolist(), logprobs[piece].tolist(), span.version)
+                spans = (VersionSpan(0, last - max(first, 0), span.version),)
+                delta = Tokens(token_ids=tokens[piece], logprobs=logprobs[piece], spans=spans)
+                self.on_delta(self.request.request_id, delta)
         self.num_delivered = num_sampled
 
     def complete(
@@ -110,23 +113,18 @@ class ActiveRequest:
         mask_recorder: SamplingMaskRecorder | None,
     ) -> Completion:
         """Make the reply to the call from the tokens sampled so far."""
-        context = len(self.request.token_ids)
         if self.serving is None:
-            return empty_completion(context, reason)
+            return empty_completion(reason)
         slot = self.session.slot
         tokens, logprobs = columns.sampled(slot)
         self.close_span(len(tokens))
-        routing = tap.routing_of_call(slot, int(columns.computed[slot])) if tap else None
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
             finish_reason=reason,
             spans=tuple(self.spans),
-            expert_routing=routing.rows if routing else None,
-            routing_start=routing.start if routing else 0,
-            routing_breaks=routing.breaks if routing else (),
-            sampling_mask=mask_recorder.sets_of_call(slot) if mask_recorder else None,
-            prompt_tokens=context,
+            kept=KeptSets.of(mask_recorder.sets_of_call(slot)) if mask_recorder else None,
+            experts=tap.routing_of_call(slot, int(columns.computed[slot])) if tap else None,
             cached_tokens=self.cached,
         )
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.core.records import ExpertRoutingRestart, SamplingMask
+from agentrl.core.tokens import ExpertRouting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import BoolArray, ExpertArray
     from agentrl.engines.embedded.slots import Slots
-
-
-class RecordedExpertRouting(NamedTuple):
-    """The routing of a call, for its completion."""
-
-    rows: ExpertArray
-    start: int
-    breaks: tuple[ExpertRoutingRestart, ...]
 
 
 @dataclass(slots=True)
@@ -132,7 +124,7 @@ class ExpertRoutingRecorder:
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
-    def routing_of_call(self, slot: int, num_computed: int) -> RecordedExpertRouting | None:
+    def routing_of_call(self, slot: int, num_computed: int) -> ExpertRouting | None:
         """Return the routing of the slot's call, which ends with KV of `num_computed` positions; None before the first
         pass."""
         if self._rows is None:
@@ -140,9 +132,7 @@ class ExpertRoutingRecorder:
         calls = self._calls[slot]
         stop = max(calls.start, num_computed) if calls.behind else calls.end
         parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
-        ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
-        breaks = (ExpertRoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
-        return RecordedExpertRouting(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
+        return ExpertRouting.of_stretches(parts)
 
 
 def chosen_experts(output: object) -> Tensor:
@@ -196,15 +186,6 @@ class SamplingMaskRecorder:
         for i, slot in enumerate(slots.tolist()):
             self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if is_filtered[i] else None)
 
-    def sets_of_call(self, slot: int) -> SamplingMask:
-        """Return the kept sets of the slot's call, one per sampled token; count 0 if nothing was filtered."""
-        return sampling_mask_from_sets(self._sets[slot])
-
-
-def sampling_mask_from_sets(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
-    """Convert kept sets to a ragged array."""
-    parts = [part for part in sets if part is not None]
-    return SamplingMask(
-        counts=np.array([0 if part is None else len(part) for part in sets], np.int32),
-        token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
-    )
+    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32] | None]:
+        """Return the kept sets of the slot's call, one per sampled token; None if nothing was filtered."""
+        return self._sets[slot]

@@ -39,7 +39,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion
+from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
@@ -250,7 +250,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
         if self._samples_nothing(request):
-            return empty_completion(len(request.token_ids), "length")
+            return empty_completion("length")
         loop = asyncio.get_running_loop()
         self._arrivals += 1
         call = ActiveRequest(request, session, loop.create_future(), on_delta, self._arrivals)

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback
-    from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.tokens import Completion
     from agentrl.engines.process import ChildProgram, ConnectedChildProcess, ProcessPlacement
 
 LOAD_BOUND = 1.25

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, InputError, VersionsRefusedError, rebuild_error
+from agentrl.core.tokens import Completion
 from agentrl.engines import protocol
 from agentrl.engines.version_table import in_loading_order
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
-    from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.weights.version_files import VersionFiles
 
 
@@ -47,7 +50,13 @@ class EngineConnection(rpc.Connection):
         """Number of conversations that use the connection."""
         self.files: VersionFiles | None = None
         """Sends files to a process on another machine; None: it is on this one, and reads them."""
-        self.start(self._handle, on_end=on_end, on_message=on_message, name="engine replies")
+
+        def check_message(message: protocol.Reply) -> None:
+            if isinstance(message, protocol.NewTokens | protocol.CompletionReply):
+                message.tokens.decode()  # raises here, where an invalid message ends the connection
+            on_message(message)
+
+        self.start(self._handle, on_end=on_end, on_message=check_message, name="engine replies")
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
         """Open a session of the process; if the process refuses, the first call fails."""
@@ -62,13 +71,13 @@ class EngineConnection(rpc.Connection):
         if on_delta is not None:
 
             def on_part(new: protocol.NewTokens) -> None:
-                on_delta(request.request_id, new.token_ids, new.logprobs, new.version)
+                on_delta(request.request_id, new.tokens.decode())
 
         message = protocol.message_from_generate_request(call, session, request, deltas=on_delta is not None)
         reply = await self.ask(call, message, on_part=on_part, is_cancellable=True)
         if not isinstance(reply, protocol.CompletionReply):
             raise EngineError(f"call {request.request_id}: unexpected answer of the engine: {type(reply).__name__}")
-        return protocol.completion_from_message(reply)
+        return Completion.of(reply.tokens.decode(), reply.finish_reason, reply.cached_tokens)
 
     async def score(self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float) -> Float32Array:
         """Return the log-probabilities of tokens."""
@@ -76,7 +85,8 @@ class EngineConnection(rpc.Connection):
         column = token_ids.astype("<i4", copy=False).tobytes()
         request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
         reply: protocol.LogprobsReply = await self.ask(call, request)
-        return protocol.decode_logprobs(reply.logprobs)
+        logprobs: Float32Array = np.frombuffer(reply.logprobs, "<f4")
+        return logprobs
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         versions = in_loading_order(current, pinned)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from agentrl.core import rpc
 from agentrl.core.errors import (
@@ -40,10 +41,9 @@ from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_w
 from agentrl.engines.weights.receiver import WeightReceivingEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from agentrl.core.ports import EngineSession
     from agentrl.core.records import PolicyVersion, WeightsRef
+    from agentrl.core.tokens import Tokens
 
 ExitProcess = Callable[[], Coroutine[Any, Any, None]]
 LONGEST_ADDRESS = 107
@@ -143,18 +143,18 @@ class ConnectionHandler:
         if session is None or isinstance(session, AgentRLError):
             raise session or EngineError(f"call {message.request_id}: the session is closed")
 
-        def on_delta(
-            request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
-        ) -> None:
-            delta = protocol.NewTokens(
-                call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version
-            )
-            self.connection.send(delta)
+        def on_delta(request_id: str, tokens: Tokens) -> None:
+            self.connection.send(protocol.NewTokens(call=message.call, tokens=tokens.encode()))
 
         completion = await session.generate(
             protocol.generate_request_from_message(message), on_delta if message.deltas else None
         )
-        return protocol.message_from_completion(message.call, completion)
+        return protocol.CompletionReply(
+            call=message.call,
+            tokens=completion.encode(),
+            finish_reason=completion.finish_reason,
+            cached_tokens=completion.cached_tokens,
+        )
 
     async def _keep(self, chunk: protocol.WeightChunk) -> None:
         async with self._write_lock:
@@ -180,9 +180,7 @@ class ConnectionHandler:
         )
 
     async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
-        scores = await self._engine.score(
-            message.version, protocol.decode_token_ids(message.token_ids), message.temperature
-        )
+        scores = await self._engine.score(message.version, np.frombuffer(message.token_ids, "<i4"), message.temperature)
         return protocol.LogprobsReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 

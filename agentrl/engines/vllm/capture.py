@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.records import ExpertRoutingRestart
+from agentrl.core.tokens import ExpertRouting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,22 +81,9 @@ class CallRouting:
             raise EngineError(f"vLLM returned the experts of {len(rows)} of {stop - start} positions")
         self._parts.append((version, start, rows[: stop - start, self.layers].astype(np.uint8, copy=False)))
 
-    def fields(self) -> dict[str, Any]:
-        """Return the routing fields of the call's completion."""
-        if not self._parts:
-            return {}
-        rows = [part for _, _, part in self._parts]
-        ends = np.cumsum([len(part) for part in rows]).tolist()
-        breaks, end = [], self._parts[0][1]
-        for (_, start, part), row in zip(self._parts, [0, *ends], strict=False):
-            if start != end:
-                breaks.append(ExpertRoutingRestart(row, start))
-            end = start + len(part)
-        return {
-            "expert_routing": np.concatenate(rows),
-            "routing_start": self._parts[0][1],
-            "routing_breaks": tuple(breaks),
-        }
+    def experts(self) -> ExpertRouting | None:
+        """Return the routing of the call; None if no request returned any."""
+        return ExpertRouting.of_stretches((start, rows) for _, start, rows in self._parts)
 
     def after(self, token_ids: Int32Array) -> RoutedContext | None:
         """Return the known rows after the call, given its context and tokens."""

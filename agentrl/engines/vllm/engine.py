@@ -23,8 +23,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.embedded.capture import sampling_mask_from_sets
+from agentrl.core.records import VersionSpan
+from agentrl.core.tokens import Completion, KeptSets, Tokens
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionedSession,
@@ -107,7 +107,12 @@ class VllmCall:
         first, self._num_delivered = self._num_delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._num_delivered > first:
-            self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
+            delta = Tokens(
+                token_ids=np.array(self.tokens[first:], np.int32),
+                logprobs=np.array(self.logprobs[first:], np.float32),
+                spans=(VersionSpan(0, self._num_delivered - first, self.serving.version),),
+            )
+            self.on_delta(self.request.request_id, delta)
 
     def discard_undelivered(self) -> None:
         """Discard the tokens of a version that failed its canary check."""
@@ -131,10 +136,9 @@ class VllmCall:
             logprobs=np.array(self.logprobs, np.float32),
             finish_reason=reason,
             spans=tuple(self.spans),
-            prompt_tokens=len(self.request.token_ids),
+            kept=None if self.kept_sets is None else KeptSets.of(self.kept_sets),
+            experts=self.routing.experts(),
             cached_tokens=self.cached,
-            sampling_mask=None if self.kept_sets is None else sampling_mask_from_sets(self.kept_sets),
-            **self.routing.fields(),
         )
 
 
@@ -316,7 +320,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 "tokens that the filter kept, which this vLLM was not started to return (capture_mask)"
             )
         if self._samples_nothing(request):
-            return empty_completion(len(request.token_ids), "length")
+            return empty_completion("length")
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
         call.kept_sets = [] if request.sampling.is_filtered else None

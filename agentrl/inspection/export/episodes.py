@@ -22,8 +22,6 @@ from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, R
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.inspection.tokens import (
     assemble_token_rows,
-    decode_float32,
-    decode_int32,
     newest_step_token_values,
     read_step_rows,
 )
@@ -160,7 +158,7 @@ def _export_episode(reader: RunReader, run: str, view: EpisodeView, read: ReadSt
     conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
-    for token_row in assemble_token_rows(view):
+    for token_row in assemble_token_rows(view, problems):
         row = _row(token_row, newest_step_token_values(reader, view, token_row, problems, read))
         rows.setdefault((token_row.seat, token_row.index), []).append(row)
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
@@ -244,36 +242,34 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
     messages: list[dict[str, Any]] = []
     ids: list[int] = []
     mask: list[int] = []
-    logprobs: list[float | None] = []
+    logprobs: list[float] = []
     turn_index: list[int] = []
     versions: list[tuple[int, int, str]] = []
     counts: list[int] = []
-    mask_ids: list[int] = []
-    for turn in token_row.turns:
+    kept_ids: list[int] = []
+    for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
         messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
-        context, token_ids = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
-        before, many = len(context), len(token_ids)
+        before, many = len(context), len(sampled)
         start = len(ids) + before
-        ids += [*context, *token_ids]
+        ids += [*context.token_ids.tolist(), *sampled.token_ids.tolist()]
         mask += [0] * before + [int(turn.turn >= token_row.first)] * many
-        logprobs += [0.0] * before + _pad(null_if_not_finite(decode_float32(turn.logprobs)), many, None)
+        logprobs += [0.0] * before + sampled.logprobs.tolist()
         turn_index += [-1] * before + [turn.turn] * many
-        counts += [0] * before + _pad(list(decode_int32(turn.mask_counts or b"")), many, 0)
-        mask_ids += decode_int32(turn.mask_ids or b"")
-        policy = turn.weights_of or turn.policy
-        versions += [(start + s.start, start + s.stop, f"{policy}@{s.lineage}.{s.step}") for s in turn.spans]
-    is_filtered = any(turn.mask_counts is not None for turn in token_row.turns)
+        counts += [0] * before + ([0] * many if sampled.kept is None else sampled.kept.counts.tolist())
+        kept_ids += [] if sampled.kept is None else sampled.kept.ids.tolist()
+        versions += [(start + span.start, start + span.stop, str(span.version)) for span in sampled.spans]
+    is_filtered = any(sampled.kept is not None for _, sampled in token_row.tables)
     return ExportedRow(
         row=token_row.row,
         messages=messages,
         temperature=token_row.turns[0].temperature,
         token_ids=ids,
         loss_mask=mask,
-        logprobs=logprobs,
+        logprobs=null_if_not_finite(logprobs),
         turn_index=turn_index,
         versions=versions,
         kept_counts=counts if is_filtered else [],
-        kept_ids=mask_ids if is_filtered else [],
+        kept_ids=kept_ids,
         trained_in=None if step_values is None else step_values.step,
         **_training(step_values, len(ids)),
     )
@@ -291,11 +287,6 @@ def _training(step_values: StepTokenValues | None, length: int) -> dict[str, lis
             )
             columns["lags"][position] = token["lag"]
     return columns
-
-
-def _pad(values: list[Any], length: int, filler: Any) -> list[Any]:
-    """Cut or fill values to the number of tokens, because a damaged entry may hold more or fewer."""
-    return values[:length] + [filler] * (length - len(values))
 
 
 def null_if_not_finite(values: Iterable[float]) -> list[float | None]:

@@ -37,9 +37,10 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
-from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan, is_cut
+from agentrl.core.records import Message, is_cut
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import common_prefix_length, plural
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import ChatReply, ChatRequest, ReplyEnd, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
@@ -50,7 +51,7 @@ from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.turn.recorder import TurnRecorder
 from agentrl.rollout.turn.sampler import TurnSampler
-from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
+from agentrl.rollout.turn_entries import completion_from_entry, encode_message
 
 if TYPE_CHECKING:
     import socket
@@ -200,7 +201,7 @@ class ExternalAgent(TurnRecorder):
         self, request: ChatRequest, call: JournaledCall, recorded_turn: TurnEntry, sampling: SamplingParams
     ) -> ChatReply:
         """Return the reply of an earlier attempt, whose entry holds its whole context."""
-        context = np.frombuffer(recorded_turn.context_ids, dtype="<i4")
+        context = recorded_turn.context().token_ids
         if call.is_inherited:
             self._episode.journal.take_inherited(call)
             placement = self._inherited_placement(request, call, recorded_turn, context)
@@ -472,17 +473,7 @@ class ExternalAgent(TurnRecorder):
         if not (stops and holds_stop(len(ids))):
             return completion
         end = bisect_left(range(1, len(ids) + 1), True, key=holds_stop) + 1
-        mask = completion.sampling_mask
-        if mask is not None:
-            counts = mask.counts[:end]
-            mask = SamplingMask(counts=counts, token_ids=mask.token_ids[: int(counts[counts > 0].sum())])
-        return dataclasses.replace(
-            slice_completion(completion, 0, end),
-            finish_reason="length",
-            sampling_mask=mask,
-            prompt_tokens=completion.prompt_tokens,
-            cached_tokens=completion.cached_tokens,
-        )
+        return Completion.of(completion.slice(0, end), "length", completion.cached_tokens)
 
     def _key(self, *parts: object) -> int:
         return stable_hash64(self._episode.spec.episode_id, *parts)
@@ -657,14 +648,8 @@ def _completion_of_text(text: str, completion: Completion, chat_format: ChatForm
     token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids
     if stops and token_ids[-1:] not in ([stop] for stop in stops):
         token_ids.append(stops[0])
-    return Completion(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.zeros(len(token_ids), dtype=np.float32),  # the tokens were not sampled
-        finish_reason="stop",
-        spans=(VersionSpan(0, len(token_ids), completion.spans[-1].version),),
-        prompt_tokens=completion.prompt_tokens,
-        cached_tokens=completion.cached_tokens,
-    )
+    tokens = Tokens.of_version(np.array(token_ids, dtype=np.int32), completion.spans[-1].version)
+    return Completion.of(tokens, "stop", completion.cached_tokens)
 
 
 def is_external_turn(entry: JournalEntry) -> bool:
@@ -681,7 +666,7 @@ def external_turns_with_context(entries: Iterable[JournalEntry]) -> Iterator[Jou
         body = entry.decode()
         assert isinstance(body, TurnEntry)
         context = rows.get((body.seat, body.row), b"")[: 4 * body.parent_context] + body.context_ids
-        rows[body.seat, body.row] = context + body.token_ids
+        rows[body.seat, body.row] = context + body.tokens.token_ids
         request = body.request
         if request is not None:
             if request.tools is not None:

@@ -40,7 +40,8 @@ from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
-    from agentrl.core.records import Completion, Message, PolicyVersion, ScoreRequest
+    from agentrl.core.records import Message, PolicyVersion, ScoreRequest
+    from agentrl.core.tokens import Completion
 
 
 @dataclass(frozen=True, slots=True)

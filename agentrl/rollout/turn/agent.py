@@ -17,8 +17,9 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import opening_digest
-from agentrl.core.records import Completion, Message, Role, SampledTurn, ToolSpec, Turn, VersionSpan, is_cut
+from agentrl.core.records import Message, Role, SampledTurn, ToolSpec, Turn, is_cut
 from agentrl.core.text import agent_name, plural, valid_unicode
+from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
@@ -190,8 +191,8 @@ class LiveAgent(TurnRecorder):
             EpisodeError: the policy's turns cannot be trained on (external, filtered or expert-routed).
             LimitReachedError: it is longer than the context.
         """
-        settings = self._settings
-        if settings.is_external or settings.sampling.is_filtered or completion.expert_routing is not None:
+        settings, has_routing = self._settings, self._episode.services.engine.capabilities.expert_routing
+        if settings.is_external or settings.sampling.is_filtered or has_routing:
             raise EpisodeError(
                 f"{self._episode.name}:{self.seat}.{self.index}: a demonstrated reply needs a trained policy without "
                 "top_k, top_p and min_p, which could exclude some of its tokens, and without engine.capture_routing",
@@ -203,13 +204,7 @@ class LiveAgent(TurnRecorder):
         if len(self._rows) + len(tokens) > settings.limits.max_context:
             self._full(len(self._rows) + len(tokens))
         self._sampler.close()  # close the session, because its KV cache contains the sampled token
-        return Completion(
-            token_ids=tokens,
-            logprobs=np.zeros(len(tokens), np.float32),
-            finish_reason="stop",
-            spans=(VersionSpan(0, len(tokens), completion.spans[0].version),),
-            prompt_tokens=completion.prompt_tokens,
-        )
+        return Completion.of(Tokens.of_version(tokens, completion.spans[0].version), "stop")
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
         """Convert new messages to tokens, and check that they fit."""

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import RewardError
-from agentrl.core.records import REWARD, Completion, Message, PolicyVersion, TrajectoryHeader, Turn
+from agentrl.core.records import REWARD, Message, PolicyVersion, TrajectoryHeader, Turn
+from agentrl.core.tokens import Completion
 from agentrl.environment.context import Agent
 from agentrl.environment.rewards import check_reward_name, finite_reward
-from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, sum_by_key
+from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.turn_entries import encode_message
@@ -57,7 +58,6 @@ class TurnRecorder(Agent):
         "_settings",
         "_turn_states",
         "_turns",
-        "_weights_of",
         "counts",
         "index",
         "inherited",
@@ -71,7 +71,6 @@ class TurnRecorder(Agent):
         self.index = index
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
-        self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
         self._episode = episode
         self._settings = episode.policy_settings(seat)
         self.rewards: tuple[RewardEntry, ...] = ()
@@ -192,7 +191,6 @@ class TurnRecorder(Agent):
         drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
-        routing, mask = completion.expert_routing, completion.sampling_mask
         return TurnEntry(
             seat=self.seat,
             index=self.index,
@@ -200,27 +198,16 @@ class TurnRecorder(Agent):
             row=row,
             turn=len(self._turns),
             context_ids=context,
-            token_ids=completion.token_ids.tobytes(),
-            logprobs=completion.logprobs.tobytes(),
+            tokens=completion.encode(),
             finish_reason=completion.finish_reason,
-            spans=tuple(
-                [TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]
-            ),
             text=chat_format.decode(sampled),
             messages=tuple([encode_message(message) for message in messages]),
             temperature=self._settings.sampling.temperature,
             seconds=seconds,
             started=self._episode.services.clock.wall() - seconds,
-            expert_routing=None if routing is None else routing.tobytes(),
-            routing_shape=() if routing is None else routing.shape,
-            routing_start=completion.routing_start,
-            mask_counts=None if mask is None else mask.counts.tobytes(),
-            mask_ids=None if mask is None else mask.token_ids.tobytes(),
             drift=drift,
             cached_tokens=completion.cached_tokens,
             parent_context=before,
-            routing_breaks=completion.routing_breaks,
-            weights_of="" if self._weights_of == self.policy else self._weights_of,
             pauses=pauses,
             state=state,
         )

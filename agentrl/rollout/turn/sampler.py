@@ -25,7 +25,8 @@ from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, VersionNotServedError
 from agentrl.core.ids import child_depth, stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, PolicyVersion
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Completion
 from agentrl.journal.entries import TurnPause
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class TurnSampler:
         priority = call_priority(episode.spec, sampled_before)
         capabilities = services.engine.capabilities
         has_mask, has_routing = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
-        turn = self._partial = episode.partials.turn(call, self.weights_of, masked=has_mask)
+        turn = self._partial = episode.partials.turn(call, masked=has_mask)
         self.pauses = ()
         budget: RetryBudget | None = None
         completion = turn.completion(sampling, routed=has_routing) if turn.pieces else None
