@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import reprlib
 from abc import abstractmethod
 from collections import deque
@@ -152,6 +153,10 @@ def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, Bou
                 raise EnvironmentDefinitionError(
                     f"tool {where}: `self.{name}` belongs to {base.__name__}; give the tool another name"
                 )
+        if not _takes_self(attributes[0]):
+            raise EnvironmentDefinitionError(
+                f"tool {where}: `self` is missing; make it its first parameter, or put @staticmethod above the function"
+            )
         bind = getattr(type(attributes[0]), "__get__", None)
         bound = attributes[0] if bind is None else bind(attributes[0], _INSTANCE, owner)
         if not callable(bound):
@@ -167,6 +172,20 @@ def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, Bou
             is_async=inspect.iscoroutinefunction(bound) or inspect.iscoroutinefunction(type(bound).__call__),
         )
     return tools
+
+
+def _takes_self(attribute: Any) -> bool:
+    """Whether a function of a class has a parameter for the instance; True for what is no function. Its name is free,
+    but no such parameter has an annotation."""
+    if not inspect.isfunction(attribute):
+        return True
+    try:
+        first = next(iter(inspect.signature(attribute).parameters.values()), None)
+    except (ValueError, TypeError):  # raised for what cannot be read; `read_arguments` reports it
+        return True
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return False
+    return first.name == "self" or first.annotation is first.empty
 
 
 def _layers(function: Any) -> list[Any]:
@@ -239,7 +258,8 @@ def _passes_tools(environment: type[Environment]) -> bool:
 def observation_of(value: Any, where: str) -> str:
     """Convert a tool's result to the policy's observation: strings unchanged, anything else as JSON.
 
-    Numbers that are not finite are written as Python does, `NaN`, since `null` would say that there is no number.
+    A result whose JSON is a string, such as a date, an enumeration of texts or a path, is shown without quotes. Numbers
+    that are not finite are written as Python does, `NaN`, since `null` would say that there is no number.
 
     Raises:
         EpisodeError: the result is neither a string nor JSON-serializable.
@@ -247,7 +267,8 @@ def observation_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
     try:
-        return _json(_ordered(value)).decode()[:MAX_OBSERVATION_CHARACTERS]
+        text = _json(_ordered(value)).decode()
+        return (json.loads(text) if text.startswith('"') else text)[:MAX_OBSERVATION_CHARACTERS]
     except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(
             f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",

@@ -81,6 +81,8 @@ WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
 PLAYING_S = 20.0
 """Seconds for playing and resuming episodes, beyond one episode and one resumption, because its tools may be slow."""
+MIN_FORMAT_REWARDS = 4
+"""Minimum number of episodes with readable and unreadable replies for a statement about a constant reward."""
 MIN_REFUSED = 3
 """Number of refused calls of a tool, or illegal actions of a game, that show a fault if none was accepted."""
 COMPARED_S = 10.0
@@ -122,6 +124,8 @@ class EnvironmentReport:
     resumptions: int = 0
     """Number of re-executions of an episode from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
+    format_rewards: list[float] = field(default_factory=list)
+    """Rewards of the episodes that compare unreadable replies with readable ones."""
     resume_class: ResourceLevel = "replay"
     """Form of recovery: episodes are re-executed and compared, restored from snapshots of their resources, or
     neither.
@@ -190,11 +194,26 @@ class EnvironmentReport:
     def warnings(self) -> list[str]:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
         raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Games that
-        were not played, because no text was an action. Tasks that are in both splits, or repeat others. Attributes that
-        are almost settings."""
+        were not played, because no text was an action. A reward that is the same for all replies. Tasks that are in
+        both splits, or repeat others. Attributes that are almost settings."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
         unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
-        return self.misspelled + self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
+        constant = [self._constant_reward_warning] if self._earns_the_same else []
+        return self.misspelled + constant + self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
+
+    @property
+    def _earns_the_same(self) -> bool:
+        """Whether all replies earned the same reward above 0, the unreadable ones included; at 0, chance may fail."""
+        rewards = {*self.rewards, *self.format_rewards}
+        return len(self.format_rewards) >= MIN_FORMAT_REWARDS and len(rewards) == 1 and min(rewards) > 0
+
+    @property
+    def _constant_reward_warning(self) -> str:
+        episodes = plural(len(self.rewards) + len(self.format_rewards), "episode")
+        return (
+            f"every reply, also a broken one, earned {self.rewards[0]:.3f}, in {episodes}. Does the reward depend on "
+            "what the policy said?"
+        )
 
     @property
     def _unplayed_warning(self) -> str:
@@ -643,8 +662,9 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
             return outcome
         if not report.lists_actions:  # else the random policy played legal actions, as these texts need not be
             _count_actions(outcome.entries, report)
-        broken = outcome.counts.of_all_policies("broken turns") > 0
-        return EpisodeFormatReward(reward=outcome.header.reward or 0.0, broken=broken)
+        broken, reward = outcome.counts.of_all_policies("broken turns") > 0, outcome.header.reward or 0.0
+        report.format_rewards.append(reward)
+        return EpisodeFormatReward(reward=reward, broken=broken)
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)

@@ -360,6 +360,16 @@ def _message(message: Mapping[str, Any]) -> Message:
     return Message(role=role, content=content + (format_reply(calls) if calls else ""))
 
 
+def _failed_demonstration(corpus: Sequence[Demonstration]) -> str:
+    """Return the messages of the first demonstration in which a tool fails or, if none does, of the first one."""
+
+    def fails(demonstration: Demonstration) -> bool:
+        return any(each.role == "tool" and each.content.startswith("error:") for each in demonstration.messages)
+
+    failed = next(filter(fails, corpus), corpus[0])
+    return "\n".join(f"  {message.role}: {' '.join(message.content.split())[:300]}" for message in failed.messages)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -444,16 +454,9 @@ class _Builder:
         tiny_model.save_model(model, directory, stop_tokens=stop)
         before = reward = self._measure("random weights")
         if target is not None and target <= before:
-            observations = [
-                message.content
-                for demonstration in corpus
-                for message in demonstration.messages
-                if message.role == "tool"
-            ]
-            mistake = next((text for text in observations if text.startswith("error:")), "")
             raise CheckFailedError(
-                f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`"
-                + (f"; a tool answered {mistake[:300]!r}" if mistake else "")
+                f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`. "
+                f"One that earns little:\n{_failed_demonstration(corpus)}"
             )
         num_steps = 0
         goal = None if target is None else before + until * (target - before)

@@ -80,6 +80,19 @@ def test_an_environment_that_pays_for_nonsense_is_named() -> None:
     assert check_environment(Lake).findings == []
 
 
+class GenerousShop(Shop):
+    """Pays for every answer, and for none."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 1.0
+
+
+def test_a_reward_that_is_the_same_for_every_reply_is_a_warning() -> None:
+    report = check_environment(GenerousShop)
+    assert "WARNING every reply, also a broken one, earned 1.000, in " in report.text
+    assert not [text for text in check_environment(FairShop).warnings if "every reply" in text]
+
+
 def test_running_into_a_limit_must_not_pay_either() -> None:
     (finding,) = check_environment(Shop).findings
     assert "<tool_call>" in finding

@@ -461,6 +461,24 @@ class Hidden(Base):
         return n
 
 
+def test_a_tool_without_self_is_refused() -> None:
+    def look(n: int) -> int:
+        return n
+
+    def nothing() -> str:
+        return ""
+
+    def only_keywords(*, n: int) -> int:
+        return n
+
+    for function in (look, nothing, only_keywords):
+        forgotten = type("Forgotten", (Base,), {"look": agentrl.tool(function)})
+        with pytest.raises(EnvironmentDefinitionError, match=r"Forgotten\.look: `self` is missing; .* @staticmethod"):
+            forgotten.tool_table()  # type: ignore[attr-defined]
+    static = type("Static", (Base,), {"look": agentrl.tool(staticmethod(look))})
+    assert "look" in static.tool_table()  # type: ignore[attr-defined]
+
+
 def test_what_cannot_be_a_tool_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"Hidden\.look: the decorator above @agentrl.tool hides it"):
         Hidden.tool_table()
@@ -573,10 +591,16 @@ def test_the_random_policy_draws_values_that_the_schema_allows(kind: str) -> Non
 RESULTS: dict[str, tuple[Any, str]] = {
     "model": (Model(name="a"), '{"name":"a","span":null}'),
     "dataclass": (Span(1), '{"low":1,"high":9}'),
-    "path": (pathlib.Path("a/b"), '"a/b"'),
+    "path": (pathlib.Path("a/b"), "a/b"),
+    "date": (datetime.date(2024, 3, 10), "2024-03-10"),
+    "time": (datetime.datetime(2024, 3, 10, 12, 30, tzinfo=datetime.UTC), "2024-03-10T12:30:00Z"),
+    "enum_of_texts": (Unit.KELVIN, Unit.KELVIN.value),
+    "enum_of_numbers": (Level.HIGH, "2"),
+    "bytes": (b'a "b"', 'a "b"'),
+    "none": (None, "null"),
     "nested": ([{"at": pathlib.Path("a")}, Level.HIGH, datetime.date(2026, 1, 2)], '[{"at":"a"},2,"2026-01-02"]'),
     "tuple": ((1, "a"), '[1,"a"]'),
-    "url": (pydantic.AnyUrl("https://example.com/"), '"https://example.com/"'),
+    "url": (pydantic.AnyUrl("https://example.com/"), "https://example.com/"),
 }
 
 
