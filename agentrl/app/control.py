@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import os
 import platform
 import pwd
@@ -110,9 +111,15 @@ class RunControl:
 
     async def _set(self, setting: str, who: str) -> str:
         path, text = split_override(setting)
-        value = parse_value(text)
+        value, key = parse_value(text), ".".join(path)
+        section = value_at(self._plan.settings.model_dump(mode="json"), *path[:-1])
+        if section is None or (isinstance(section, Mapping) and path[-1] not in section):
+            close = difflib.get_close_matches(key, live_settings(), n=1)
+            raise InputError(
+                f"{key}: there is no such setting{f'; did you mean {close[0]}?' if close else '.'} While the run runs, "
+                f"these may change: {', '.join(live_settings())}"
+            )
         new, differences = changed_config(self._plan.settings, path, value)
-        key = ".".join(path)
         if not differences:
             raise InputError(f"{key} is {value!r} already")
         if fixed := [difference.key for difference in differences if not difference.rule.is_live]:

@@ -60,6 +60,8 @@ class MemoryPart:
     name: str
     bytes: int
     """Size in bytes in one such process."""
+    user: str = ""
+    """Part of the process that needs it, where trainer and engine share one."""
     processes: int = 1
     setting: str = ""
     """Setting that reduces the size; empty: there is none."""
@@ -419,7 +421,7 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
         return []
     prediction = _predictor(plan).predict(plan.max_context, plan.trainer.micro_batch_tokens)
     if plan.in_process:
-        part = partial(MemoryPart, process=_THIS)
+        part = partial(MemoryPart, process=_THIS, user="trainer")
     else:
         part = partial(MemoryPart, process="trainer rank", processes=plan.trainer.ranks)
     offloads = on_gpu and plan.trainer.sharding == "offload"
@@ -461,7 +463,7 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
     """Predict the engines of one base model, whose numbers in the device plan begin at `first`."""
     section = plan.engine
     if plan.demand.engine_in_process:
-        part = partial(MemoryPart, process=_THIS)
+        part = partial(MemoryPart, process=_THIS, user="engine")
     else:
         part = partial(MemoryPart, process=_ENGINE, processes=section.count)
     if section.kind == "vllm" and devices.gpus:

@@ -617,6 +617,7 @@ def _how_to_name(name: str, references: Mapping[str, str], code_hash: str, comma
         notes += "\nIt was edited since, so the episode may depart."
     if name.startswith("__main__:") and "__name__" not in "".join(linecache.getlines(location)):
         notes += "\nFirst guard the script's own code with `if __name__ == '__main__':`, or it runs again."
-    return f"{because}. If you trust that file, run:\n  {command} --environment " + (
-        f"{shlex.quote(escape_line(f'{location}:{qualname}'))}{notes}"
+    return (
+        f"a journal may not choose the code that runs here; if you trust the file, run:\n  {command} --environment "
+        + (f"{shlex.quote(escape_line(f'{location}:{qualname}'))}{notes}")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import itertools
 import os
@@ -395,12 +396,17 @@ def _options(
 
 def _tasks_of_split(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:
     check_split(environment, split)
+    signature = inspect.signature(environment.tasks)
     try:
-        inspect.signature(environment.tasks).bind(split, seed=seed, **options)
+        signature.bind(split, seed=seed, **options)
     except TypeError as error:
         option_names = ", ".join(sorted(options)) or "none"
+        unknown = sorted(options.keys() - signature.parameters.keys())
+        names = [name for name in signature.parameters if name not in ("split", "seed")]
+        close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
         raise ConfigError(
             f"environment.options ({option_names}) do not fit {environment.__name__}.tasks: {error}"
+            + (f"; did you mean {close[0]}?" if close else "")
         ) from None
     try:
         return checked_source(environment, split, environment.tasks(split, seed=seed, **options))

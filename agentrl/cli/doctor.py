@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.forked_child import answers_from_forked_child
 from agentrl.cli.output import print_json
+from agentrl.cli.training import model_override
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, StorageError
@@ -68,11 +69,15 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run `agentrl doctor [FILE] [--section.field=value …]`; exit code 1 if something the run needs is missing, or a
-    check could not be made."""
-    sections = SECTIONS
+    """Run `agentrl doctor [FILE] [--model DIR] [--section.field=value …]`; exit code 1 if something the run needs is
+    missing, or a check could not be made."""
+    sections, overrides = SECTIONS, list(options.overrides)
+    if options.model is not None:
+        if options.file is None:
+            raise InputError("--model: give a TOML file, too, whose model.path it replaces")
+        overrides.append(model_override(options.model))
     if options.file is not None:
-        config = load(options.file, options.overrides)
+        config = load(options.file, overrides)
         needs_ray = not config.trainer_plan.in_process
         memory: dict[str, tuple[Callable[[], list[Check]], ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = _with_local_models(config)
@@ -85,10 +90,10 @@ def doctor(options: argparse.Namespace) -> int:
             **memory,
         }
     if options.suggest:
-        config = load(options.file or shipped_example("01_tool_use"), options.overrides)
+        config = load(options.file or shipped_example("01_tool_use"), overrides)
         sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
     if options.sandbox:
-        config = load(options.file or shipped_example("01_tool_use"), options.overrides)
+        config = load(options.file or shipped_example("01_tool_use"), overrides)
         sections = {**sections, "sandboxes": (partial(sandbox_checks, config.sandbox.driver),)}
     report: dict[str, list[Check]] = {}
     with contextlib.closing(ProgressLine("examining", sys.stderr)) as progress:
@@ -469,6 +474,7 @@ def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
     checks = []
     for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
+        process = f"{part.user}, in {process}" if part.user else process
         checks.append(Check(name=process, result=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
     text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{suffix}"
     if plan.fits:

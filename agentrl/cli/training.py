@@ -229,8 +229,18 @@ def _config(options: argparse.Namespace) -> RunConfig:
 
         return load(options.file, overrides, endpoint=find_remote_policy(options.model, options.api_key_env))
     if options.model is not None:
-        from agentrl.app.hub import is_hub_name
-
-        path = options.model if is_hub_name(options.model) else Path(options.model).resolve()
-        overrides.append(f"model.path={path}")
+        overrides.append(model_override(options.model))
     return load(options.file, overrides)
+
+
+def model_override(model: str) -> str:
+    """Return the override that `--model DIR` stands for.
+
+    Raises:
+        InputError: it is the address of an endpoint.
+    """
+    from agentrl.app.hub import is_hub_name
+
+    if _is_address(model):
+        raise InputError(f"--model {model}: is an endpoint; give the directory of a model")
+    return f"model.path={model if is_hub_name(model) else Path(model).resolve()}"

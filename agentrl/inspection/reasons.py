@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import JournalError
-from agentrl.core.records import find_stop_reason, stopped_by_limit
+from agentrl.core.records import StopReason, find_stop_reason
+from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ConversationView,
@@ -23,11 +24,21 @@ from agentrl.journal.control_rows import decode_admission_row, decode_baselines_
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
 SHOWN_TURNS = 12
 """Number of turns whose advantages are shown."""
 MAX_NAMED = 8
+
+
+LIMITS: dict[StopReason | None, str] = {
+    "max_turns": "sampling.max_turns",
+    "context_length": "engine.max_context",
+    "time_limit": "episode_timeout_s",
+}
+"""Setting of the limit that ends an episode for each reason."""
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -51,7 +62,7 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
     reasons = [
         *_admissions(reader, view, problems),
         *_time(view),
-        *_end(view),
+        *_end(view, reader.config()),
         *_reward(view),
         *_group_scores(reader, view.summary, problems),
         *_group(reader, view.summary),
@@ -173,7 +184,7 @@ def _name_of_act(act: PolicyTurn | ToolAct | EffectAct) -> str:
     return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
 
 
-def _end(view: ConversationView) -> list[Reason]:
+def _end(view: ConversationView, config: Mapping[str, Any]) -> list[Reason]:
     line, turns = view.summary, [act for act in view.acts if isinstance(act, PolicyTurn)]
     if line.drop_reason is not None and line.stop_reason is None:
         return [
@@ -193,10 +204,12 @@ def _end(view: ConversationView) -> list[Reason]:
         )
     ]
     stop = find_stop_reason(line.stop_reason)
-    if stopped_by_limit(stop):
-        reasons[0] = Reason(
-            "ended", f"{reasons[0].text}: a limit cut it short", "raise the limit, or shorten the episode"
-        )
+    if stop in LIMITS:
+        setting = LIMITS[stop]
+        value = value_at(config, *setting.split("."))
+        limit = setting if value is None else f"{setting} = {value}"
+        text = f"{reasons[0].text}: a limit cut it short ({limit})"
+        reasons[0] = Reason("ended", text, f"raise {setting}, or shorten the episode")
     elif stop == "refused":
         reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
     short = [act for act in turns if act.finish_reason == "length"]

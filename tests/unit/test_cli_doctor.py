@@ -127,6 +127,27 @@ def test_a_missing_model_is_reported_before_torch_is_imported(
         assert words in sections["memory"][0]["result"]
 
 
+def test_a_model_may_be_given_as_for_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {"torch": (doctor.python_checks,)})
+    monkeypatch.setattr(doctor, "_num_gpus", lambda: 0)
+    file = str(shipped_example("01_tool_use"))
+    main(["doctor", file, "--model", f"{tmp_path}/none", "--json"])
+    assert f"{tmp_path}/none: there is no such directory" in capsys.readouterr().out
+    assert main(["doctor", file, "--model", "http://127.0.0.1:1/v1"]) == 2
+    assert "give the directory of a model" in capsys.readouterr().err
+    assert main(["doctor", "--model", f"{tmp_path}/none"]) == 2
+    assert "give a TOML file, too" in capsys.readouterr().err
+
+
+def test_memory_is_listed_by_trainer_and_engine() -> None:
+    parts = [check.name for check in doctor.memory_fit_checks(load(shipped_example("01_tool_use"), []))]
+    assert parts.count("trainer, in this process") >= 3
+    assert parts.count("engine, in this process") >= 3
+    assert parts.count("this process") == 1, "of Python and its libraries"
+
+
 def test_a_file_that_hides_a_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,20 @@ def test_fewer_steps_than_the_run_has_taken_are_refused(tmp_path: Path) -> None:
     assert [action.now for action in read_actions(info)] == [6], "refused requests leave no record"
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("learning_rate=1e-4", r"learning_rate: there is no such setting. While the run runs, these may change: \w"),
+        ("stpes=40", r"stpes: there is no such setting; did you mean steps\? While"),
+        ("policies.guesser.learning_rate=0.1", r"learning_rate: cannot change while the run runs"),
+    ],
+)
+def test_only_settings_that_may_change_are_suggested(tmp_path: Path, setting: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as refused:
+        asyncio.run(changed(tmp_path, config_for(steps=10), setting))
+    assert "<name>" not in str(refused.value)
+
+
 def test_a_change_holds_after_the_file_changed_in_between(tmp_path: Path) -> None:
     asyncio.run(changed(tmp_path, config_for(steps=40), "steps=60"))
     info = asyncio.run(changed(tmp_path, config_for(steps=50), "steps=70", "steps=80"))

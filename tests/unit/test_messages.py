@@ -33,8 +33,8 @@ class Sum(agentrl.ToolEnvironment):
         return 1.0
 
     @classmethod
-    def tasks(cls, split, *, seed=0):
-        return [] if seed == 1 else [agentrl.Task(id=f"{split}{n}", data={"question": "1 + 1?"}) for n in range(4)]
+    def tasks(cls, split, *, seed=0, count=4):
+        return [] if seed == 1 else [agentrl.Task(id=f"{split}{n}", data={"question": "1 + 1?"}) for n in range(count)]
 """
 HARNESS = """
 import agentrl
@@ -101,6 +101,7 @@ COMMANDS = {
     "train run.toml --environment.id=env.py:Sun": Answer("env.py", "has no 'Sun'", "it defines: Sum"),
     "train run.toml --environment.id=env": Answer("'env'", "no environment is called", "give that path"),
     "train run.toml --environment.id=fails.py:Sum": Answer("fails.py:1", "ZeroDivisionError", "cannot import"),
+    "train run.toml --environment.options.cuont=3": Answer("environment.options", "(cuont)", "did you mean count?"),
     "train run.toml --seed=1": Answer("Sum.tasks", "is empty", "seed=1"),
     "train run.toml --model.path=./nope": Answer("model.path", "no such directory", "hf download"),
     "train run.toml --model.path=models/smal": Answer("model.path", "no such directory", "mean {here}/models/small?"),
@@ -178,6 +179,9 @@ CLASSES = {
     ),
     ("Sum", "@agentrl.tool\n    def find(self, words): return ''"): Answer(
         "Sum.find", "'words' has no type", "annotate"
+    ),
+    ("Sum", "@agentrl.tool\n    def find(words: str): return ''"): Answer(
+        "Sum.find", "`self` is missing", "its first parameter"
     ),
     ("Agent", "aliases = 3"): Answer("Agent.aliases", "= 3", 'aliases = {"gpt-4o-mini": "main"}'),
     ("Agent", "ignored_fields = 'top_k'"): Answer("Agent.ignored_fields", "one text", '["top_k"]'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,12 @@ from agentrl.environment.context import EpisodeContext, LimitReachedError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import explain_episode
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.store import SqliteJournal
 from agentrl.testing.sample_environment import Propose, Solve
 from agentrl.testing.sample_run import sample_run_config, sample_run_factories
+from tests.journal_cases import write_run
+from tests.sim.small_run import config_for
+from tests.support.builders import make_episode_header, make_spec
 
 
 def told(reader: RunReader, episode_id: str, about: str) -> list[str]:
@@ -42,6 +47,36 @@ def test_what_kept_a_root_waiting_and_for_which_step_it_was_started(sample_run: 
     assert steps == sorted(steps)
     assert (steps[0], steps[-1]) == (1, 8), "four roots bring a step"
     reader.close()
+
+
+@pytest.mark.damages_journal
+def test_the_setting_of_a_limit_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    asyncio.run(write_run(path))
+    for reason, setting, value in (
+        ("context_length", "engine.max_context", 192),
+        ("max_turns", "sampling.max_turns", 3),
+        ("time_limit", "episode_timeout_s", 9.5),
+    ):
+        config = RunConfig(**config_for().model_dump() | {"episode_timeout_s": 9.5})
+        data = config.model_dump(mode="json")
+        data["engine"]["max_context"], data["sampling"]["max_turns"] = 192, 3
+
+        async def end(reason: str = reason, data: dict[str, Any] = data) -> None:
+            journal = SqliteJournal(path / "journal")
+            await journal.describe(config=data)
+            spec = make_spec(f"e{len(reason) + 100}")
+            journal.admit(spec)
+            ended = replace(make_episode_header(spec, reward=1.0), stop_reason=reason)
+            await journal.commit_episode(spec, ended, b"", {})
+            await journal.close()
+
+        asyncio.run(end())
+        with contextlib.closing(RunReader(path)) as reader:
+            reasons = explain_episode(reader, f"e{len(reason) + 100}")
+        (ended,) = (each for each in reasons if each.about == "ended")
+        assert ended.text.endswith(f"a limit cut it short ({setting} = {value})")
+        assert ended.advice.startswith(f"raise {setting}, ")
 
 
 class Refused(Propose):
