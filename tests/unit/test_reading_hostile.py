@@ -32,7 +32,7 @@ ALONE = """
 import sys
 from pathlib import Path
 
-MISSING = {"torch", "ray", "gymnasium", "transformers", "peft", "vllm", "environments", "pyarrow"}
+MISSING = {"torch", "ray", "gymnasium", "transformers", "peft", "vllm", "numpy", "environments", "pyarrow"}
 MISSING |= {"agentrl.testing.sample_environment", "agentrl.learn"}
 
 
