@@ -23,7 +23,7 @@ from agentrl.config.sections import BestConfig, CheckpointConfig, CreditConfig, 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
-from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
+from agentrl.core.ports import ChatFormat, Engine, EpisodeHost, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, WeightsRef
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
@@ -38,10 +38,15 @@ from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
+from agentrl.orchestrator.child_episodes import ChildEpisodes
+from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from agentrl.orchestrator.episode_specs import EpisodeNumbers, EpisodeSpecs
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
 from agentrl.orchestrator.group_scores import GroupScoring
-from agentrl.orchestrator.loop import Orchestrator, TrainingLoopSettings
+from agentrl.orchestrator.host import DispatchingHost
+from agentrl.orchestrator.in_flight import EpisodesInFlight
+from agentrl.orchestrator.loop import Orchestrator, RunStop, TrainingLoopSettings
 from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
 from agentrl.orchestrator.scheduler import (
@@ -52,7 +57,7 @@ from agentrl.orchestrator.scheduler import (
     SynchronousBatchScheduler,
 )
 from agentrl.orchestrator.score_limits import ScoreLimits
-from agentrl.orchestrator.tasks import Curriculum, GroupResult
+from agentrl.orchestrator.tasks import MEMORY_SIZE, Curriculum, GroupResult, ProposalNoveltyTracker
 from agentrl.orchestrator.tree_leases import TreeLeases
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
@@ -120,26 +125,44 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     """
     config, trained = plan.settings, plan.trained
     check_engine_capabilities(plan.engine, parts.served.engine.capabilities)
-    condition = ChangeCondition()
+    condition, activity, size = ChangeCondition(), ActivityClock(parts.clock), config.credit.group_size
+    stop, resume_state = RunStop(condition), parts.resume_state
     buffer = _buffer(trained, config.credit, parts, deterministic=config.deterministic)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trained, parts.parents)
-    dispatcher = make_dispatcher(
-        *(plan.rollout, plan.environment, buffer, parts.store, condition),
-        resume_state=parts.resume_state,
+    score_limits = _score_limits(config.scorers, parts, stop)
+    scoring = _group_scoring(plan.rollout, parts, buffer, condition, activity, stop, score_limits)
+    in_flight = EpisodesInFlight(activity, scoring)
+    numbers = EpisodeNumbers(
+        group_size=size, next_training=resume_state.next_number, next_evaluation=resume_state.next_evaluation
     )
-    dispatcher.group_scoring = _group_scoring(plan.rollout, parts, dispatcher)
-    dispatcher.score_limits = _score_limits(config.scorers, parts)
-    dispatcher.tell = parts.tell
-    dispatcher.activity = ActivityClock(parts.clock)
-    if dispatcher.group_scoring is not None:
-        dispatcher.group_scoring.activity = dispatcher.activity
-    dispatcher.leases = TreeLeases(
-        served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition
+    reservations = ChildUnitReservations(buffer.trainable, plan.rollout.seats.policy_of)
+    opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, buffer, in_flight)
+    scheduler = _scheduler(plan, buffer, reservations, opponents, board, numbers=numbers, in_flight=in_flight)
+    dispatcher = Dispatcher(
+        specs=EpisodeSpecs(
+            environment=plan.environment,
+            policy_of=plan.rollout.seats.policy_of,
+            run_seed=config.seed,
+            numbers=numbers,
+            admission=scheduler,
+        ),
+        in_flight=in_flight,
+        children=ChildEpisodes(in_flight, resume_state.ended_children),
+        reservations=reservations,
+        memory=ProposalNoveltyTracker(MEMORY_SIZE, group_size=size, visible_range=scheduler.seen()),
+        admission=scheduler,
+        buffer=buffer,
+        store=parts.store,
+        changed=condition,
+        max_in_flight=config.max_in_flight,
+        fail=stop.fail,
+        tell=parts.tell,
+        group_scoring=scoring,
+        leases=TreeLeases(
+            served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition
+        ),
     )
-    opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, dispatcher)
-    scheduler = _scheduler(plan, dispatcher, opponents, board)
-    dispatcher.govern(scheduler)
     curriculum = Curriculum(
         parts.tasks,
         seed=config.seed,
@@ -149,7 +172,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         past_starts=parts.recorded_turns,
         recorded_share=config.environment.recorded_share,
     )
-    buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)
+    buffer.on_group = partial(_record_group, curriculum, size)
     best = _best_checkpoint_tracker(config.best, config.evaluation, trained, parts.running_best)
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
@@ -163,6 +186,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         store=parts.store,
         checkpoints=parts.checkpoints,
         changed=condition,
+        stopping=stop,
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
@@ -188,21 +212,21 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         tell=parts.tell,
         code_changes=parts.code_changes,
     )
+    host = DispatchingHost(dispatcher, score_limits)
     if parts.workers is not None:
-        parts.workers.attach(dispatcher, parts.store, orchestrator.fail)
-        dispatcher.worker, dispatcher.fail = parts.workers, orchestrator.fail
+        parts.workers.attach(host, parts.store, stop.fail)
+        dispatcher.run(parts.workers)
     else:
-        attach_local_worker(
-            *(plan.rollout, plan.environment, dispatcher, parts.served.engine, parts.chat_format),
-            *(parts.store, parts.clock, orchestrator.fail),
+        dispatcher.run(
+            make_local_worker(
+                *(plan.rollout, plan.environment, host, parts.served.engine, parts.chat_format),
+                *(parts.store, parts.clock, stop.fail),
+            )
         )
-    if dispatcher.group_scoring is not None:
-        dispatcher.group_scoring.fail = orchestrator.fail
-    size = config.credit.group_size
-    lost_starts = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
+    lost_starts = [(number, curriculum.start(number // size)) for number in resume_state.lost]
     dispatcher.restore(
-        *(parts.resume_state.ended, parts.resume_state.unfinished, lost_starts, parts.resume_state.proposals),
-        metrics=parts.resume_state.metrics,
+        *(resume_state.ended, resume_state.unfinished, lost_starts, resume_state.proposals),
+        metrics=resume_state.metrics,
     )
     return orchestrator
 
@@ -243,7 +267,7 @@ def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
     )
 
 
-def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts) -> ScoreLimits | None:
+def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts, stop: RunStop) -> ScoreLimits | None:
     """Return what scorers may spend, less what the journal says was spent.
 
     Raises:
@@ -257,13 +281,20 @@ def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts) -> Score
     }
     if not limits:
         return None
-    usage = ScoreLimits.from_journal(limits, parts.store)
-    if (error := usage.exceeded()) is not None:
-        raise error
+    usage = ScoreLimits(limits=limits, fail=stop.fail)
+    usage.restore(parts.store)
     return usage
 
 
-def _group_scoring(plan: RolloutPlan, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:
+def _group_scoring(
+    plan: RolloutPlan,
+    parts: RunParts,
+    buffer: EpisodeBuffer,
+    condition: ChangeCondition,
+    activity: ActivityClock,
+    stop: RunStop,
+    score_limits: ScoreLimits | None,
+) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
     names = [name for name, scorer in plan.scorers.items() if scorer.per == "group"]
     past_scores = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
@@ -286,14 +317,20 @@ def _group_scoring(plan: RolloutPlan, parts: RunParts, dispatcher: Dispatcher) -
         run_seed=plan.seed,
         clock=parts.clock,
         known=past_scores,
-        on_release=dispatcher.changed.notify,
-        on_scores=dispatcher.record_group_scores,
-        on_spent=dispatcher.record_group_request,
+        fail=stop.fail,
+        on_release=condition.notify,
+        on_scores=buffer.counts.count_group_scores,
+        on_spent=score_limits.add_spent if score_limits is not None else lambda scorer, requests, tokens: None,
+        activity=activity,
     )
 
 
 def _opponents(
-    policies: Mapping[str, OpponentPoolPolicy], seed: int, parts: RunParts, dispatcher: Dispatcher
+    policies: Mapping[str, OpponentPoolPolicy],
+    seed: int,
+    parts: RunParts,
+    buffer: EpisodeBuffer,
+    in_flight: EpisodesInFlight,
 ) -> OpponentPools:
     pools = {
         name: OpponentPool(
@@ -313,8 +350,8 @@ def _opponents(
         pools=pools,
         versions=parts.served,
         run_seed=seed,
-        pinned=dispatcher.pinned,
-        counts=dispatcher.buffer.counts,
+        pinned=in_flight.pinned,
+        counts=buffer.counts,
         checkpoints=KEPT_CHECKPOINTS,
     )
 
@@ -400,7 +437,16 @@ def _kept_versions(checkpoint: CheckpointConfig, trained: Mapping[str, PolicyCon
     return max(keep, checkpoint.every + 2 + max(policy.max_staleness for policy in trained.values()))
 
 
-def _scheduler(plan: RunPlan, dispatcher: Dispatcher, opponents: OpponentPools, board: PolicyBoard) -> Scheduler:
+def _scheduler(
+    plan: RunPlan,
+    buffer: EpisodeBuffer,
+    reservations: ChildUnitReservations,
+    opponents: OpponentPools,
+    board: PolicyBoard,
+    *,
+    numbers: EpisodeNumbers,
+    in_flight: EpisodesInFlight,
+) -> Scheduler:
     config, demand = plan.settings, plan.demands[0]
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
@@ -417,8 +463,8 @@ def _scheduler(plan: RunPlan, dispatcher: Dispatcher, opponents: OpponentPools, 
     if not config.deterministic:
         return Scheduler(
             demand=demand,
-            buffer=dispatcher.buffer,
-            reservations=dispatcher.reservations,
+            buffer=buffer,
+            reservations=reservations,
             opponents=opponents,
             board=board,
             staleness=bounds,
@@ -428,7 +474,10 @@ def _scheduler(plan: RunPlan, dispatcher: Dispatcher, opponents: OpponentPools, 
     return SynchronousBatchScheduler(
         demand=demand,
         pinned=pinned_policy_step_lags(plan.trained, deterministic=True),
-        dispatcher=dispatcher,
+        numbers=numbers,
+        in_flight=in_flight,
+        buffer=buffer,
+        reservations=reservations,
         opponents=opponents,
         board=board,
         staleness=bounds,
@@ -437,42 +486,17 @@ def _scheduler(plan: RunPlan, dispatcher: Dispatcher, opponents: OpponentPools, 
     )
 
 
-def make_dispatcher(
+def make_local_worker(
     plan: RolloutPlan,
     environment: type[Environment],
-    buffer: EpisodeBuffer,
-    store: JournalStore,
-    condition: ChangeCondition,
-    *,
-    resume_state: ResumeState,
-) -> Dispatcher:
-    """Make the host of a run's episodes, still without its worker."""
-    return Dispatcher(
-        environment=environment,
-        policy_of=plan.seats.policy_of,
-        run_seed=plan.seed,
-        group_size=plan.credit.group_size,
-        max_in_flight=plan.max_in_flight,
-        buffer=buffer,
-        store=store,
-        changed=condition,
-        next_number=resume_state.next_number,
-        next_evaluation=resume_state.next_evaluation,
-        ended_children=dict(resume_state.ended_children),
-    )
-
-
-def attach_local_worker(
-    plan: RolloutPlan,
-    environment: type[Environment],
-    dispatcher: Dispatcher,
+    host: EpisodeHost,
     engine: Engine,
     chat_format: ChatFormat,
     store: JournalStore,
     clock: Clock,
     on_failure: Callable[[BaseException], None],
-) -> None:
-    """Make a worker in this process, and give it to the host, which must exist first."""
+) -> AsyncioWorker:
+    """Make a worker in this process, for the episodes of a host."""
     choose_driver(plan.sandbox.driver)
     settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
     recorded_scores = kept_scores(plan, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
@@ -482,14 +506,13 @@ def attach_local_worker(
         chat_format=chat_format,
         store=store,
         log=store.turn_log(TURN_LOG),
-        host=dispatcher,
+        host=host,
         clock=clock,
         settings=replace(settings, scorers=scorers),
     )
-    dispatcher.worker = AsyncioWorker(
+    return AsyncioWorker(
         runner,
         environments={name_of(root): root for root in root_environments(environment)},
         on_failure=on_failure,
         admitted=store.flush,
     )
-    dispatcher.fail = on_failure

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from agentrl.app.assemble import attach_local_worker, make_dispatcher
+from agentrl.app.assemble import make_local_worker
 from agentrl.app.engines import check_endpoints, make_engine
 from agentrl.app.hub import check_local_models, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory
@@ -31,7 +31,6 @@ from agentrl.app.policies import (
     weights_from_directory,
 )
 from agentrl.app.received import remember_run, selected_by_tasks
-from agentrl.app.recovery import ResumeState
 from agentrl.app.run_parts import (
     environment_of,
     held_out_task_splits,
@@ -63,8 +62,9 @@ from agentrl.journal.run_process import record_process_state, recording_process_
 from agentrl.observe.metrics import metrics_owner
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import ChangeCondition
+from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
 from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, repeat_tasks
+from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def evaluate(
             try:
                 while not running.done():
                     await asyncio.wait({running}, timeout=PROGRESS_S)
-                    on_progress(*dispatcher.evaluated())
+                    on_progress(*dispatcher.evaluated.progress())
                 return running.result()
             finally:
                 running.cancel()
@@ -459,8 +459,19 @@ async def play_without_training(
             failure.set_exception(error)
 
     buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
-    dispatcher = make_dispatcher(plan, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
-    attach_local_worker(plan, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
+    dispatcher = make_dispatcher(
+        environment=environment,
+        policy_of=plan.seats.policy_of,
+        run_seed=plan.seed,
+        group_size=plan.credit.group_size,
+        max_in_flight=plan.max_in_flight,
+        buffer=buffer,
+        store=store,
+        changed=ChangeCondition(),
+        fail=fail,
+    )
+    host = DispatchingHost(dispatcher)
+    dispatcher.run(make_local_worker(plan, environment, host, engine, chat_format, store, SystemClock(), fail))
     episodes = loop.create_task(play(dispatcher))
     try:
         first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -120,7 +120,7 @@ class Evaluator:
             metrics = {
                 policy: evaluation_metrics(
                     *(headers, policy, self.attempts, self.held_out),
-                    self.dispatcher.evaluation_metrics(policy, versions),
+                    self.dispatcher.evaluated.metrics(policy, versions),
                 )
                 | course
                 for policy in versions

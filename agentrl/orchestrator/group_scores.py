@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.clock import Clock, SystemClock
+from agentrl.core.clock import Clock
 from agentrl.core.errors import EpisodeError, ScorerFailedError
 from agentrl.core.records import (
     REWARD,
@@ -76,15 +76,15 @@ class GroupScoring:
     clock: Clock
     known: dict[str, list[GroupScores]] = field(default_factory=dict)
     """Scores on disk, keyed by group."""
-    fail: Callable[[BaseException], None] = lambda error: None
+    fail: Callable[[BaseException], None]
     """Callback that ends the run."""
-    on_release: Callable[[], None] = lambda: None
+    on_release: Callable[[], None]
     """Callback after the members of a group have been recorded."""
-    on_scores: Callable[[Collection[str], GroupScores], None] = lambda policies, scores: None
-    """Callback for new scores of the conversations of policies."""
-    on_spent: Callable[[str, int, int], None] = lambda scorer, requests, tokens: None
+    on_scores: Callable[[str, GroupScores], None]
+    """Callback for new scores of the conversations of a policy."""
+    on_spent: Callable[[str, int, int], None]
     """Callback for the requests and tokens of a scorer, failed requests included."""
-    activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
+    activity: ActivityClock
     """Counts the members that wait for the scores of their group as episodes in flight."""
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
@@ -174,7 +174,8 @@ class GroupScoring:
             return
         recorded.extend(new)
         for scores in new:
-            self.on_scores({policy for policy, _ in roles}, scores)
+            for policy in {policy for policy, _ in roles}:
+                self.on_scores(policy, scores)
         self._release(group_id)
 
     def _end_without(self, group_id: str, error: BaseException) -> None:

@@ -17,8 +17,8 @@ To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit_groups`
 `rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/turn/agent.py` →
 `orchestrator/buffer.py` → `learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
 
-Only headers pass through here. Errors that are no episode's fault end the run through `fail`; all others stay with
-their episode. `StepMetrics` (`step_metrics.py`) measures the steps.
+Only headers pass through here. Errors that are no episode's fault end the run through `RunStop.fail`; all others stay
+with their episode. `StepMetrics` (`step_metrics.py`) measures the steps.
 """
 
 from __future__ import annotations
@@ -85,6 +85,37 @@ class RunOutcome:
     interrupted: bool = False
 
 
+class RunStop:
+    """Why a run ends before its last step. Resumed episodes and groups may fail before `Orchestrator.run` begins.
+
+    Args:
+        changed: is notified.
+    """
+
+    def __init__(self, changed: ChangeCondition) -> None:
+        self.is_requested = False
+        """Whether the run should end with a checkpoint."""
+        self.failed_check: CheckFailedError | None = None
+        self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with the error that ends the run at once."""
+        self._changed = changed
+
+    def request(self) -> None:
+        """End the run with a checkpoint."""
+        self.is_requested = True
+        self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error that is no episode's fault; if all parts of the run are well, write a checkpoint
+        first."""
+        if isinstance(error, CheckFailedError):
+            if not self.is_requested:
+                self.failed_check = error
+                self.request()
+        elif not self.error.done():
+            self.error.set_exception(error)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Orchestrator:
     """Moves headers between parts that are independent of each other; `app.assemble` wires it."""
@@ -100,6 +131,7 @@ class Orchestrator:
     store: JournalStore
     checkpoints: CheckpointWriter | None
     changed: ChangeCondition
+    stopping: RunStop
     clock: Clock
     observer: Observer
     evaluator: Evaluator
@@ -118,18 +150,14 @@ class Orchestrator:
     activity: ActivityClock = field(init=False)
     outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _failure: asyncio.Future[None] | None = None
     ended_early: str | None = None
     """The reason if a metric or a request ended the run before its last step; else None."""
     paused_by: str = ""
     """Who paused the run; empty: it is not paused."""
     drained_by: str = ""
     """Who asked the run to drain; empty: it does not drain."""
-    _stopping: bool = False
     _is_over: bool = False
     """Whether every policy had taken its last step."""
-    _check_failure: CheckFailedError | None = None
-    """Failed check that ends the run."""
     _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
     _num_skipped: Counter[str] = field(default_factory=Counter)
     _untrainable: Counter[str] = field(default_factory=Counter)
@@ -140,7 +168,7 @@ class Orchestrator:
     _bottleneck: BottleneckWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.activity = self.dispatcher.activity
+        self.activity = self.dispatcher.in_flight.activity
         self._bottleneck = BottleneckWatch(
             self.activity_totals,
             {policy: self.scheduler.max_staleness(policy) for policy in self.board.trainable},
@@ -161,9 +189,9 @@ class Orchestrator:
         """Train until every policy has taken its steps, a metric ends the run, or `stop` is called.
 
         Raises:
-            AgentRLError: the error passed to `fail`, or raised in a loop; the newest checkpoint stays valid.
+            AgentRLError: the error passed to `RunStop.fail`, or raised in a loop; the newest checkpoint stays valid.
         """
-        failure = self._failed()
+        failure = self.stopping.error
         with rare_collections():
             main = asyncio.get_running_loop().create_task(self._main(), name="main")
             try:
@@ -184,9 +212,8 @@ class Orchestrator:
 
     def stop(self) -> None:
         """Stop admitting, let steps in progress end, write a checkpoint, return from `run`."""
-        self._stopping = True
         self.outcome.interrupted = True
-        self.changed.notify()
+        self.stopping.request()
 
     def pause(self, who: str) -> int:
         """Stop sampling at the next turns and training after the steps in progress; returns the number of parked
@@ -220,7 +247,7 @@ class Orchestrator:
     def status(self) -> RunSnapshot:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
-        num_evaluated, total = self.dispatcher.evaluated()
+        num_evaluated, total = self.dispatcher.evaluated.progress()
         phase, is_training = self._phase, self._phase == "training"
         bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
@@ -287,22 +314,6 @@ class Orchestrator:
         waits.append("new episodes start" if reason is None else f"sampling waits {reason}")
         return tuple(waits)
 
-    def fail(self, error: BaseException) -> None:
-        """End the run with an error that is no episode's fault; if all parts of the run are well, write a checkpoint
-        first."""
-        if isinstance(error, CheckFailedError):
-            if not self._stopping:
-                self._stopping, self._check_failure = True, error
-                self.changed.notify()
-        elif not self._failed().done():
-            self._failed().set_exception(error)
-
-    def _failed(self) -> asyncio.Future[None]:
-        """Return the future that `fail` ends; resumed episodes and groups may fail before `run` begins."""
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        return self._failure
-
     # --- the loops --------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
@@ -324,21 +335,21 @@ class Orchestrator:
             raise _first(group) from None
         self._bottleneck.stop()
         self._phase = "ending: episodes in flight"
-        if self._stopping:
+        if self.stopping.is_requested:
             await self._drain()
         else:
             await self.dispatcher.end_running("run_ended")
             self._drop_ready()
         self._phase = "writing the last checkpoint"
         await self._checkpoint()
-        if not self._stopping:
+        if not self.stopping.is_requested:
             await self.journal_retention.wait()
         self._phase = "evaluating after training"
-        if self.evaluator.tasks and not self._stopping:
+        if self.evaluator.tasks and not self.stopping.is_requested:
             await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
-        if self._check_failure is not None:
-            raise self._check_failure
+        if self.stopping.failed_check is not None:
+            raise self.stopping.failed_check
 
     async def _admit_groups(self) -> None:
         held_by = ""  # how long the next group waited, and for what
@@ -555,7 +566,7 @@ class Orchestrator:
             self.best.record_checkpoint(self.board)
             self.opponents.record_checkpoint()
             self._checkpoint_steps = steps
-        self.journal_retention.start_pruning(self.fail)
+        self.journal_retention.start_pruning(self.stopping.fail)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -570,7 +581,7 @@ class Orchestrator:
         return sum(map(self.scheduler.phases.left, self.board.trainable))
 
     def _is_stopping(self) -> bool:
-        return self._stopping
+        return self.stopping.is_requested
 
     def _finished(self) -> bool:
         # Keep the first reason, because later values may no longer meet the condition.
@@ -579,7 +590,7 @@ class Orchestrator:
             self.ended_early = f"drained by {self.drained_by}"
         # Keep the end too: some of the loops have returned by the time that `change` sets a later last step.
         self._is_over = self._is_over or all(map(self.scheduler.phases.is_over, self.board.trainable))
-        return self._stopping or self.ended_early is not None or self._is_over
+        return self.stopping.is_requested or self.ended_early is not None or self._is_over
 
     async def _drain(self) -> None:
         try:

@@ -18,7 +18,9 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.dispatch import ChildUnitReservations, Dispatcher
+from agentrl.orchestrator.child_reservations import ChildUnitReservations
+from agentrl.orchestrator.episode_specs import EpisodeNumbers
+from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.tasks import VisibleRange
@@ -420,16 +422,20 @@ class SynchronousBatchScheduler(Scheduler):
         demand: demand of a root group.
         pinned: policies whose episodes are pinned to a version; policies with full weights have one version at a time,
             and staleness 0.
-        dispatcher: knows the next group, and the episodes in flight.
-        opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
+        numbers: knows the next group.
+        in_flight: the episodes in flight.
+        buffer, reservations, opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword per part)
         self,
         *,
         demand: GroupDemand,
         pinned: Collection[str],
-        dispatcher: Dispatcher,
+        numbers: EpisodeNumbers,
+        in_flight: EpisodesInFlight,
+        buffer: EpisodeBuffer,
+        reservations: ChildUnitReservations,
         opponents: OpponentPools,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
@@ -438,8 +444,8 @@ class SynchronousBatchScheduler(Scheduler):
     ) -> None:
         super().__init__(
             demand=demand,
-            buffer=dispatcher.buffer,
-            reservations=dispatcher.reservations,
+            buffer=buffer,
+            reservations=reservations,
             opponents=opponents,
             board=board,
             staleness=staleness,
@@ -452,7 +458,7 @@ class SynchronousBatchScheduler(Scheduler):
         )
         self._roots = self._groups * demand.episodes
         self._pinned = frozenset(pinned)
-        self._dispatcher = dispatcher
+        self._numbers, self._in_flight = numbers, in_flight
 
     def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
         super().limit(max_in_flight=max_in_flight, steps=steps)
@@ -467,12 +473,12 @@ class SynchronousBatchScheduler(Scheduler):
     def why_not(self, demand: GroupDemand) -> str | None:
         """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
         # A drained run ends with a whole batch.
-        if self.is_paused or (self.is_draining and self._dispatcher.next_group % self._groups == 0):
+        if self.is_paused or (self.is_draining and self._numbers.next_group % self._groups == 0):
             return self._why_closed()
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
-        batch = self._dispatcher.next_group // self._groups
+        batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
             return f"because the last steps of {', '.join(demand.units)} have all their episodes"
         for policy, bound in self._bounds.items():
@@ -485,9 +491,9 @@ class SynchronousBatchScheduler(Scheduler):
     def may_step(self, policy: str, demand: GroupDemand) -> bool:
         """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
-        if self.is_paused or self.phases.is_over(policy) or self._dispatcher.next_group < (step + 1) * self._groups:
+        if self.is_paused or self.phases.is_over(policy) or self._numbers.next_group < (step + 1) * self._groups:
             return False
-        return not any(self.batch_of(episode_id) <= step for episode_id in self._dispatcher.running())
+        return not any(self.batch_of(episode_id) <= step for episode_id in self._in_flight.training())
 
     def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
         """Take all units of the policy's batch out of the buffer, in (root, call id) order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,37 +27,51 @@ class ScoreLimits:
 
     limits: Mapping[str, float]
     """Limit of each metric, such as `scores/requests/NAME`."""
+    fail: Callable[[CheckFailedError], None]
+    """Callback that ends the run, when a scorer has reached a limit."""
     spent: Counter[str] = field(default_factory=Counter)
     """What has been spent, by metric."""
 
-    @classmethod
-    def from_journal(cls, limits: Mapping[str, float], log: RunLog) -> ScoreLimits:
-        """Make the limits of a run whose journal may hold scores."""
-        own = cls(limits=limits, spent=Counter({name: int(log.metric_total(name)) for name in limits}))
+    def restore(self, log: RunLog) -> None:
+        """Count what the journal says was spent.
+
+        Raises:
+            CheckFailedError: a limit was reached before.
+        """
+        self.spent.update({name: int(log.metric_total(name)) for name in self.limits})
         for scores in itertools.chain.from_iterable(log.group_scores().values()):
-            own.add_spent(scores.scorer, scores.requests, scores.tokens)
-        return own
+            self._count(scores.scorer, scores.requests, scores.tokens)
+        self._check()
 
     def add(self, counted: Iterable[PolicyCounts]) -> None:
         """Count a committed episode."""
         for counts in counted:
             for name in self.limits.keys() & counts.metrics.keys():
                 self.spent[name] += int(counts.metrics[name])
+        self._fail_if_reached()
 
     def add_spent(self, scorer: str, requests: int, tokens: int) -> None:
         """Count what a scorer of groups has spent."""
+        self._count(scorer, requests, tokens)
+        self._fail_if_reached()
+
+    def _count(self, scorer: str, requests: int, tokens: int) -> None:
         for name, amount in ((SCORE_REQUESTS + scorer, requests), (SCORE_TOKENS + scorer, tokens)):
             if name in self.limits:
                 self.spent[name] += amount
 
-    def exceeded(self) -> CheckFailedError | None:
-        """Return the error with which the run ends if a scorer has reached a limit."""
+    def _fail_if_reached(self) -> None:
+        try:
+            self._check()
+        except CheckFailedError as error:
+            self.fail(error)
+
+    def _check(self) -> None:
         for name, limit in sorted(self.limits.items()):
             if self.spent[name] >= limit:
                 _, what, scorer = name.split("/")
-                return CheckFailedError(
+                raise CheckFailedError(
                     f"the scorer {scorer!r} has used {self.spent[name]:,} {what} of scorers.{scorer}.limit.{what} = "
                     f"{limit:,.0f}. The run stops with a checkpoint and keeps its episodes: raise the limit, then "
                     "start again with --resume"
                 )
-        return None

@@ -38,7 +38,7 @@ class StepMetrics:
         self._board = board
         self._clock = clock
         self._max_lag = max_lag
-        self._members = trained_root_environments(dispatcher.environment)
+        self._members = trained_root_environments(dispatcher.specs.environment)
         self._start_s = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}

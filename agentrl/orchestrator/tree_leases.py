@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agentrl.core.errors import VERSION_GONE, EngineError, EpisodeError
-from agentrl.core.records import EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.records import EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
 from agentrl.orchestrator.versions import ServedVersions
 
 
@@ -117,6 +117,12 @@ class TreeLeases:
             if not members:
                 del self._members[holder]
                 self._release(holder, *self._versions.get(holder, ()))
+
+    def attempt_ended(self, episode_id: str, attempt: int, fork: ForkPoint | None = None) -> None:
+        """Note that an attempt needs the version of its tree no more; for a branch, `fork` is the call it began at."""
+        self.member_ended(episode_id, attempt, episode_id)
+        if fork is not None and fork.branch:
+            self.member_ended(fork.episode_id, fork.attempt, episode_id)
 
     @property
     def leased(self) -> Collection[PolicyVersion]:

@@ -49,7 +49,8 @@ from agentrl.journal.entries import SeatSettings, TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
+from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
@@ -280,12 +281,12 @@ def wire_dispatcher(
     data_attempts: int = 1,
     runner_type: type[R] = EpisodeRunner,  # type: ignore[assignment]
 ) -> tuple[Dispatcher, R]:
-    """Return the host, with its worker, and the runner of single episodes of an environment; one policy plays all
+    """Return the dispatcher, with its worker, and the runner of single episodes of an environment; one policy plays all
     seats.
 
     `failures` receives errors that no episode caused.
     """
-    dispatcher = Dispatcher(
+    dispatcher = make_dispatcher(
         environment=environment,
         policy_of=lambda seat, group: policy,
         run_seed=0,
@@ -294,23 +295,25 @@ def wire_dispatcher(
         buffer=EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"])),
         store=store,
         changed=ChangeCondition(),
+        fail=failures.append,
     )
     runner = runner_type(
         engine=engine,
         chat_format=PlainChatFormat(),
         store=store,
         log=store.turn_log(PARTITION),
-        host=dispatcher,
+        host=DispatchingHost(dispatcher),
         clock=LoopClock() if isinstance(asyncio.get_running_loop(), VirtualTimeEventLoop) else SystemClock(),
         settings=settings,
     )
-    dispatcher.worker = AsyncioWorker(
-        runner,
-        environments={name_of(environment): environment},
-        data_attempts=data_attempts,
-        on_failure=failures.append,
+    dispatcher.run(
+        AsyncioWorker(
+            runner,
+            environments={name_of(environment): environment},
+            data_attempts=data_attempts,
+            on_failure=failures.append,
+        )
     )
-    dispatcher.fail = failures.append
     return dispatcher, runner
 
 

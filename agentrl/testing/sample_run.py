@@ -139,7 +139,7 @@ def _park_now_and_then(orchestrator: Orchestrator) -> None:
     loop, dispatcher = asyncio.get_running_loop(), orchestrator.dispatcher
 
     def park() -> None:
-        children = [episode_id for episode_id in dispatcher.running() if "~" in episode_id]
+        children = [episode_id for episode_id in dispatcher.in_flight.training() if "~" in episode_id]
         if children:
             dispatcher.worker.park(children[0])
             loop.call_later(PARK_EVERY_S / 3, dispatcher.worker.unpark)

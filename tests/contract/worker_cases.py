@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.recovery import ResumeState
+from agentrl.app.assemble import make_local_worker
 from agentrl.app.run_parts import make_chat_format, make_workers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.run import RunConfig
@@ -27,7 +26,8 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
+from agentrl.orchestrator.host import DispatchingHost
 from tests.contract.warm_processes import WarmPlacement
 from tests.contract.worker_environments import TwoTurns
 
@@ -69,11 +69,11 @@ class Workplace:
         if not resume:
             self.journal.admit(*specs)
         for spec in specs:
-            self.dispatcher._running[spec.episode_id] = spec
+            self.dispatcher.in_flight.add(spec)
             self.worker.submit(spec, self._ended, resume=resume)
 
     def _ended(self, header: EpisodeHeader) -> None:
-        self.dispatcher._running.pop(header.episode_id, None)
+        self.dispatcher.in_flight.remove(header.episode_id)
         self.times[header.episode_id] += 1
         self.ends[header.episode_id] = header
 
@@ -140,15 +140,25 @@ async def workplace(
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock(), placement=WarmPlacement()).ready()
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
-        dispatcher = make_dispatcher(
-            *(config.rollout_plan, environment, buffer, journal, ChangeCondition()),
-            resume_state=ResumeState(),
-        )
-        at = Workplace(place, journal, dispatcher, engine, None, environment)  # type: ignore[arg-type]
+        at: Workplace
 
         def fail(error: BaseException) -> None:
             at.failure = at.failure or error
 
+        plan = config.rollout_plan
+        dispatcher = make_dispatcher(
+            environment=environment,
+            policy_of=plan.seats.policy_of,
+            run_seed=plan.seed,
+            group_size=plan.credit.group_size,
+            max_in_flight=plan.max_in_flight,
+            buffer=buffer,
+            store=journal,
+            changed=ChangeCondition(),
+            fail=fail,
+        )
+        at = Workplace(place, journal, dispatcher, engine, None, environment)  # type: ignore[arg-type]
+        host = DispatchingHost(dispatcher)
         pool = make_workers(
             *(config.rollout_plan, config.device_demand, environment, engine, journal.directory),
             *(at.told.append, directory / "workers.log", SystemClock()),
@@ -156,14 +166,14 @@ async def workplace(
         if pool is None:
             stack.enter_context(stop_loop_in_forked_process())
             chat_format = make_chat_format(config.model)
-            attach_local_worker(
-                *(config.rollout_plan, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail)
+            dispatcher.run(
+                make_local_worker(plan, environment, host, engine, chat_format, journal, SystemClock(), fail)
             )
         else:
             pool.placements = [placement or WarmPlacement()] * len(pool.placements)
             stack.push_async_callback(pool.close)
-            pool.attach(dispatcher, journal, fail)
-            dispatcher.worker, dispatcher.fail = pool, fail
+            pool.attach(host, journal, fail)
+            dispatcher.run(pool)
         at.worker = dispatcher.worker
         yield at
         await dispatcher.worker.cancel()

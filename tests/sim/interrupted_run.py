@@ -33,7 +33,8 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
+from agentrl.orchestrator.host import DispatchingHost
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
@@ -182,7 +183,7 @@ class Life:
     def __post_init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
         resume_state: ResumeState = read_resume_state(self.journal, {}, group_size=GROUP_SIZE)
-        self.dispatcher = Dispatcher(
+        self.dispatcher = make_dispatcher(
             environment=Talk,
             policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
@@ -191,8 +192,9 @@ class Life:
             buffer=EpisodeBuffer(POLICIES, WholeGroupRelease(POLICIES, REWARD_ESTIMATORS["leave_one_out"])),
             store=self.journal,
             changed=ChangeCondition(),
+            fail=self._fail,
             next_number=resume_state.next_number,
-            ended_children=dict(resume_state.ended_children),
+            ended_children=resume_state.ended_children,
         )
         settings = RolloutSettings(
             seat=seat_settings(SamplingConfig(max_turns=8, max_tokens=MAX_TOKENS), 1 << 16),
@@ -205,7 +207,7 @@ class Life:
             chat_format=PlainChatFormat(),
             store=self.journal,
             log=self.journal.turn_log("0"),
-            host=self.dispatcher,
+            host=DispatchingHost(self.dispatcher),
             clock=LoopClock(),
             settings=settings,
         )
@@ -215,7 +217,7 @@ class Life:
             data_attempts=1,
             on_failure=self._fail,
         )
-        self.dispatcher.worker, self.dispatcher.fail = self.worker, self._fail
+        self.dispatcher.run(self.worker)
         self.engine.parked = lambda: self.runner.parking.parked
         self.dispatcher.restore(resume_state.ended, resume_state.unfinished)
         for task in TASKS[self.dispatcher.next_group :]:

@@ -41,6 +41,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.journal.reader import read_fork_prefix
+from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.metrics import selection_bias_from_journal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
@@ -624,7 +625,8 @@ def test_a_late_call_of_a_superseded_attempt_leases_nothing(simulated_loop: Seed
         branch = next(spec for spec, _ in ends(run).values() if spec.branched_from is not None)
         assert branch.fork is not None
         main_spec, _ = ends(run)[branch.fork.episode_id]
-        await dispatcher.branch(main_spec, branch.fork, 2, {"guesser": PolicyVersion("guesser", 0, 0)})
+        host = DispatchingHost(dispatcher)
+        await host.branch(main_spec, branch.fork, 2, {"guesser": PolicyVersion("guesser", 0, 0)})
         assert dispatcher.leases is not None
         assert not dispatcher.leases.leased
 

@@ -66,7 +66,7 @@ class Evaluating(SmallRun):
 
         async def stop(orchestrator: Orchestrator) -> bool:
             def is_evaluating() -> bool:
-                evaluated, total = orchestrator.dispatcher.evaluated()
+                evaluated, total = orchestrator.dispatcher.evaluated.progress()
                 return orchestrator.status().phase == "training" and evaluated < total
 
             await orchestrator.changed.wait_for(is_evaluating)

@@ -301,7 +301,7 @@ def test_nonfinite_steps_in_a_row_end_the_run_and_each_is_told_with_its_number(
 
 def test_a_failure_between_assembly_and_start_ends_the_run(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        run = SmallRun(during=lambda orchestrator: orchestrator.fail(StorageError("the disk is full")))
+        run = SmallRun(during=lambda orchestrator: orchestrator.stopping.fail(StorageError("the disk is full")))
         with pytest.raises(StorageError, match="the disk is full"):
             await run.run()
 

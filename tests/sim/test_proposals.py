@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
+from agentrl.app import assemble
 from agentrl.core.ids import random_stream, root_episode_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Proposal
 from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator import dispatch
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
@@ -114,7 +114,7 @@ def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MEMORY_SIZE", 9)
+    monkeypatch.setattr(assemble, "MEMORY_SIZE", 9)
 
 
 @pytest.mark.usefixtures("small_memory")

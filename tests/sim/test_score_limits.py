@@ -34,10 +34,8 @@ def test_a_spent_limit_ends_the_run_and_a_raised_one_continues_it(simulated_loop
             CheckFailedError, match=r"the scorer 'length' has used \d+ requests of scorers.length.limit"
         ):
             await first.run()
-        limits = first.orchestrator.dispatcher.score_limits
-        assert limits is not None
         asked = sum(1 for name in headers(first) for call in entries(first, name) if "?" in call)
-        assert 20 <= limits.spent["scores/requests/length"] == asked
+        assert 20 <= first.journal.metric_total("scores/requests/length") == asked
         journal = first.journal.after_crash()
         again = second_life(first, journal, len(first.trainer.batches))
         with pytest.raises(CheckFailedError, match="raise the limit"):

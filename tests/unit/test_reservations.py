@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import agentrl
-from agentrl.orchestrator.dispatch import ChildUnitReservations
+from agentrl.orchestrator.child_reservations import ChildUnitReservations
 
 
 class Solve(agentrl.Environment):

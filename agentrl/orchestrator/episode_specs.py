@@ -1,0 +1,137 @@
+"""Specs of root episodes: their numbers, seeds, seat bindings, pins and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.core import ids
+from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Purpose, SeatBinding, Task
+from agentrl.environment.environment import Environment
+from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
+from agentrl.environment.registry import name_of, resolve
+from agentrl.orchestrator.admission import AdmissionPolicy
+from agentrl.orchestrator.child_reservations import PolicyOf
+
+PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
+LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
+"""Steps added to the deadline of other purposes, relative to the running training episodes: they never delay those, and
+training episodes admitted much later do not delay them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeNumbers:
+    """The numbers of root episodes that are taken."""
+
+    group_size: int
+    next_training: int = 0
+    """Number of the next training episode."""
+    next_evaluation: int = 0
+    """Number of the next evaluation episode."""
+    first_evaluated: int = 0
+    """Number of the newest evaluation's first episode."""
+
+    @property
+    def next_group(self) -> int:
+        """Number of the next root group."""
+        return self.next_training // self.group_size
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EpisodeSpecs:
+    """Makes the specs of root episodes."""
+
+    environment: type[Environment]
+    """Class of root episodes, or a mixture of classes."""
+    policy_of: PolicyOf
+    run_seed: int
+    numbers: EpisodeNumbers
+    admission: AdmissionPolicy
+    _roots: dict[str, type[Environment]] = field(init=False)
+    """Classes of root episodes, keyed by name."""
+
+    def __post_init__(self) -> None:
+        self._roots = {name_of(root): root for root in root_environments(self.environment)}
+
+    def environment_of(self, spec: EpisodeSpec) -> type[Environment]:
+        """Return the class of an episode.
+
+        Raises:
+            EnvironmentDefinitionError, ConfigError: its code was edited since the episode was started.
+        """
+        root = self._roots.get(spec.environment) if spec.parent_id is None else None
+        return root or resolve(spec.environment)
+
+    def next_group(self, start: GroupStart, held_by: str) -> Iterator[EpisodeSpec]:
+        """Make the specs of the next root group; `held_by` is `EpisodeSpec.held_by`."""
+        first = self.numbers.next_training
+        self.numbers.next_training += self.numbers.group_size
+        return self.training(start, range(first, self.numbers.next_training), held_by)
+
+    def training(self, start: GroupStart, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
+        """Make the specs of one group's root training episodes."""
+        size = self.numbers.group_size
+        group = numbers[0] // size
+        name, pins = f"g{group * size}", self.admission.pins(group)
+        return self._root(start, "train", numbers, name, size, pins, held_by)
+
+    def evaluation(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeSpec]:
+        """Make the specs of an evaluation.
+
+        Seeds and line-ups depend only on the place of a task, so evaluations of a run differ only by their weights.
+        """
+        first = self.numbers.first_evaluated = self.numbers.next_evaluation
+        self.numbers.next_evaluation += len(tasks)
+        return [
+            replace(spec, seed=ids.stable_hash64(self.run_seed, f"evaluation {index}"))
+            for index, task in enumerate(tasks)
+            for spec in self._root(GroupStart(task), "evaluate", (first + index,), f"v{first + index}", 1, pins)
+        ]
+
+    def group_of(self, purpose: Purpose, episode_id: str) -> int:
+        """Return the root group of an episode; outside training, each episode is its own group."""
+        number = ids.root_episode_number(episode_id)
+        if purpose == "train":
+            return number // self.numbers.group_size
+        return number - self.numbers.first_evaluated if purpose == "evaluate" else number
+
+    def deadline(self, purpose: Purpose, episode_id: str) -> int:
+        """Return the deadline of an episode that starts or is resumed now."""
+        number = ids.root_episode_number(episode_id) if purpose == "train" else self.numbers.next_training
+        return self.admission.deadline(number) + LATER[purpose]
+
+    def _root(
+        self,
+        start: GroupStart,
+        purpose: Purpose,
+        numbers: Iterable[int],
+        group: str,
+        size: int,
+        pins: Mapping[str, PolicyVersion],
+        held_by: str = "",
+    ) -> Iterator[EpisodeSpec]:
+        """Make the specs of one group's root episodes, which share equal parts."""
+        pins = dict(pins)
+        root = root_environment_of_task(self.environment, start.task)
+        name, prefix = name_of(root), seat_prefix(self.environment, root)
+        seats: dict[str, SeatBinding] = {}
+        for number in numbers:
+            episode_id = ids.episode_id(PREFIX[purpose], number)
+            if not seats:
+                at = self.group_of(purpose, episode_id)
+                policies = {seat: self.policy_of(f"{prefix}{seat}", at) for seat in root.seats}
+                seats = {seat: SeatBinding(policy, pins.get(policy)) for seat, policy in policies.items()}
+            yield EpisodeSpec(
+                episode_id=episode_id,
+                environment=name,
+                task=start.task,
+                fork=start.point,
+                seed=ids.stable_hash64(self.run_seed, episode_id),
+                seats=seats,
+                group_id=group,
+                group_size=size,
+                purpose=purpose,
+                pins=pins,
+                deadline=self.deadline(purpose, episode_id),
+                held_by=held_by,
+            )
