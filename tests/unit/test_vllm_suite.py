@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_process_that_dies_fails_tests_with_its_last_words(run: pytest.Pytester)
     result = run.runpytest_inprocess(*OPTIONS)
     result.assert_outcomes(passed=1, failed=1, deselected=1)
     result.stdout.fnmatch_lines(["*suite adapters: process exited with*", "*no room*"])
+
+
+def test_files_of_a_suite_share_one_process_on_several_processes(
+    run: pytest.Pytester, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.makepyfile(test_engine_vllm_probe=TESTS)
+    started = "pathlib.Path(f'started-{os.getpid()}').touch()"
+    run.makeconftest(f"import os, pathlib, sys\nif 'AGENTRL_VLLM_SUITE' in os.environ:\n    {started}\n    sys.exit()")
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    result = run.runpytest_subprocess(*OPTIONS, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    result.assert_outcomes(passed=2, failed=2)
+    assert len(list(run.path.glob("started-*"))) == 1
 
 
 def test_unknown_suite_is_refused_by_name(run: pytest.Pytester) -> None:
