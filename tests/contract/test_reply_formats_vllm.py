@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.reply_formats import REPLY_FORMATS
+from tests.contract.vllm_suite import MISSING
 from tests.reply_samples import FIRST, SECOND
 
 OTHERS = {
@@ -26,7 +27,7 @@ OTHERS = {
 @pytest.mark.slow
 def test_calls_are_those_that_vllm_reads() -> None:
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+        pytest.skip(MISSING)
     script = Path(__file__).with_name("reply_formats_of_vllm.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=280)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ from agentrl.core.errors import EngineCapabilityError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.engines.vllm.gpu_memory import batch_tokens, block_size, bytes_besides_cache
 from agentrl.engines.weights.reading import EngineMemoryEstimate, predict_engine_memory
+from tests.contract.vllm_suite import MISSING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +64,7 @@ def test_the_experts_of_a_token_count_as_its_activations() -> None:
 def test_the_cache_of_a_shared_gpu_is_the_share_without_everything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason=MISSING)
     from agentrl.engines.vllm import startup
 
     Qwen3Config(**SHAPE, dtype="bfloat16").save_pretrained(tmp_path)

