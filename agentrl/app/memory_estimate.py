@@ -301,24 +301,24 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
         ModelError: a directory holds no model that can be trained and served.
         ConfigError: not even short contexts fit into memory, or turns are longer than the contexts.
     """
-    chosen_config = _with_token_limits(config, before)
+    context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
+    tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
+    if config.bases and not (context and (tokens or not config.trained)):
+        context, tokens = _token_limits(config.engine_plan, config.trainer_plan, context, tokens)
+    chosen_config = config.with_token_limits(context, tokens)
     chosen_config.check_turns_fit()
     return chosen_config
 
 
-def _with_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
-    tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
-    if not config.bases or (context and (tokens or not config.trained)):
-        return config.with_token_limits(context, tokens)
+def _token_limits(engine: EnginePlan, trainer: TrainerPlan, context: int, tokens: int) -> tuple[int, int]:
+    """Return the sizes of `_fitting_sizes`; if they cannot be predicted, small ones, with a warning."""
     try:
-        sizes = _fitting_sizes(config.engine_plan, config.trainer_plan, context, tokens)
-        return config.with_token_limits(*sizes)
+        return _fitting_sizes(engine, trainer, context, tokens)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
-        context = context or min(_longest_context(config.engine_plan), FALLBACK_CONTEXT)
-        tokens = tokens or (context if config.trained else 0)
+        context = context or min(_longest_context(engine), FALLBACK_CONTEXT)
+        tokens = tokens or (context if trainer.policies else 0)
         reason = (
             error if isinstance(error, PredictionError) else f"the memory of this run cannot be predicted ({error!r})"
         )
@@ -327,7 +327,7 @@ def _with_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfi
             "may be too much or too little; set them to choose",
             stacklevel=2,
         )
-        return config.with_token_limits(context, tokens)
+        return context, tokens
 
 
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
