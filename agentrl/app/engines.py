@@ -82,17 +82,22 @@ async def make_engine(
 async def _reward_model_engines(
     plan: EnginePlan, tell: Callable[[str], None], log: Path | None
 ) -> dict[str, ProcessEngine]:
-    """Start the process of each reward model; if one does not start, close them all."""
+    """Start the process of each reward model."""
     engines = {
         reward_model_name(scorer): _reward_model_engine(plan, scorer, tell, log) for scorer in plan.reward_models
     }
+    await _all_ready(list(engines.values()))
+    return engines
+
+
+async def _all_ready(engines: Sequence[ProcessEngine]) -> None:
+    """Wait until engines are ready; if one does not start, close them all."""
     try:
-        for engine in engines.values():
+        for engine in engines:
             await engine.ready()
     except BaseException:
-        await asyncio.gather(*(engine.close() for engine in engines.values()))
+        await asyncio.gather(*(engine.close() for engine in engines))
         raise
-    return engines
 
 
 def _reward_model_engine(plan: EnginePlan, scorer: str, tell: Callable[[str], None], log: Path | None) -> ProcessEngine:
@@ -239,7 +244,7 @@ async def _in_child_processes(
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Sequence[Engine]:
-    """Start the configured number of engine processes; if one does not start, close them all."""
+    """Start the configured number of engine processes of a base model."""
     silence_s, devices, count = engine_silence_s(plan.bases), device_plan(plan.demand), plan.engine.count
     engines = []
     for number in range(base * count, (base + 1) * count):
@@ -248,12 +253,7 @@ async def _in_child_processes(
             program = replace(program, arguments={**program.arguments, **resources})
         placement = _placement(plan.demand, log, devices, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
-    try:
-        for engine in engines:
-            await engine.ready()
-    except BaseException:
-        await asyncio.gather(*(engine.close() for engine in engines))
-        raise
+    await _all_ready(engines)
     return engines
 
 
