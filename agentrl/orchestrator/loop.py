@@ -58,9 +58,9 @@ DRAIN_S = 5.0
 """Seconds that episodes in flight have to end after a stop was requested."""
 
 
-MEANINGFUL_SHARE = 8
-"""Part of a step's episodes, an eighth, that must have ended for an estimate of the step's time: the first to end are
-the shortest."""
+MEANINGFUL_SHARE = 0.5
+"""Share of a step's episodes that must have ended for an estimate of the step's time: the first to end are the
+shortest."""
 SKIPPED_IN_A_ROW = 3
 """Number of skipped steps of a policy in a row that ends the run."""
 
@@ -286,10 +286,10 @@ class Orchestrator:
             elif ended >= size:
                 paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
             elif (
-                ended >= max(size // MEANINGFUL_SHARE, 1) and turns_of_ended
+                ended >= MEANINGFUL_SHARE * size and turns_of_ended
             ):  # the turns of unfinished episodes count too, the current ones as half
                 sampled = turns + self.buffer.ledger.in_flight / 2
-                seconds = elapsed_s * size / (ended * sampled / turns_of_ended)
+                seconds = max(elapsed_s * size / (ended * sampled / turns_of_ended), elapsed_s)
                 paces.append((seconds, f"about {format_seconds(seconds)} to sample a step; {so_far}"))
             else:
                 paces.append((elapsed_s, so_far))
