@@ -125,7 +125,7 @@ NO_SHAPES: Mapping[str, str] = {
 """Classes with such names that are no record of a sampled token's way from engine to step file, and what they are."""
 RECORDED: Mapping[str, str] = {
     "kept": r"\bKept(Sets|Count)\b|\.kept\.(counts|ids)|\bkept\.counts|\btoken\.kept\b",
-    "experts": r"\bExpertRouting\b|\.experts\b|\bexperts=",
+    "experts": r"\bExpertRouting\b|\.experts\.(rows|start|restarts|stretches)|\.experts is|experts=(tap|self\.routing)",
     "values": r"completion\.values|with_column\('values'|'values', '<f4'",
 }
 """Columns that an engine may add to a table of tokens, and how code names them."""
