@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Int32Array = NDArray[np.int32]
     Float32Array = NDArray[np.float32]
-    ExpertArray = NDArray[np.uint8]
+    ExpertArray = NDArray[np.uint8 | np.uint16]
     RoutingArray = NDArray[np.int16]
     BoolArray = NDArray[np.bool_]
 

@@ -234,12 +234,12 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
             yield ExpertRoutingSpan(first, length, latest[: length - 1])
 
     def encode(self) -> bytes:
-        """Serialize the shape, the start and the restarts, then the experts, one byte each."""
+        """Serialize the shape, the start and the restarts, then the experts, one byte each, or two if the rows have."""
         import numpy as np
 
         header = [*self.rows.shape, self.start, *(number for restart in self.restarts for number in restart)]
         numbers = np.array([len(header), *header], "<i4")
-        return numbers.tobytes() + self.rows.astype(np.uint8, copy=False).tobytes()
+        return numbers.tobytes() + self.rows.astype(f"<u{self.rows.itemsize}", copy=False).tobytes()
 
     @staticmethod
     def decode(data: bytes, *, plain: bool) -> ExpertRouting:
@@ -253,13 +253,14 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
         if len(header) != size or size < 4 or size % 2 or min(header) < 0:
             raise ValueError("the header of its expert routing is damaged")
         content, width = data[4 + 4 * size :], header[1] * header[2]
-        if len(content) != header[0] * width or not width:
+        itemsize = 2 if len(content) == 2 * header[0] * width else 1
+        if len(content) != itemsize * header[0] * width or not width:
             raise ValueError("its expert routing has another shape than its header says")
         rows: Any
         if plain:
-            rows = [content[at : at + width] for at in range(0, len(content), width)]
+            rows = [content[at : at + itemsize * width] for at in range(0, len(content), itemsize * width)]
         else:
-            rows = _decode_column(content, "|u1", plain=False).reshape(header[:3])
+            rows = _decode_column(content, f"<u{itemsize}", plain=False).reshape(header[:3])
         restarts = tuple(ExpertRoutingRestart(*pair) for pair in zip(header[4::2], header[5::2], strict=True))
         if any(row >= stop for (row, _), (stop, _) in pairwise([(0, 0), *restarts, (len(rows), 0)])):
             raise ValueError("the restarts of its expert routing are not in order")

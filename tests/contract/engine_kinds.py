@@ -53,6 +53,9 @@ _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1
     ),
+    "many_experts": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE, moe_intermediate_size=8, num_experts=300, num_experts_per_tok=2, decoder_sparse_step=1
+    ),
     "mixtral": lambda: transformers.MixtralConfig(
         **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.capture import ExpertRoutingRecorder
@@ -18,7 +18,7 @@ from tests.contract.engine_kinds import START, ModelZoo, StepClock, plain_logpro
 if TYPE_CHECKING:
     from agentrl.core.records import ExpertArray, Int32Array
 
-MOE = ("qwen3_moe", "mixtral")
+MOE = ("qwen3_moe", "mixtral", "many_experts")
 
 
 def load(zoo: ModelZoo, architecture: str, **options: Any) -> EmbeddedEngine:
@@ -31,7 +31,7 @@ def plain_routing(model: Any, token_ids: Int32Array) -> ExpertArray:
     with torch.no_grad():
         output = model.model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None], output_router_logits=True)
     chosen = [logits.softmax(-1).topk(2, dim=-1).indices for logits in output.router_logits]
-    rows: ExpertArray = torch.stack(chosen, dim=1).to(torch.uint8).numpy()
+    rows: ExpertArray = torch.stack(chosen, dim=1).numpy()
     return rows
 
 
@@ -179,7 +179,7 @@ class NamedModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = Named()
-        self.config = SimpleNamespace(num_experts=9)
+        self.config = PretrainedConfig(num_experts=9)
         self.device = torch.device("cpu")
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> None:

@@ -30,10 +30,11 @@ KINDS = {"logprobs": np.float32, "turn_index": np.int32, "loss_mask": np.bool_, 
 
 @st.composite
 def routings(draw: st.DrawFn) -> ExpertRouting | None:
+    kind = draw(st.sampled_from([np.uint8, np.uint16]))
     starts = draw(st.lists(st.integers(0, 9), max_size=3))
     lengths = [draw(st.integers(1, 4)) for _ in starts]
     stretches = [
-        (start, np.full((length, 2, 1), at, np.uint8))
+        (start, np.full((length, 2, 1), np.iinfo(kind).max - at, kind))
         for at, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     return ExpertRouting.of_stretches(stretches)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.core.tokens import ExpertRoutingRestart
+from agentrl.core.tokens import ExpertRouting, ExpertRoutingRestart
 from agentrl.engines.vllm.capture import CallRouting, RoutedContext
 
 OLD, NEW = "old", "new"
@@ -19,11 +19,21 @@ CONTEXT = np.arange(10, dtype=np.int32)
 def returned(first: int, count: int) -> Any:
     """Rows of two layers, of which the second has experts; each position names itself."""
     rows = np.stack([np.zeros(count), np.arange(first, first + count)], axis=1)
-    return SimpleNamespace(routed_experts=rows[:, :, None].astype(np.uint8))
+    return SimpleNamespace(routed_experts=rows[:, :, None].astype(np.int16))
 
 
 def routing(before: RoutedContext | None = None) -> CallRouting:
     return CallRouting([1], CONTEXT, before)
+
+
+@pytest.mark.parametrize(("last", "kind"), [(255, np.uint8), (256, np.uint16)])
+def test_more_than_256_experts_take_two_bytes(last: int, kind: Any) -> None:
+    call = CallRouting([1], np.arange(300, dtype=np.int32))
+    call.append(returned(last - 3, 4), 0, 4, NEW)
+    experts = call.experts()
+    assert experts is not None
+    assert experts.rows.dtype == kind
+    assert ExpertRouting.decode(experts.encode(), plain=False).rows[:, 0, 0].tolist() == [*range(last - 3, last + 1)]
 
 
 def test_one_request_returns_the_layers_with_experts() -> None:

@@ -54,14 +54,9 @@ class ExpertRoutingRecorder:
                 f"engine.capture_routing: {type(model).__name__} has no router that reports its experts. "
                 "Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set capture_routing = false"
             )
-        experts: int = (
-            getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
-        )
-        if experts > 256:
-            raise EngineCapabilityError(
-                f"engine.capture_routing: {experts} experts are too many: routing is recorded in one byte per expert "
-                "(at most 256)"
-            )
+        config = model.config.get_text_config()
+        counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self._dtype = np.min_scalar_type(max(filter(None, counts), default=1) - 1)
         self._recording = False
         self._chosen: list[Tensor] = []
         self._shape = (slots, capacity + 1)
@@ -86,10 +81,10 @@ class ExpertRoutingRecorder:
     def store(self, slots: Slots, begin: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> None:
         """Store a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
         self._recording = False
-        routing = torch.stack(self._chosen, dim=1).to("cpu", torch.uint8).numpy()
+        routing = torch.stack(self._chosen, dim=1).to("cpu", torch.int16).numpy().astype(self._dtype)
         rows = routing.reshape(len(slots), width, *routing.shape[1:])
         if self._rows is None:
-            self._rows = np.zeros((*self._shape, *routing.shape[1:]), np.uint8)
+            self._rows = np.zeros((*self._shape, *routing.shape[1:]), self._dtype)
         for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True)):
             self._put(slot, first, rows[i, width - count :])
 

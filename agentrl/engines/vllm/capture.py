@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import ExpertArray, Int32Array
 
-_MAX_EXPERTS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class RoutedContext:
@@ -79,7 +77,8 @@ class CallRouting:
             return
         if len(rows) < stop - start:
             raise EngineError(f"vLLM returned the experts of {len(rows)} of {stop - start} positions")
-        self._parts.append((version, start, rows[: stop - start, self.layers].astype(np.uint8, copy=False)))
+        part = rows[: stop - start, self.layers]
+        self._parts.append((version, start, part.astype(np.min_scalar_type(part.max(initial=0)), copy=False)))
 
     def experts(self) -> ExpertRouting | None:
         """Return the routing of the call; None if no request returned any."""
@@ -110,12 +109,5 @@ def expert_layers(model: PreTrainedModel) -> list[int]:
         raise EngineCapabilityError(
             f"engine.capture_routing: {type(model).__name__} has no experts. Use a mixture-of-experts model such as "
             "Qwen3-MoE or Mixtral, or set capture_routing = false"
-        )
-    config = model.config.get_text_config()
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if max(filter(None, counts), default=0) > _MAX_EXPERTS:
-        raise EngineCapabilityError(
-            f"engine.capture_routing: {type(model).__name__} has more than {_MAX_EXPERTS} experts in a layer, and "
-            "routing is recorded in one byte per expert. Set capture_routing = false"
         )
     return layers
