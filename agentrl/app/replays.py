@@ -284,17 +284,17 @@ async def _run(
         raise
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         return _failed("environment_error", describe_user_code_error(error), line)
-    if line.drop_reason is not None:
+    if line.drop_reason is not None and line.stop_reason is None:
         return "departed", None, f"it was dropped as {line.drop_reason}, but now ends normally", None
     return "identical", None, "", header
 
 
 def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | None, str, None]:
     if (
-        line.drop_reason == reason or line.status == "repeated"
-    ):  # the failure of an attempt that was started over is not recorded
+        line.stop_reason is None and line.drop_reason == reason
+    ) or line.status == "repeated":  # the failure of an attempt that was started over is not recorded
         return "identical", None, f"it fails with the recorded error: {text}", None
-    then = line.drop_reason or line.stop_reason or "still running"
+    then = line.stop_reason or line.drop_reason or "still running"
     return "departed", None, f"it now fails ({text}), but was {then}", None
 
 

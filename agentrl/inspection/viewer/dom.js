@@ -93,7 +93,7 @@ export function chip(text, kind = "", title = null) {
 
 /** Whether an episode earned nothing: it was dropped, or its reward is 0 or less. */
 export function isFailed(line) {
-  return Boolean(line.drop_reason) || (line.reward !== null && line.reward !== undefined && line.reward <= 0);
+  return Boolean(line.drop_reason && !line.stop_reason) || (line.reward !== null && line.reward !== undefined && line.reward <= 0);
 }
 
 /** The status of an episode; one that is finished was an evaluation or a fork. */

@@ -90,7 +90,7 @@ function detail(view) {
     facts(
       [
         ["reward", rewards(line)],
-        ["ended", line.drop_reason ? element("span", { class: "bad" }, `dropped: ${line.drop_reason}`) : line.stop_reason],
+        ["ended", line.drop_reason && !line.stop_reason ? element("span", { class: "bad" }, `dropped: ${line.drop_reason}`) : line.stop_reason],
         ["turns", line.turns],
         ["tokens", line.tokens === null ? null : number(line.tokens)],
         ["took", line.seconds === null ? null : seconds(line.seconds)],
@@ -104,7 +104,7 @@ function detail(view) {
       ],
       "facts wide",
     ),
-    line.detail ? element("p", { class: line.drop_reason ? "problem" : "quiet" }, line.detail) : null,
+    line.detail ? element("p", { class: line.drop_reason && !line.stop_reason ? "problem" : "quiet" }, line.detail) : null,
   ];
 }
 

@@ -57,7 +57,7 @@ function node(line, largest, isSelf = false, name = line.episode, extra = null) 
     element("span", { class: "quiet" }, shortName(line.environment)),
     rewardBars(line, largest),
     status(line.status, line),
-    line.drop_reason ? chip(line.drop_reason, "bad", safeText(line.detail ?? "")) : null,
+    line.drop_reason && !line.stop_reason ? chip(line.drop_reason, "bad", safeText(line.detail ?? "")) : null,
     extra,
   );
 }

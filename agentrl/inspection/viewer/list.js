@@ -13,7 +13,7 @@ const CELLS = {
   status: (line) => status(line.status, line),
   environment: (line) => element("span", { title: line.environment }, shortName(line.environment)),
   reward: (line, largest, columns) => (columns.some(isOfSeat) ? signedBar(line.reward, largest, 3) : rewardBars(line, largest)),
-  ended: (line) => element("span", { class: line.drop_reason ? "bad" : line.stop_reason === "completed" ? "quiet" : "", title: line.detail || null }, line.drop_reason ?? line.stop_reason ?? "–"),
+  ended: (line) => element("span", { class: line.drop_reason && !line.stop_reason ? "bad" : line.stop_reason === "completed" ? "quiet" : "", title: line.detail || null }, line.stop_reason ?? line.drop_reason ?? "–"),
   seconds: (line) => seconds(line.seconds),
   seats: (line) => Object.entries(line.seats).map(([seat, policy]) => chip(seat === policy ? seat : `${seat}: ${policy}`)),
   policies: (line) => line.policies.map((policy) => chip(policy)),
@@ -139,7 +139,7 @@ function isRight(name) {
 function row(line, columns, largest) {
   const to = episodeAddress(line.episode, line.attempt);
   const cells = columns.map((name) => {
-    const isKnown = name === "ended" ? line.drop_reason ?? line.stop_reason : cell(line, name);
+    const isKnown = name === "ended" ? line.stop_reason ?? line.drop_reason : cell(line, name);
     const label = { "data-label": name.replaceAll("_", " "), class: `${isRight(name) ? "right" : ""} of-${name} ${isKnown === null ? "unknown" : ""}` };
     if (name === "episode") return element("th", { scope: "row", ...label }, element("a", { href: to, class: "id" }, line.episode), line.attempt ? element("span", { class: "quiet" }, ` attempt ${line.attempt}`) : null, problems(line.problem ? [line.problem] : []));
     if (isOfSeat(name)) return element("td", label, signedBar(cell(line, name), largest, 3));
