@@ -152,7 +152,7 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
         ("max_in_flight=1", "group_size"),
         ("max_in_flight=many", "whole number"),
         ("policies.solver.step_size=8", "cannot change while the run runs.*may change: steps, max_in_flight"),
-        ("no_such=1", "unknown key"),
+        ("no_such=1", "no such setting"),
         ("steps", "section.field=value"),
     ):
         with pytest.raises(InputError, match=message):
