@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,8 +24,6 @@ from agentrl.journal.control_rows import decode_admission_row, decode_baselines_
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
 SHOWN_TURNS = 12
@@ -62,7 +60,7 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
     reasons = [
         *_admissions(reader, view, problems),
         *_time(view),
-        *_end(view, reader.config()),
+        *_end(reader, view),
         *_reward(view),
         *_group_scores(reader, view.summary, problems),
         *_group(reader, view.summary),
@@ -184,7 +182,7 @@ def _name_of_act(act: PolicyTurn | ToolAct | EffectAct) -> str:
     return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
 
 
-def _end(view: ConversationView, config: Mapping[str, Any]) -> list[Reason]:
+def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     line, turns = view.summary, [act for act in view.acts if isinstance(act, PolicyTurn)]
     if line.drop_reason is not None and line.stop_reason is None:
         return [
@@ -206,7 +204,7 @@ def _end(view: ConversationView, config: Mapping[str, Any]) -> list[Reason]:
     stop = find_stop_reason(line.stop_reason)
     if stop in LIMITS:
         setting = LIMITS[stop]
-        value = value_at(config, *setting.split("."))
+        value = value_at(reader.config(), *setting.split("."))
         limit = setting if value is None else f"{setting} = {value}"
         text = f"{reasons[0].text}: a limit cut it short ({limit})"
         reasons[0] = Reason("ended", text, f"raise {setting}, or shorten the episode")
