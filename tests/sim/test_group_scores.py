@@ -17,6 +17,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import GroupScores, Message, PolicyVersion, Score, ScoreRequest
+from agentrl.core.tokens import Tokens
 from agentrl.credit.advantages.group_baselines import group_mean
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.memory import MemoryJournal
@@ -368,8 +369,8 @@ def test_a_rewritten_history_is_no_restart() -> None:
         decode = format.decode
 
     def entry(*messages: Message) -> Any:
-        ids = np.array(format.start(messages, ()), np.int32).tobytes()
-        return SimpleNamespace(context_ids=ids)
+        ids = np.array(format.start(messages, ()), np.int32)
+        return SimpleNamespace(context=lambda: Tokens.context(ids))
 
     answer, further = Message(role="assistant", content="an answer"), Message(role="user", content="and then?")
     restarted = group_scores_module._restarted

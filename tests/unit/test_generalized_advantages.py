@@ -228,7 +228,9 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
         policies = {"policy": PolicyConfig(learning_rate=1e-2, lora=LoraConfig(rank=4, alpha=8.0))}
     expected, of_head = by_hand(model)
     trainer = started(config_of(model, loss=loss, policies=policies), tmp_path / "gae")
-    other = Replaced(config_of(model, "none", loss=loss, policies=policies), tmp_path / "hand", read=CONVERSATIONS.read)
+    other = Replaced(
+        config_of(model, "none", loss=loss, policies=policies).trainer_plan, tmp_path / "hand", read=CONVERSATIONS.read
+    )
     other.by_hand = {key: advantage for key, (advantage, _, _) in expected.items()}
     other.start()
     for each in (trainer, other):

@@ -172,7 +172,6 @@ def test_curves_steps_and_runs_show_the_reward_of_each_seat_and_no_sum(
     shop = str(tmp_path / "shop")
     for command, told in (
         (["step", "list", shop], ["reward/buyer reward/seller loss", "trader 0.3 0.375 -0.375"]),
-        (["step", "show", shop, "3"], ["reward buyer 0.375, seller -0.375"]),
         (["run", "list", str(tmp_path)], ["buyer 0.25, seller -0.25"]),
     ):
         assert main(command) == 0

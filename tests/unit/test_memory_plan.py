@@ -171,7 +171,7 @@ def test_doctor_says_what_a_run_will_hold(
     report = json.loads(capsys.readouterr().out)
     found = [(check["name"], check["result"]) for check in report["sections"]["memory"]]
     assert any(name == "3 × trainer rank" and "activations of 8,192 tokens" in text for name, text in found)
-    assert any(name == "this process" and "keys and values" in text for name, text in found)
+    assert any(name == "engine, in this process" and "keys and values" in text for name, text in found)
     assert found[-1][0] == "the whole run"
 
 

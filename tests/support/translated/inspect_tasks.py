@@ -50,7 +50,7 @@ def shuffled(seed=None):
 @task
 def shuffled_after_ids():
     """As readers with `auto_id`, whose ids are positions."""
-    samples = [Sample(input=f"Say {n}", target=str(n)) for n in range(50)]
+    samples = [Sample(input=f"Say {n}", target=str(n)) for n in range(2_000)]
     task = of(samples)
     task.dataset.shuffle()
     for position, sample in enumerate(task.dataset):
