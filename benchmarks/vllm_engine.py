@@ -30,7 +30,7 @@ from benchmarks.report import Report
 
 if TYPE_CHECKING:
     from agentrl.core.records import Int32Array
-    from agentrl.core.tokens import Completion
+    from agentrl.core.tokens import Completion, Tokens
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 POLICIES = ("one", "two")
@@ -119,7 +119,7 @@ class Requests:
             session.close()
 
 
-def _listen(request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> None:
+def _listen(request_id: str, tokens: Tokens) -> None:
     """Partials, as a run takes them."""
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.tokens import Completion
+from agentrl.core.tokens import Completion, Tokens
 from tests.contract.engine_kinds import ModelZoo, prompt, request, version
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_probe import moved, publish_adapter, vanished
@@ -35,8 +35,9 @@ class Calls:
         self.running[name] = asyncio.ensure_future(session.generate(asked, self._listen))
         return self.running[name]
 
-    def _listen(self, request_id: str, token_ids: Any, logprobs: Any, sampler: Any) -> None:
-        self.heard.setdefault(request_id, []).extend((token, sampler.step) for token in token_ids)
+    def _listen(self, request_id: str, tokens: Tokens) -> None:
+        (span,) = tokens.spans
+        self.heard.setdefault(request_id, []).extend((int(token), span.version.step) for token in tokens.token_ids)
 
     async def check(self, step: int, models: dict[PolicyVersion, Any]) -> None:
         """All are of this step, to their last token, and so is all that was heard."""

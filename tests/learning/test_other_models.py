@@ -109,7 +109,7 @@ def test_a_random_model_is_trained_with_its_own_template(
     entries = TurnLogReader(run.path / "journal").read("turns-0.db", "e0", 0)
     first = next(body for body in (entry.decode() for entry in entries) if isinstance(body, TurnEntry))
     assert first.messages[0]["role"] == "user"
-    assert len(first.token_ids) > 0
+    assert len(first.tokens.token_ids) > 0
 
 
 def test_a_mixture_of_experts_is_trained_through_the_experts_that_were_recorded(

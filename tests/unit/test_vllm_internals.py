@@ -39,7 +39,7 @@ USED = {
         "CompletionOutput.routed_experts",
         "CompletionOutput.sampling_mask",
         "CompletionOutput.weight_versions",
-        "KeptSets.token_ids",
+        "SamplingMask.token_ids",
         "WeightVersionSpan.version",
     },
 }
