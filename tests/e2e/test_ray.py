@@ -369,7 +369,7 @@ async def main():
     told, versions = [], {"policy": PolicyVersion("policy", 0, 0)}
     engine = ProcessEngine(SCRIPTED, versions, placement=RayPlacement(), tell=told.append)
     for step in (1, 2):
-        pool = RayTrainerPool(run_config(model), directory)
+        pool = RayTrainerPool(run_config(model).trainer_plan, directory)
         await pool.start(None if step == 1 else str(directory / "checkpoint"))
         await pool.publish("policy", PolicyVersion("policy", step - 1, step - 1))
         await pool.forward_backward(episodes.batch(step))
