@@ -18,6 +18,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    import agentrl.learn.models  # noqa: F401  # registers the attention of trees
     from agentrl.learn.forward import ATTENTION, sharing_pays, token_logprobs
     from agentrl.learn.packing import pack
 
