@@ -36,20 +36,18 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SHIPPED = Path(__file__).parent.parent / "environments" / "calculator" / "model"
 
 
-def random_model(directory: Path) -> None:
-    """Write a Qwen3 of about the shipped model's size, with random weights."""
+def random_model(directory: Path, **sizes: int) -> None:
+    """Write a Qwen3 with random weights, of about the shipped model's size but for some `sizes`."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
-        vocab_size=640,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
+    shipped = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+        "vocab_size": 640,
+    }
+    config = Qwen3Config(**shipped | sizes, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 

@@ -25,7 +25,7 @@ from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.vllm import process as vllm_process
-from benchmarks.embedded_engine import random_adapter
+from benchmarks.embedded_engine import random_adapter, random_model
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 POLICIES = ("one", "two")
+FIVE_MILLION = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "vocab_size": 512,
+}
+"""Sizes of a Qwen3 of 5 million parameters."""
 START = {name: PolicyVersion(name, 0, 0) for name in POLICIES}
 PROMPT, NEW, CONTEXT, SLOTS, PLACES, RANK = 57, 48, 192, 64, 4, 8
 ROUNDS = {1: 4, 8: 2, 32: 1}
@@ -198,7 +207,8 @@ async def speed(report: Report, *, repeats: int) -> None:
 async def larger_model(repeats: int) -> None:
     """The same with 5 million parameters, shown only."""
     with tempfile.TemporaryDirectory() as scratch:
-        model = _random_model(Path(scratch) / "model")
+        model = Path(scratch) / "model"
+        random_model(model, **FIVE_MILLION)
         plain = BareVllm(model, 512, places=0)
         embedded = EmbeddedEngine.load(
             str(model), versions=START, slots=SLOTS, max_context=CONTEXT, max_rank=RANK, device="cpu"
@@ -219,27 +229,6 @@ def _adapter(directory: Path, seed: int) -> tuple[Path, str]:
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     return directory, random_adapter(model, directory, seed, RANK)
-
-
-def _random_model(directory: Path) -> Path:
-    """Write a Qwen3 of 5 million random parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=768,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def spread(values: Sequence[float]) -> str:

@@ -122,7 +122,7 @@ def make_scorers(
 
 
 def with_scorers(plan: RolloutPlan, names: Iterable[str]) -> RolloutPlan:
-    """Return the plan with these scorers alone, and those that answer if one of them fails."""
+    """Return the plan with only these scorers and their fallbacks."""
     scorer_names: set[str] = set()
     for first in names:
         name = first

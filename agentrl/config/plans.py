@@ -59,7 +59,7 @@ class EnginePlan:
     """The engines of a run."""
 
     bases: tuple[BaseModelPlan, ...]
-    """Base models, each with engines of its own."""
+    """Base models; each has its own engines."""
     engine: EngineConfig
     dtype: str
     slots: int
@@ -72,7 +72,7 @@ class EnginePlan:
     threads: int
     """Torch threads of each engine."""
     reward_models: Mapping[str, ScorerConfig]
-    """Scorers that are reward models, each with an engine of its own."""
+    """Reward models, keyed by scorer; each has its own engine."""
     external: Mapping[str, RemotePolicy | BotPolicy]
     """Policies that no engine serves, with the share of `max_concurrent` of one process."""
     demand: DeviceDemand

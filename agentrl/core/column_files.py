@@ -1,6 +1,7 @@
 """Named columns of numbers as bytes, in the layout of safetensors, for ranks, step files, and their readers.
 
-The bytes of a run are untrusted: `decode_columns` checks every size before it makes a column. Reading needs no numpy.
+The bytes of a run are untrusted: `decode_columns` checks every size before it makes a column. Written here instead of
+with safetensors, because the inspector and the sample run import neither it nor, to read, numpy.
 """
 
 from __future__ import annotations

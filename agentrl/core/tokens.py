@@ -323,7 +323,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
         """Join consecutive tables, at least one; adjacent spans of one version become one.
 
         Raises:
-            ValueError: the experts of one part have other layers than those of another.
+            ValueError: the parts hold the experts of different layers.
         """
         import numpy as np
 

@@ -304,11 +304,7 @@ class PolicyModel:
         and their files: a version of all weights has them as they are."""
         if self.published_kind == "adapter":
             return {}
-        state = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
-            if not _ADAPTER_MATRIX.search(name)
-        }
+        state = dict(self._model_tensors())
         known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
         stored = {
             name: (file, tensor) for file in weight_files(self.base) for name, tensor in _stored_weights(file).items()
@@ -326,15 +322,18 @@ class PolicyModel:
             }
         state: dict[str, Tensor] = {}
         storages: set[int] = set()
-        for full_name, tensor in self.model.state_dict(keep_vars=True).items():
-            if _ADAPTER_MATRIX.search(full_name):
-                continue
-            name = full_name.replace(".base_layer.", ".")
+        for name, tensor in self._model_tensors():
             place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
             if place not in storages:  # otherwise it is tied to a parameter that is already included
                 storages.add(place)
                 state[name] = tensor.detach()
         return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
+
+    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the model without its adapters, by the names of a model without any."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if not _ADAPTER_MATRIX.search(name):
+                yield name.replace(".base_layer.", "."), tensor
 
     @cached_property
     def _conversion_groups(self) -> list[list[str]]:

@@ -17,9 +17,10 @@ CONTEXT = np.arange(10, dtype=np.int32)
 
 
 def returned(first: int, count: int) -> Any:
-    """Rows of two layers, of which the second has experts; each position names itself."""
+    """Rows of two layers, of which the second has experts; each position names itself. As vLLM's, they have two bytes
+    if one does not suffice."""
     rows = np.stack([np.zeros(count), np.arange(first, first + count)], axis=1)
-    return SimpleNamespace(routed_experts=rows[:, :, None].astype(np.int16))
+    return SimpleNamespace(routed_experts=rows[:, :, None].astype(np.min_scalar_type(first + count - 1)))
 
 
 def routing(before: RoutedContext | None = None) -> CallRouting:

@@ -77,8 +77,7 @@ class CallRouting:
             return
         if len(rows) < stop - start:
             raise EngineError(f"vLLM returned the experts of {len(rows)} of {stop - start} positions")
-        part = rows[: stop - start, self.layers]
-        self._parts.append((version, start, part.astype(np.min_scalar_type(part.max(initial=0)), copy=False)))
+        self._parts.append((version, start, rows[: stop - start, self.layers]))  # uint8 or uint16, by their number
 
     def experts(self) -> ExpertRouting | None:
         """Return the routing of the call; None if no request returned any."""
