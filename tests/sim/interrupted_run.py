@@ -256,7 +256,7 @@ def tokens_on_disk(log: TurnLog, episodes: Collection[str]) -> dict[str, int]:
         for entry in log.read_partials(episode, 0):
             partial = decode_partial_turn(entry.body)
             name = request_name(entry)
-            known[name] = max(known.get(name, 0), partial.start + len(partial.token_ids) // 4)
+            known[name] = max(known.get(name, 0), partial.start + len(partial.tokens.token_ids) // 4)
     return known
 
 
