@@ -39,7 +39,7 @@ def config(directory: Path, name: str, **changes: Any) -> agentrl.RunConfig:
     return agentrl.RunConfig.model_validate({**BASE, "name": name, "directory": str(directory), **changes})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     run = agentrl.train(config(tmp_path, "run", workers=workers), environment=BranchingCalculator, quiet=True).path
     assert judge(run, ended=True) == []

@@ -127,6 +127,7 @@ def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, 
     assert 0 <= float(str(longest)) < 600
 
 
+@pytest.mark.exhaustive
 def test_a_clock_set_back_between_two_lives_keeps_the_order_of_what_happened(repository: Path, tmp_path: Path) -> None:
     if not FAKETIME.exists():
         pytest.skip("libfaketime is not installed")
@@ -148,7 +149,9 @@ STILL_S = 4.0
 SILENCE_S = 2.0
 
 
-@pytest.mark.parametrize("role", ["orchestrator", "engine", pytest.param("trainer", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "role", ["engine", *(pytest.param(role, marks=pytest.mark.exhaustive) for role in ("orchestrator", "trainer"))]
+)
 def test_a_process_that_stands_still_costs_time_and_nothing_else(repository: Path, tmp_path: Path, role: str) -> None:
     """The engine's silence is noticed and it is replaced; the trainer and the loop are waited for."""
     with reaped(start(repository, tmp_path, CHAOS_SILENCE_S=f"{SILENCE_S}")) as process:

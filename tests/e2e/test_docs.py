@@ -14,6 +14,7 @@ from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
+README = ROOT / "README.md"
 SMALL = "--steps=2 --evaluation.tasks=8"
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 SHORTENED = """
@@ -45,7 +46,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_of(page)], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(page, marks=() if page == README else pytest.mark.exhaustive, id=str(page.relative_to(ROOT)))
+        for page in PAGES
+        if python_of(page)
+    ],
 )
 def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
     shown = python_of(page)
@@ -68,7 +74,11 @@ def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
     assert int(resumptions) > 10, "the proposal was refused: no child episode was started"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "getting_started.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [README, pytest.param(ROOT / "docs" / "getting_started.md", marks=pytest.mark.exhaustive)],
+    ids=lambda page: page.stem,
+)
 def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     listed = json.loads(agentrl(workplace, "episode", "list", "demo", "--json"))
     trained = next(episode["episode"] for episode in listed if episode["purpose"] == "train")

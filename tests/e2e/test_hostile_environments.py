@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
         ("kills_its_process", [-9, -9, 0]),
         # it ended as if all were well, and nothing was
         pytest.param("replaces_its_process", [-1, -1, 0], marks=pytest.mark.exhaustive),
-        ("stops_the_loop", [1, 0]),
+        pytest.param("stops_the_loop", [1, 0], marks=pytest.mark.exhaustive),
         pytest.param("closes_all_descriptors", [1, 0], marks=pytest.mark.exhaustive),
         ("exhausts_memory_in_a_thread", [0]),
         ("replaces_the_clocks", [0]),

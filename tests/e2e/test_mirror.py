@@ -99,6 +99,7 @@ def next_copy(mirror: subprocess.Popen[str]) -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_a_mirror_outlives_the_loss_of_its_disk_and_the_run_knows(tmp_path: Path) -> None:
     place, copies = tmp_path / "here", tmp_path / "there"
     place.mkdir()

@@ -277,6 +277,7 @@ def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_p
     assert answer.stdout.splitlines() == [f"Ray's {name} died", str([told]), "[1, 2] 50"], answer.stdout + answer.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_dead_raylet_ends_no_process_whose_parent_is_process_1() -> None:
     """As in a container, or under nohup."""
     program = [sys.executable, "-c", _ORPHAN]

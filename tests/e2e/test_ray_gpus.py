@@ -138,6 +138,7 @@ def address() -> Iterator[str]:
         cluster.communicate("\n")
 
 
+@pytest.mark.exhaustive
 def test_each_process_has_the_gpus_of_the_plan_also_once_all_were_started_again(address: str) -> None:
     said, _ = _start(_EACH_PLAN, address).communicate()
     assert said.splitlines() == ["[1, 1, 1, 1] [1, 1, 1, 1]", "[1, 1, 2] [1, 1, 2]"]

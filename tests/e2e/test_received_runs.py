@@ -37,7 +37,7 @@ def place() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture(scope="module", params=RECORDERS)
+@pytest.fixture(scope="module", params=["scripted", pytest.param("model", marks=pytest.mark.exhaustive)])
 def recorded(request: pytest.FixtureRequest, place: Path) -> Iterator[tuple[ReceivedRun, Watch]]:
     """A recorded run, of a script or of a small model, and the observer of what commands do."""
     with watched(RECORDERS[request.param], place / request.param) as run:

@@ -73,6 +73,7 @@ class Killer:
     def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, Mapping[str, float]]) -> None: ...
 
 
+@pytest.mark.exhaustive
 def test_every_turn_is_scored_once_and_right_although_the_model_is_killed(tmp_path: Path) -> None:
     save_reward_model(tmp_path / "prm")
     (tmp_path / "run.toml").write_text(TOML, encoding="utf-8")

@@ -51,7 +51,7 @@ tasks = 0
 """
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.exhaustive)])
 def test_a_signal_while_a_stopped_process_exits_leaves_its_exit_code(tmp_path: Path, number: str) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT.format(number=number))
     (tmp_path / "run.toml").write_text(CONFIGURATION)

@@ -110,6 +110,7 @@ def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
         return journal.execute(query).fetchall()
 
 
+@pytest.mark.exhaustive
 def test_both_learn_and_each_version_is_of_its_base(run: Path, repository: Path) -> None:
     info = json.loads(rows(run, "SELECT value FROM meta WHERE key = 'info'")[0][0])
     assert [(base["name"], base["policies"]) for base in info["bases"]] == [(LARGE, ["proposer"]), (SMALL, ["solver"])]
@@ -133,6 +134,7 @@ def test_both_learn_and_each_version_is_of_its_base(run: Path, repository: Path)
             assert adapter["base_model_name_or_path"].endswith(LARGE)
 
 
+@pytest.mark.exhaustive
 def test_the_ledger_holds_and_every_step_and_episode_is_done_again(run: Path) -> None:
     reader = RunReader(run)
     try:
@@ -149,6 +151,7 @@ def test_the_ledger_holds_and_every_step_and_episode_is_done_again(run: Path) ->
     assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_shown_by_the_tokenizer_of_their_policy(run: Path, repository: Path) -> None:
     reader = RunReader(run)
     try:
@@ -164,6 +167,7 @@ def test_tokens_are_shown_by_the_tokenizer_of_their_policy(run: Path, repository
         reader.close()
 
 
+@pytest.mark.exhaustive
 def test_policies_are_evaluated_on_their_bases(run: Path, repository: Path, tmp_path: Path) -> None:
     config = config_of(repository, tmp_path)
     tasks = Ask.tasks("held_out")[:2]
