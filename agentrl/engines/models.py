@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DynamicCache,
 )
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
+from agentrl.engines.meta import runnable_on_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,8 +63,13 @@ known.
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Accepted values of `attn_implementation` and the like. For others transformers may fetch code from a hub and run it,
 if the package `kernels` is installed."""
-_STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""Kinds of layers, as transformers names them, that keep a state beside keys and values or instead of them."""
+_LAYERS_WITHOUT_KV = {"linear_attention", "conv", "moe", "mlp"}
+"""Kinds of layers, as transformers names them, that keep a state instead of keys and values, or nothing."""
+_WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
+"""Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
+one, and RG-LRU keeps its state in the layer."""
+_STATE_PLACES = ("conv_states", "recurrent_states")
+"""Attributes of a layer's part of a `transformers.Cache` that hold states, by their number in the layer."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _SELECTED_KEYS = ("index_topk", "indexer_budget")
 """Settings for the number of keys that an indexer selects for attention."""
@@ -427,13 +436,45 @@ def _structure(layer: nn.Module) -> tuple[object, ...]:
     )
 
 
+def layer_states(model: PreTrainedModel) -> list[tuple[int, str, int, Tensor]]:
+    """Return the states that layers keep for a context of one token: layer, place in the cache (`_STATE_PLACES`),
+    number in the layer, and tensor, `[1, ...]`; empty for a model whose layers keep keys and values alone."""
+    cache = DynamicCache(config=model.config)
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        return []
+    with runnable_on_meta(model), torch.inference_mode():
+        token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    return [
+        (index, place, number, state)
+        for index, layer in enumerate(cache.layers)
+        for place in _STATE_PLACES
+        for number, state in getattr(layer, place, {}).items()
+        if state is not None
+    ]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which a model takes its cache."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
+def state_bytes_per_slot(model: PreTrainedModel) -> int:
+    """Return the bytes of a slot's two states, over all layers; the model may be one without data."""
+    return 2 * sum(state.nbytes for *_, state in layer_states(model))
+
+
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
-    """Return the bytes of KV per token, over all layers of a model's decoder."""
+    """Return the bytes of KV per token, over all layers of a model's decoder that have any."""
     text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    num_layers = text.num_hidden_layers - sum(kind in _LAYERS_WITHOUT_KV for kind in kinds)
+    if not num_layers:
+        return 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype: Any = config.dtype or text.dtype or torch.float32
-    return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
+    return int(2 * heads * size * num_layers * dtype.itemsize)
 
 
 def reward_model_kv_bytes(path: str | Path) -> int:
@@ -619,12 +660,11 @@ def _rope_types(ropes: object) -> list[str]:
 
 
 def _check_layers(config: PretrainedConfig, path: str | Path) -> None:
-    """Refuse layers with a state other than keys and values, which the slots of the embedded engine do not hold."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if others := sorted(_STATE_LAYERS.intersection(kinds)):
+    """Refuse recurrent layers that cannot continue from a state in a slot of the embedded engine."""
+    if (kind := config.get_text_config().model_type) in _WITHOUT_INITIAL_STATE:
         raise ModelError(
-            f"{path}: its layers of kind {', '.join(others)} have a recurrent state, with which the embedded engine "
-            "cannot sample; add an [engine.vllm] table, which selects vLLM"
+            f"{path}: the recurrent layers of {kind} cannot continue a context from a state in a cache, with which the "
+            "embedded engine samples; add an [engine.vllm] table, which selects vLLM"
         )
 
 

@@ -46,6 +46,13 @@ _SHAPE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.2,
 }
+_HYBRID = {**_SHAPE, "num_hidden_layers": 4}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
     "qwen3_sharded": lambda: transformers.Qwen3Config(**_SHAPE),
@@ -71,6 +78,27 @@ _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(
         **{name: value for name, value in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")}
     ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_HYBRID, **_DELTA_NET),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_HYBRID,
+        **_DELTA_NET,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+        chunk_size=16,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+    ),
+    "recurrent_gemma": lambda: transformers.RecurrentGemmaConfig(**{**_SHAPE, "num_hidden_layers": 3, "lru_width": 64}),
     "bloom": lambda: transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCABULARY),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=512, initializer_range=0.2

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
     from agentrl.core.tokens import Completion
 
+HYBRID = pytest.param("qwen3_5", marks=pytest.mark.exhaustive)
 FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
@@ -68,7 +69,7 @@ def check_logprobs(model: Any, context: Int32Array, completion: Completion, samp
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe", "mixtral", "gpt2", HYBRID])
 def test_turns_of_many_conversations_match_plain_forward_passes(zoo: ModelZoo, architecture: str) -> None:
     model = zoo.load(architecture)
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 TURN = 40
 
 
-def load(zoo: ModelZoo, **options: Any) -> EmbeddedEngine:
+def load(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> EmbeddedEngine:
     settings = {"versions": START, "slots": 8, "max_context": 128, "fixed_shapes": True, **options}
-    return EmbeddedEngine.load(str(zoo.directory("qwen3")), **settings)
+    return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)
 
 
 async def in_company(engine: EmbeddedEngine, others: int) -> Completion:
@@ -56,9 +56,10 @@ def _one_span(first: Completion, count: int) -> Any:
     return (first.spans[0]._replace(stop=count),)
 
 
-def test_a_turn_is_bit_equal_alone_in_company_and_continued(zoo: ModelZoo) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
+def test_a_turn_is_bit_equal_alone_in_company_and_continued(zoo: ModelZoo, architecture: str) -> None:
     async def outcome(kind: str) -> tuple[list[int], bytes]:
-        engine = load(zoo)
+        engine = load(zoo, architecture)
         found = await (cut_and_continued(engine, 13) if kind == "cut" else in_company(engine, int(kind)))
         await engine.close()
         return found.token_ids.tolist(), found.logprobs.tobytes()

@@ -280,6 +280,9 @@ class Batcher:
         slot = table.assign_slot(call.session)
         has_prefix = table.computed_by[slot] is serving
         num_reused = self._columns.common_prefix(slot, request.token_ids) if has_prefix else 0
+        if self._cache.has_states:
+            num_reused = int(self._columns.state_positions(np.array([slot]), np.array([num_reused]))[0])
+            self._set_state(slot, slot, num_reused)
         self._columns.begin(slot, request, num_reused=num_reused)
         table.computed_by[slot] = serving
         call.serving, call.cached, call.fresh = serving, num_reused, num_reused < _WORTH_SHARING
@@ -314,6 +317,7 @@ class Batcher:
         if keep_kv and num_sampled:
             self._table.computed_by[slot] = None
         else:
+            self._set_state(slot, slot, 0)
             self._columns.computed[slot] = 0
             self._table.computed_by[slot] = serving
             call.fresh = True
@@ -327,13 +331,15 @@ class Batcher:
         """Plan the passes of the next step: bounded prefill, then one decode pass per model."""
         if self._fixed_shapes:
             return self._fixed_plan()
+        if self._cache.has_states:
+            self._save_states()
         self._share_prefixes()
         if self._layout is None:
             self._layout = self._lay_out()
         passes: list[ForwardPassPlan] = []
         columns, budget = self._columns, self._prefill_tokens
         for model_copy, slots, adapters in self._layout:
-            pending = columns.length[slots] - columns.computed[slots]
+            pending = columns.pending(slots, to_prompt_end=self._cache.has_states)
             decoding = pending == 1
             if not decoding.all():
                 rows = [row for row in np.flatnonzero(pending > 1).tolist() if not self.running[int(slots[row])].fresh]
@@ -401,7 +407,10 @@ class Batcher:
     def _prefill(
         self, slots: Slots, pending: NDArray[np.int64], rows: list[int], budget: int
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Group rows of similar length, oldest calls first, until the padded tokens reach the budget."""
+        """Group rows of similar length, oldest calls first, until the padded tokens reach the budget.
+
+        Padding would change a recurrent state, so there the rows of a group compute as many tokens as the shortest.
+        """
         rows.sort(key=lambda row: self.running[int(slots[row])].order)
         buckets: dict[int, list[int]] = {}
         widest: dict[int, int] = {}
@@ -419,31 +428,61 @@ class Batcher:
             budget -= added_positions
             buckets.setdefault(bucket, []).append(row)
             widest[bucket] = width
-        return [
-            (np.array(sorted(bucket_rows)), np.minimum(pending[sorted(bucket_rows)], widest[bucket]))
-            for bucket, bucket_rows in buckets.items()
-        ]
+        groups, even = [], self._cache.has_states
+        for bucket, bucket_rows in buckets.items():
+            counts = np.minimum(pending[sorted(bucket_rows)], widest[bucket])
+            groups.append((np.array(sorted(bucket_rows)), np.full_like(counts, counts.min()) if even else counts))
+        return groups
+
+    def _save_states(self) -> None:
+        """Save the states of calls that have computed their prompt up to its last token: see `SlotColumns.saved`."""
+        columns, running = self._columns, np.fromiter(self.running, np.int64)
+        at_prompt_end = (columns.computed[running] == columns.prompt[running] - 1) & (
+            columns.saved[running] != columns.computed[running]
+        )
+        for slot in running[at_prompt_end].tolist():
+            self._cache.save_state(slot)
+            columns.saved[slot] = columns.computed[slot]
+
+    def _set_state(self, slot: int, source: int, position: int) -> None:
+        """Let a slot continue from a position at which slot `source` has a state; 0: from an empty context."""
+        columns = self._columns
+        if position != columns.computed[source] or slot != source:
+            is_saved = position != columns.computed[source]
+            self._cache.set_state(slot, source if position else None, saved=is_saved)
+        if slot != source or columns.saved[slot] > position:
+            columns.saved[slot] = 0
 
     def _share_prefixes(self) -> None:
         """Copy prefixes that another conversation computed under the same weights; of equal calls, one computes
         first.
         """
-        leaders: set[tuple[int, bytes]] = set()
+        columns, has_states = self._columns, self._cache.has_states
+        leaders = {
+            self._prefix_key(call)
+            for slot, call in self.running.items()
+            if has_states and not call.fresh and columns.computed[slot] < columns.prompt[slot] - 1
+        }
         for slot, call in self.running.items():
-            if not call.fresh:
+            if not call.fresh or (has_states and self._prefix_key(call) in leaders):
                 continue
-            context = call.request.token_ids
             donor, length = self._best_donor(slot, call)
-            if length >= _WORTH_SHARING and length > self._columns.computed[slot]:
+            if length >= _WORTH_SHARING and length > columns.computed[slot]:
                 self._cache.copy_prefix(donor, slot, length)
+                self._set_state(slot, donor, length)
                 if self._tap is not None:
                     self._tap.copy_prefix(donor, slot, length)
-                self._columns.computed[slot] = length
+                columns.computed[slot] = length
                 call.cached, call.fresh = length, False
                 continue
-            prefix_key = (id(call.serving), context[:_WORTH_SHARING].tobytes())
-            call.fresh = prefix_key in leaders
-            leaders.add(prefix_key)
+            call.fresh = self._prefix_key(call) in leaders
+            leaders.add(self._prefix_key(call))
+
+    def _prefix_key(self, call: ActiveRequest) -> tuple[int, bytes]:
+        """Return what calls have in common of which one computes first: the first tokens, or the whole prompt if a
+        state at its end is shared."""
+        context = call.request.token_ids
+        return id(call.serving), (context if self._cache.has_states else context[:_WORTH_SHARING]).tobytes()
 
     def _best_donor(self, slot: int, call: ActiveRequest) -> tuple[int, int]:
         columns, table = self._columns, self._table
@@ -458,6 +497,8 @@ class Batcher:
         same = columns.tokens[donors, :limit] == columns.tokens[slot, :limit]
         same &= np.arange(limit) < columns.computed[donors][:, None]
         lengths = np.where(same.all(axis=1), limit, same.argmin(axis=1)) if limit else np.zeros(len(donors), np.int64)
+        if self._cache.has_states:
+            lengths = columns.state_positions(np.array(donors), lengths)
         best = int(lengths.argmax())
         return donors[best], int(lengths[best])
 

@@ -137,11 +137,11 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         slots, context = settings.slots, capabilities.max_context
         self.capabilities = capabilities
         self._vocabulary = int(model.config.get_text_config().vocab_size)
+        cache = SlotKvCache(model, slots=slots, capacity=context)
         self.tap = ExpertRoutingRecorder(model, slots=slots, capacity=context) if capabilities.expert_routing else None
         self._mask_recorder = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
-        cache = SlotKvCache(slots=slots, capacity=context, layers=model.config.get_text_config().num_hidden_layers)
         self._batcher = Batcher(
             cache=cache,
             columns=self._columns,

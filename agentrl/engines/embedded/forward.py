@@ -31,11 +31,13 @@ from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import machine_memory
 from agentrl.engines.embedded.slots import RowSamplingParameters, SlotColumns, SlotKvCache
 from agentrl.engines.models import (
+    cache_argument,
     check_finite_logits,
     computing_in_float32,
     context_length_thresholds,
     kv_bytes_per_token,
     read_model,
+    state_bytes_per_slot,
 )
 from agentrl.engines.version_table import LiveVersion
 
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
 _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
 """Adapter index of rows that use no adapter."""
-_CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
-_PIECES = ((4, 2), (1, 1), (1, 1))
+_CONTEXTS = ((0, 5, 1, 3, 2, 4, 1), (0, 2, 0, 1, 4))
+_PIECES = ((4, 2), (2, 2), (1, 1))
 """Number of tokens of each context that each pass of the check computes."""
 _ROW_TOKENS = 9
 
@@ -251,7 +253,8 @@ class ForwardPassRunner:
             positions = self._to_device(place)
             write = self._to_device(np.where(offset >= 0, place, self._cache.capacity))
         index = None if consecutive else self._to_device(slots)
-        self._cache.address(first=first, count=rows, rows=index, positions=write, length=length)
+        written = self._to_device(np.flatnonzero(counts)) if one.fixed else None
+        self._cache.address(first=first, count=rows, rows=index, positions=write, length=length, written=written)
         mask = torch.where(self._keys[:length] <= positions[:, :, None], self._zero, self._mask_value)[:, None]
         if one.bank is not None:
             one.bank.select(one.adapters)
@@ -261,10 +264,11 @@ class ForwardPassRunner:
             input_ids=self._to_device(ids),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(one.model): self._cache},
         ).logits[:, -1]
+        self._cache.commit()
         if self._tap is not None:
             self._tap.store(slots, begin, counts, width)
         columns.computed[slots] = begin + counts
@@ -362,17 +366,18 @@ def sampling_filter_mask(
 
 
 def check_kv_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> None:
-    """Refuse more KV than memory can hold: it is allocated at the first call.
+    """Refuse more KV and states than memory can hold: KV is allocated at the first call.
 
     Raises:
         EngineCapabilityError: the slots do not fit into the memory of this machine.
     """
     if model.device.type != "cpu":
         return
-    needed_bytes, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), machine_memory().free
+    context_bytes = (max_context + 1) * kv_bytes_per_token(model.config) + state_bytes_per_slot(model)
+    needed_bytes, free = slots * context_bytes, machine_memory().free
     if needed_bytes > free:
         raise EngineCapabilityError(
-            f"keys and values of {slots} contexts of {max_context} tokens take {needed_bytes >> 20} MiB, and "
+            f"keys, values and states of {slots} contexts of {max_context} tokens take {needed_bytes >> 20} MiB, and "
             f"{free >> 20} are free; lower engine.slots or engine.max_context"
         )
 
@@ -409,7 +414,7 @@ def _largest_difference(
 ) -> float:
     """Return the largest difference of logits, relative to their spread."""
     longest = max(map(len, contexts))
-    cache = SlotKvCache(slots=2, capacity=longest, layers=model.config.get_text_config().num_hidden_layers)
+    cache = SlotKvCache(model, slots=2, capacity=longest)
     columns = SlotColumns(slots=2, capacity=longest)
     for slot, context in enumerate(contexts):
         columns.tokens[slot, : len(context)] = context
@@ -425,15 +430,20 @@ def _largest_difference(
     )
     largest = 0.0
     for counts in pieces:
-        one = ForwardPassPlan(
-            model=model, bank=None, slots=np.arange(2), counts=np.array(counts), adapters=np.full(2, -1, np.int64)
-        )
-        with torch.inference_mode():
-            logits = runner.logits(one)
-        for slot, context in enumerate(contexts):
-            plain = _plain_logits(model, context[: columns.computed[slot]])
-            # NumPy's maximum, because Python's max ignores NaN.
-            largest = float(np.maximum(largest, float((logits[slot] - plain).abs().max() / plain.std())))
+        for slots in ((0, 1),) if counts[0] == counts[1] or not cache.has_states else ((0,), (1,)):
+            one = ForwardPassPlan(
+                model=model,
+                bank=None,
+                slots=np.array(slots),
+                counts=np.array([counts[slot] for slot in slots]),
+                adapters=np.full(len(slots), BASE, np.int64),
+            )
+            with torch.inference_mode():
+                logits = runner.logits(one)
+            for row, slot in enumerate(slots):
+                plain = _plain_logits(model, contexts[slot][: columns.computed[slot]])
+                # NumPy's maximum, because Python's max ignores NaN.
+                largest = float(np.maximum(largest, float((logits[row] - plain).abs().max() / plain.std())))
     return largest
 
 
@@ -467,7 +477,7 @@ def check_row_independence(model: PreTrainedModel, path: str, *, slots: int) -> 
 def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
     """Compute the logits after the last token of each context, one token at a time; `[slots, V]`."""
     slots, length = contexts.shape
-    cache = SlotKvCache(slots=slots, capacity=length, layers=model.config.get_text_config().num_hidden_layers)
+    cache = SlotKvCache(model, slots=slots, capacity=length)
     columns = SlotColumns(slots=slots, capacity=length)
     columns.tokens[:, :length] = contexts
     columns.length[:] = length

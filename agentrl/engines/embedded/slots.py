@@ -1,34 +1,41 @@
-"""Slots: the rows of the embedded engine, each with one conversation's keys and values.
+"""Slots: the rows of the embedded engine, each with one conversation's keys, values and recurrent states.
 
-`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotKvCache` its keys and values. Knows
-neither conversations (`batcher.py` assigns slots), nor calls and versions. The event loop writes between passes and the
-worker thread during one, never both at once.
+`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotKvCache` what the layers computed.
+Knows neither conversations (`batcher.py` assigns slots), nor calls and versions. The event loop writes between passes
+and the worker thread during one, never both at once.
 Invariant: a pass reads and writes only the slots and positions that `address` named; padding is written to position
 `capacity`, which is never read.
 
 A slot's context is `tokens[slot, :length]`, the first `computed` positions of which have their keys and values in the
 cache. Sampling appends: the n-th token of the call in the slot is `tokens[slot, prompt + n]`.
+
+Keys and values exist for each position, so any prefix of a slot can be reused. A recurrent state (with the inputs that
+the layer's convolution still needs) exists only for one position: a slot has the state at `computed`, and a second one
+at `saved`, where the call's last prompt token is next. From there, the other calls of a group start, and a conversation
+whose last turn is rewritten.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentrl.engines.counter_random import uniform
+from agentrl.engines.models import layer_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from agentrl.core.ports import GenerateRequest
 
     Slots = NDArray[np.int64]
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,8 @@ class SlotColumns:
         self.length = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.prompt = np.zeros(slots, np.int64)
+        self.saved = np.zeros(slots, np.int64)
+        """Position of each slot's second recurrent state; 0: none."""
         self.limit = np.zeros(slots, np.int64)
         self._seeds = np.zeros(slots, np.uint64)
         self._sampled_before = np.zeros(slots, np.int64)
@@ -106,6 +115,20 @@ class SlotColumns:
             tempered=bool(self._has_temperature[slots].any()),
         )
 
+    def pending(self, slots: Slots, *, to_prompt_end: bool) -> NDArray[np.int64]:
+        """Return the number of tokens that each slot has to compute, with `to_prompt_end` first those before the last
+        token of its prompt."""
+        stop = self.length[slots]
+        if to_prompt_end:
+            last = self.prompt[slots] - 1
+            stop = np.where(self.computed[slots] < last, last, stop)
+        return stop - self.computed[slots]
+
+    def state_positions(self, slots: Slots, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the last position in the first `lengths` tokens of each slot at which it has a recurrent state."""
+        computed, saved = self.computed[slots], self.saved[slots]
+        return np.where(computed <= lengths, computed, np.where(saved <= lengths, saved, 0))
+
     def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> list[int]:
         """Append one sampled token per slot; returns the slots whose call has ended by it."""
         at = self.length[slots]
@@ -132,23 +155,55 @@ class SlotColumns:
         return int(differs[0]) if len(differs) else limit
 
 
+@dataclass(slots=True)
+class _LayerStates:
+    """The states of one layer for the rows of a pass, by the names under which transformers' models read them."""
+
+    conv_states: dict[int, Tensor] = field(default_factory=dict)
+    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
+    record_past: bool = False
+
+
 class SlotKvCache:
-    """A duck-typed `transformers.Cache`: call `address` for a pass, then pass it to the model as `past_key_values`."""
+    """A duck-typed `transformers.Cache`: call `address` for a pass, pass it to the model as its cache, and then call
+    `commit`."""
 
     is_compileable = False
 
-    def __init__(self, *, slots: int, capacity: int, layers: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, slots: int, capacity: int) -> None:
+        num_layers = model.config.get_text_config().num_hidden_layers
         self.slots = slots
         self.capacity = capacity
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
         self._rows: Tensor | None = None
         self._first = 0
         self._count = 0
         self._positions: Tensor | int = 0
         self._length = 0
+        self.layers = [_LayerStates() for _ in range(num_layers)]
+        self._states: list[tuple[dict[int, Tensor], int, Tensor]] = []
+        """Place in `layers`, and the states of all slots: row `slot` the newest, row `slots + slot` the saved one."""
+        for layer_index, kind, number, state in layer_states(model):
+            store = state.new_zeros(2 * slots, *state.shape[1:])
+            self._states.append((getattr(self.layers[layer_index], kind), number, store))
+        self._written: tuple[Tensor, Tensor] | None = None
 
-    def address(self, *, first: int, count: int, rows: Tensor | None, positions: Tensor | int, length: int) -> None:
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state, so that a slot can continue only from certain positions."""
+        return bool(self._states)
+
+    def address(
+        self,
+        *,
+        first: int,
+        count: int,
+        rows: Tensor | None,
+        positions: Tensor | int,
+        length: int,
+        written: Tensor | None = None,
+    ) -> None:
         """Set the positions at which the next pass reads and writes.
 
         Args:
@@ -157,9 +212,59 @@ class SlotKvCache:
             rows: `[B]` slots of the pass, ascending, if they are not consecutive.
             positions: positions to write, `[B, t]`; an int if `t == 1` and all rows agree.
             length: number of positions to read, from 0.
+            written: indices of the rows whose states change; None: all.
         """
         self._first, self._count, self._rows = first, count, rows
         self._positions, self._length = positions, length
+        self._written = None
+        block = slice(first, first + count)
+        for states, number, store in self._states:
+            if rows is None and written is None:
+                states[number] = store[block]  # which the layer changes in place
+                continue
+            if self._written is None:
+                slots = torch.arange(first, first + count, device=store.device) if rows is None else rows
+                at = torch.arange(count, device=store.device) if written is None else written
+                self._written = slots[at], at
+            states[number] = store[block].clone() if rows is None else store.index_select(0, rows)
+
+    def commit(self) -> None:
+        """Keep the states that the pass has computed."""
+        if self._written is not None:
+            slots, at = self._written
+            for states, number, store in self._states:
+                store[slots] = states[number][at]
+
+    def has_previous_state(self, layer_index: int | None = None, state_idx: int | None = None) -> bool:
+        """Return True: a slot without a context has a state of zeros, from which a layer computes the same."""
+        return True
+
+    def update_conv_state(self, inputs: Tensor, layer_index: int, state_idx: int = 0, **unused: object) -> Tensor:
+        """Append a convolution's inputs `[B, channels, t]`; returns them behind those of the tokens before."""
+        window = self.layers[layer_index].conv_states[state_idx]
+        whole = torch.cat([window, inputs], dim=-1)
+        window.copy_(whole[..., -window.shape[-1] :])
+        return whole
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **unused: object) -> Tensor:
+        """Write the state after the pass's tokens."""
+        return self.layers[layer_idx].recurrent_states[state_idx].copy_(state)
+
+    def set_state(self, slot: int, source: int | None, *, saved: bool = False) -> None:
+        """Make the state of slot `source`, its saved one if `saved`, the newest of `slot`; None: one without a
+        context."""
+        with torch.inference_mode():
+            for _, _, store in self._states:
+                if source is None:
+                    store[slot] = 0
+                else:
+                    store[slot] = store[source + self.slots * saved]
+
+    def save_state(self, slot: int) -> None:
+        """Save the newest state of a slot."""
+        with torch.inference_mode():
+            for _, _, store in self._states:
+                store[self.slots + slot] = store[slot]
 
     def update(
         self, key: Tensor, value: Tensor, layer_index: int, cache_kwargs: object | None = None
@@ -192,7 +297,7 @@ class SlotKvCache:
         return buffers[0], buffers[1]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
+        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
         with torch.inference_mode():
             for store in (*self._keys, *self._values):
                 if store is not None:

@@ -23,7 +23,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import gpus, machine_memory
-from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
+from agentrl.engines.models import (
+    dtype_name,
+    kv_bytes_per_token,
+    model_dtype,
+    read_meta_model,
+    state_bytes_per_slot,
+)
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, bytes_besides_cache, parts
@@ -172,6 +178,7 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // BLOCK)
     block = BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
+    states = state_bytes_per_slot(shapes) // parts(settings.arguments)
     on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
     gpu_total = min((gpu.memory.total for gpu in gpus()), default=0) if on_gpu else 0
     if gpu_total and settings.shares_gpu and not kv_memory:
@@ -188,17 +195,17 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(parameter.nbytes for parameter in shapes.parameters())
     is_given = kv_memory or (settings.memory_share and not on_gpu)  # may be negative
-    if is_given and kv_memory < (blocks + 1) * block:  # vLLM would report this only in its log
+    if is_given and kv_memory < (blocks + 1) * block + states:  # vLLM would report this only in its log
         raise EngineCapabilityError(
             f"the KV cache has {max(kv_memory, 0) >> 20} MiB, but one context of {max_context} tokens "
-            f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
+            f"needs {-(-((blocks + 1) * block + states) >> 20)}; lower engine.max_context, or raise engine.memory_share"
         )
     if on_gpu:
         sizes: dict[str, Any] = {"max_num_batched_tokens": batch_tokens(gpu_total)} if gpu_total else {}
         if settings.memory_share:
             sizes["gpu_memory_utilization"] = settings.memory_share
         return {**sizes, "kv_cache_memory_bytes": kv_memory} if kv_memory else sizes
-    needed_bytes = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
+    needed_bytes = kv_memory or max((slots * blocks + 8) * block + slots * states, 1 << 24)
     if needed_bytes > free:  # vLLM's worker would report this only in its log
         raise EngineCapabilityError(
             f"keys and values of {slots} contexts of {max_context} tokens take {needed_bytes >> 20} MiB, and "

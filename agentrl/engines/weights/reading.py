@@ -37,6 +37,7 @@ from agentrl.engines.models import (
     outermost_layers,
     quote_first_names,
     read_meta_model,
+    state_bytes_per_slot,
 )
 from agentrl.engines.process import MAKE_ROOM
 
@@ -411,7 +412,7 @@ class EngineMemoryEstimate:
     adapters: int
     """Bytes of all adapter slots, filled."""
     keys_and_values: int
-    """Bytes of the KV of all slots with contexts of full length."""
+    """Bytes of the KV and recurrent states of all slots with contexts of full length."""
     logits: int
     """Bytes of the logits of a pass over all slots."""
 
@@ -436,7 +437,7 @@ def predict_engine_memory(
     shapes = read_meta_model(path, max_context=max_context, dtype=compute_dtype)
     weights = sum(parameter.nbytes for parameter in shapes.parameters())
     vocabulary = int(shapes.config.get_text_config().vocab_size)
-    key_bytes = kv_bytes_per_token(shapes.config)
+    context_bytes = (max_context + 1) * kv_bytes_per_token(shapes.config) + state_bytes_per_slot(shapes)
     sizes = 0
     if adapter_slots:
         try:
@@ -447,7 +448,7 @@ def predict_engine_memory(
         dtype=dtype_name(compute_dtype),
         weights=weights,
         adapters=adapter_slots * max_rank * sizes * compute_dtype.itemsize,
-        keys_and_values=slots * (max_context + 1) * key_bytes,
+        keys_and_values=slots * context_bytes,
         # three float32 copies of a pass's logits exist at once during sampling
         logits=3 * slots * vocabulary * torch.float32.itemsize,
     )
