@@ -23,7 +23,7 @@ from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
-POINTS = 400 if MANY_SEEDS else 24
+POINTS = 400 if MANY_SEEDS else 12
 """Of the grid."""
 
 

@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_no_way_of_computing_a_step_changes_a_policy_s_gradient(model: Path, tmp_path: Path, seed: int) -> None:
     errors = worst_error(model, tmp_path, seed)
     assert errors["resumed"].of_sum == 0.0
