@@ -1,6 +1,6 @@
 """An agent written for the openai client learns to use a calculator, without changes to its loop.
 
-pip install 'episodic-rl[train,calculator,openai]'
+pip install -c constraints.txt '.[train,calculator,openai]'      (in agentrl's directory)
 python 09_openai_client.py        (about two minutes on two CPU cores; needs no other file)
 
 `Solver.play` is the loop. The class around it, the client's address and key, and the reward make it an environment.

