@@ -43,7 +43,7 @@ def read_step_file(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]
     return json.loads(metadata["rows"]), {name: np.asarray(column) for name, column in columns.items()}
 
 
-def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
+def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2) -> Path:
     """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
     import torch
     from transformers import (
@@ -69,7 +69,7 @@ def write_model(directory: Path, *, kind: str = "qwen3") -> Path:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": key_heads,
         "head_dim": 8,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,

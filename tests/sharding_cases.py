@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
-from agentrl.core.records import PolicyVersion, Trajectory, Unit
-from agentrl.core.tokens import ExpertRouting, TrajectoryRow
-from agentrl.learn import experts
+from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
+from agentrl.core.tokens import ExpertRouting, KeptSets, TrajectoryRow
+from agentrl.learn import context, experts
+from agentrl.learn.exchange import exchange_rows
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (
     DistributedRankGroup,
@@ -31,6 +33,7 @@ from agentrl.learn.ranks import (
 )
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
+from tests.rank_processes import on_ranks
 
 FUNCTION = "tests.sharding_cases:on_rank"
 EPISODES = {"policy": 11, "other": 1}
@@ -66,12 +69,14 @@ def case(
     silent: Sequence[int] = (),
     unused: str = "",
     routed: bool = False,
+    detailed: bool = False,
     fault: str = "",
     **trainer: Any,
 ) -> dict[str, Any]:
     """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0, in the second
-    step no token uses the weights that are named `unused`, with `routed` the rows name the experts of their tokens, and
-    a `fault` of `FAULTS` is planted."""
+    step no token uses the weights that are named `unused`, with `routed` the rows name the experts of their tokens,
+    with `detailed` they have kept sets, an advantage for each turn and cut ends, and a `fault` of `FAULTS` is
+    planted."""
     return {
         "model": str(model),
         "directory": str(directory),
@@ -85,6 +90,7 @@ def case(
         "silent": list(silent),
         "unused": unused,
         "routed": routed,
+        "detailed": detailed,
         "fault": fault,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
@@ -104,8 +110,9 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     """Take the steps of a case, each policy in turn; rank 0 leaves `gradients.safetensors` of the last one.
 
     Returns:
-        `losses` and `norms` of the steps, how far each `moved` the weights, their metric `zero_gradients`, `bytes` that
-        this rank holds of weights, gradients and optimizer states, `checkpoint`, and the `versions` by policy.
+        `losses` and `norms` of the steps, how far each `moved` the weights, their metric `zero_gradients`, the
+        `tokens` of each pass of this rank, `bytes` that it holds of weights, gradients and optimizer states,
+        `checkpoint`, and the `versions` by policy.
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -116,32 +123,54 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as planted:
         if case["fault"]:
-            planted.setattr(experts._DispatchedForward, *FAULTS[case["fault"]])
+            planted.setattr(*FAULTS[case["fault"]])
         return _run(PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read), case, episodes)
 
 
-FAULTS: dict[str, tuple[str, Any]] = {
-    "outputs are not put back in order": ("_in_token_order", lambda self, rows, order: rows),
-    "gradients of copies are not added up": ("_sum_over_copies", lambda self, gradient: gradient),
+def _without_others(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Return what a rank sends itself, and zeros from the others."""
+    rank = dist.get_rank(group)
+    other = torch.ones(sum(received), dtype=torch.bool)
+    start = sum(received[:rank])
+    other[start : start + received[rank]] = False
+    return exchange_rows(rows, sent, received, group).masked_fill(other.view(-1, *[1] * (rows.ndim - 1)), 0.0)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "outputs are not put back in order": (
+        experts._DispatchedForward,
+        "_in_token_order",
+        lambda self, rows, order: rows,
+    ),
+    "gradients of copies are not added up": (
+        experts._DispatchedForward,
+        "_sum_over_copies",
+        lambda self, gradient: gradient,
+    ),
+    "attention does not see the tokens of other ranks": (context, "exchange_rows", _without_others),
 }
-"""Faults of dispatched experts: a method and what takes its place."""
+"""Faults of dispatched experts and context ranks: an attribute and what takes its place."""
 
 
 def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str, Episodes]) -> dict[str, Any]:
     ranks, directory, policies = trainer._ranks, Path(case["directory"]), case["policies"]
     started = trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
     gradients: dict[str, Tensor] = {}
+    tokens: list[int] = []
+
+    def count_tokens(embeddings: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        tokens.append(inputs[0].numel())
+
     for name in policies:
         _capture(trainer._learner(name), gradients)
         if case["resume_from"] is None and (head := trainer._learner(name).value_head) is not None:
             with torch.no_grad():  # else all values of the first step are 0
                 head.weight.copy_(torch.linspace(-3, 4, len(head.weight)))
+        trainer._learner(name).model.model.get_input_embeddings().register_forward_hook(count_tokens)
     losses, norms, moved, zero_gradients = [], [], [], []
     for step in range(*case["steps"]):
         for name in policies:
-            batch = episodes[name].batch(step)
-            if step in case["silent"]:
-                batch = replace(batch, units=tuple(map(_without_advantage, batch.units)))
+            batch = _batch_of(case, episodes[name], step)
             # In two calls, as units come in, unless the loss sees a whole step.
             for part in (batch.units,) if "loss" in case["trainer"] else (batch.units[:3], batch.units):
                 trainer.forward_backward(replace(batch, units=part))
@@ -157,7 +186,7 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
             zero_gradients.append(report.metrics["zero_gradient"])
     if ranks.rank == 0:
         save_file(gradients, directory / "gradients.safetensors")
-    versions = {}
+    computed, versions = list(tokens), {}
     for name in policies:
         versions[name] = trainer.publish(name, PolicyVersion(name, 0, case["steps"][1] - 1)).path
     trainer.save(directory / "checkpoint")
@@ -166,6 +195,7 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
         "losses": losses,
         "norms": norms,
         "moved": moved,
+        "tokens": computed,
         "zero_gradients": zero_gradients,
         "bytes": _held_bytes(trainer, list(policies)),
         "checkpoint": str(directory / "checkpoint"),
@@ -191,6 +221,8 @@ def _episodes_of(case: Mapping[str, Any]) -> dict[str, Episodes]:
         if case["routed"]:
             shape = AutoConfig.from_pretrained(case["model"])
             rows = [_routed(row, shape) for row in rows]
+        if case["detailed"]:
+            rows = [_in_turns(row) for row in rows]
         episodes[name] = Episodes(rows, policy=name, seed=at)
     return episodes
 
@@ -204,6 +236,28 @@ def _routed(row: TrajectoryRow, shape: Any) -> TrajectoryRow:
         for layer in range(layers):
             experts[at, layer] = drawn.permutation(shape.num_experts)[: shape.num_experts_per_tok]
     return row.with_column("experts", ExpertRouting(experts))
+
+
+def _in_turns(row: TrajectoryRow) -> TrajectoryRow:
+    """Make each run of sampled tokens a turn; half of the tokens were sampled from kept sets."""
+    starts = np.diff(row.loss_mask.astype(np.int32), prepend=0) == 1
+    ids = row.token_ids.astype(np.int32)
+    sets = [np.arange(token % 5, 48, 5, dtype=np.int32) if at % 2 else None for at, token in enumerate(ids)]
+    turns = np.where(row.loss_mask, starts.cumsum() - 1, -1).astype(np.int32)
+    return row.with_column("turn_index", turns).with_column("kept", KeptSets.of(sets))
+
+
+def _with_turns(unit: Unit) -> Unit:
+    """Give each turn an advantage of its own, and let a limit end the episode."""
+    credits = (replace(each, turn_advantages=(each.advantage, -1.0, 0.5)) for each in unit.credits)
+    return replace(unit, credits=tuple(credits), is_cut=True)
+
+
+def _batch_of(case: Mapping[str, Any], episodes: Episodes, step: int) -> TrainBatch:
+    batch = episodes.batch(step)
+    if step in case["silent"]:
+        return replace(batch, units=tuple(map(_without_advantage, batch.units)))
+    return replace(batch, units=tuple(map(_with_turns, batch.units))) if case["detailed"] else batch
 
 
 def _without_advantage(unit: Unit) -> Unit:
@@ -260,3 +314,44 @@ def gradient_error(found: Path, expected: Path) -> float:
         )
         worst = max(worst, float(off.norm() / whole.norm()))
     return worst
+
+
+def made(model: str, **settings: Any) -> dict[str, Any]:
+    """A case for `compared`: the name of a model, and settings of `case`."""
+    return {"model": model, "settings": settings}
+
+
+def dispatched(model: str, **settings: Any) -> dict[str, Any]:
+    """A case with experts to which tokens travel."""
+    return made(model, experts="dispatched", **settings)
+
+
+class Compared(NamedTuple):
+    """A case on several ranks beside the same on one."""
+
+    error: float
+    """See `gradient_error`."""
+    one: Mapping[str, Any]
+    """Result of `run_case` on one rank."""
+    several: Sequence[Mapping[str, Any]]
+    """The same on each rank."""
+
+
+SEVERAL_ALONE = ("sharding", "fault", "experts", "context_ranks")
+"""Settings of several ranks that one does not have."""
+
+
+def compared(root: Path, place: Path, ranks: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Compared]:
+    """Run each case on some ranks and on one, with the models in `root`."""
+    several = {
+        name: case(root / each["model"], place / name / str(ranks), **each["settings"]) for name, each in cases.items()
+    }
+    every = on_ranks(ranks, FUNCTION, list(several.values()))
+    found = {}
+    for at, (name, each) in enumerate(cases.items()):
+        settings = {key: value for key, value in each["settings"].items() if key not in SEVERAL_ALONE}
+        one = case(root / each["model"], place / name / "1", **settings)
+        (result,) = alone([one])
+        error = gradient_error(Path(several[name]["directory"]), Path(one["directory"]))
+        found[name] = Compared(error, result, [results[at] for results in every])
+    return found

@@ -17,6 +17,7 @@ from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
     adapter_slots_needed,
     check_branches,
+    check_context_ranks,
     check_fill,
     check_held,
     check_names,
@@ -93,7 +94,9 @@ class RunPlan:
             kind, slots = self.engine.engine.kind, plural(self.engine.slots, "slot")
             yield f"engine of {base.name}: {kind}, {slots}, {adapters}, refresh {refresh}"
         steps = ", ".join(f"{plural(count, 'step')} of {name}" for name, count in self.trainer.steps.items())
-        yield f"trainer: {plural(self.trainer.trainer.ranks, 'rank')}, {steps}"
+        trainer = self.trainer.trainer
+        groups = f" in context groups of {trainer.context_ranks}" if trainer.context_ranks > 1 else ""
+        yield f"trainer: {plural(trainer.ranks, 'rank')}{groups}, {steps}"
         yield from device_plan(self.engine.demand).lines()
 
     def warnings(self) -> list[str]:
@@ -155,9 +158,11 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
 
     Raises:
         ModelError: a directory holds no model that can be trained and served.
-        ConfigError: not even short contexts fit into memory, or turns are longer than the contexts.
+        ConfigError: not even short contexts fit into memory, turns are longer than the contexts, or the context ranks
+            cannot divide a model's heads.
         InputError: the driver does not list the GPUs.
     """
+    check_context_ranks(config.trainer_plan)
     config, line = with_chosen_engine(config, before)
     return with_chosen_token_limits(config, before), line
 

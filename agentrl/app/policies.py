@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from agentrl.config.fields import base_model_display_name
-from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment
+from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import adapter_settings
 from agentrl.config.scorers import ScorerConfig
@@ -466,6 +466,29 @@ def check_quantized_models(bases: Iterable[BaseModelPlan]) -> None:
             f"policies.{name}: {path} has quantized weights ({method}), so {what}; train an adapter "
             f"(policies.{name}.lora.rank = 16, without merge), or give a 16-bit copy of the model"
         )
+
+
+def check_context_ranks(plan: TrainerPlan) -> None:
+    """Refuse context ranks among which a model's key-value heads cannot be divided, before weights are loaded.
+
+    Raises:
+        ConfigError: the message names the model and its heads.
+        ModelError: a configuration cannot be read.
+    """
+    ranks = plan.trainer.context_ranks
+    if ranks == 1:
+        return
+    from agentrl.engines.models import key_value_heads
+
+    references = (Path(policy.reference) for policy in plan.policies.values() if policy.reference)
+    models = [path for path in references if (path / "config.json").is_file()]  # others are adapters of the bases
+    for path in (*(Path(base.path) for base in plan.bases if base.trained), *models):
+        for heads in key_value_heads(path):
+            if heads % ranks:
+                raise ConfigError(
+                    f"trainer.context_ranks = {ranks} does not divide the {heads} key-value heads of {path}, and each "
+                    f"context rank computes the attention of as many: choose a divisor of {heads}"
+                )
 
 
 def check_tokenizers(plan: EnginePlan) -> None:

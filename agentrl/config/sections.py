@@ -476,6 +476,9 @@ class TrainerConfig(Section):
     ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
     ranks, and any rank with `cluster.address`, are Ray actors."""
+    context_ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
+    """Number of ranks that divide the tokens of a micro-batch, for contexts whose activations do not fit one rank; it
+    does not change the update. It divides `ranks` and the model's key-value heads (docs/several_gpus.md)."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer state (docs/processes.md); it does not change the update. `none`:
     each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many ranks.
@@ -499,6 +502,11 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
+        if self.ranks % self.context_ranks:
+            raise ValueError(
+                f"context_ranks = {self.context_ranks} does not divide ranks = {self.ranks}: every rank belongs to one "
+                "group that divides the tokens of its micro-batches"
+            )
         if isinstance(self.sharding, int) and self.ranks % self.sharding:
             raise ValueError(
                 f"sharding = {self.sharding} does not divide ranks = {self.ranks}: every rank belongs to one group of "

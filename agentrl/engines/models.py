@@ -477,6 +477,21 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     return int(2 * heads * size * num_layers * dtype.itemsize)
 
 
+def key_value_heads(path: str | Path) -> set[int]:
+    """Return the numbers of key-value heads of a model's attention layers.
+
+    Raises:
+        ModelError: the directory has no configuration of a known architecture.
+    """
+    try:
+        text = _read_config(path).get_text_config()
+    except _LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
+    numbers = {value for name, value in text.to_dict().items() if name.endswith("num_key_value_heads") and value}
+    return numbers or {text.num_attention_heads}
+
+
 def reward_model_kv_bytes(path: str | Path) -> int:
     """Return the bytes of KV per token of a reward model.
 

@@ -5,8 +5,8 @@ A rank sorts the pairs of a token and a chosen expert by expert, sends each to t
 up what comes back, weighted by the router. An expert sees the tokens of all ranks, so its gradient is whole where the
 expert is; only copies of a hybrid mesh are added up.
 
-Owns: the exchange, and its choice by bytes. Does not own the experts' computation (transformers'), storage or gathering
-of shards (`ranks`).
+Owns: what is sent where, and the choice by bytes. Does not own the experts' computation (transformers'), the exchange
+(`exchange`), storage or gathering of shards (`ranks`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from agentrl.learn.exchange import exchange_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,23 +77,6 @@ def dispatch_experts(modules: Mapping[str, Any], mesh: DeviceMesh, dtype: torch.
     return {parameter for module in modules.values() for parameter in module.parameters()}
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back."""
-
-    @staticmethod
-    def forward(context: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        context.sent, context.received, context.group = sent, received, group
-        output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-        return output
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = gradient.new_empty(sum(context.sent), *gradient.shape[1:])
-        dist.all_to_all_single(rows, gradient.contiguous(), context.sent, context.received, group=context.group)
-        return rows, None, None, None
-
-
 class _DispatchedForward:
     """The forward pass of experts in shards. Whole experts, as in a check before the first step, compute as usual."""
 
@@ -121,7 +106,7 @@ class _DispatchedForward:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        tokens = self._exchange(hidden[order // chosen.shape[1]], sent, received)
+        tokens = exchange_rows(hidden[order // chosen.shape[1]], sent, received, self._group)
         experts = torch.arange(held, device=hidden.device).repeat(self._ranks)
         experts = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
         if not sum(received):  # stays a part of the graph: the others wait for its gradients
@@ -133,17 +118,12 @@ class _DispatchedForward:
         finally:
             self._module._parameters.update(shards)
             self._module.num_experts = self._experts
-        returned = self._exchange(output[: sum(received)], received, sent)
+        returned = exchange_rows(output[: sum(received)], received, sent, self._group)
         by_token = self._in_token_order(returned, order).view(*chosen.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _in_token_order(self, rows: Tensor, order: Tensor) -> Tensor:
         return torch.empty_like(rows).index_copy(0, order, rows)
-
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[i]` rows to rank i and return the rows of all ranks, `received[i]` from rank i."""
-        exchanged: Tensor = _Exchange.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
-        return exchanged
 
     def _held(self, shard: DTensor) -> Tensor:
         """Return this rank's experts, as they compute."""

@@ -1,9 +1,9 @@
 """The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
-see no padding, and no token twice. Only attention knows the tree. A model that mixes tokens in other layers (such as
-state-space layers) is forwarded as padded rows instead. The model's own head (output projection, soft-capping, scaling)
-runs over the hidden states that predict a trained token, in pieces.
+see no padding, and no token twice. Only attention knows the tree, so ranks can divide its tokens (`context.py`). A
+model that mixes tokens in other layers (such as state-space layers) is forwarded as padded rows instead. The model's
+own head (output projection, soft-capping, scaling) runs over the hidden states that predict a trained token, in pieces.
 
 Attention along the paths of the tree takes memory linear in tokens. The tokens lie in depth-first order, so the tokens
 that see token j are those from j up to its `MicroBatch.visible_until`: two numbers per token replace a mask. On CPU,
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
+from agentrl.learn.context import ContextGroup, ContextSlice
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.packing import MicroBatch, TreeSize, padded_rows
 
@@ -128,25 +129,30 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 
 def _routing_context(
-    replay: RoutingReplay | None, inputs: Mapping[str, Tensor], tokens: Tensor | None
+    replay: RoutingReplay | None, inputs: Mapping[str, Tensor], tokens: Tensor | slice
 ) -> AbstractContextManager[None]:
-    """Replay the recorded routing of `tokens`, in the model's order; None: of the whole batch."""
+    """Replay the recorded routing of `tokens`, in the model's order."""
     experts = inputs.get("expert_routing")
     if replay is None or experts is None:
         return nullcontext()
-    return replay.force_choice((experts if tokens is None else experts[tokens.reshape(-1)]).long())
+    return replay.force_choice(experts[tokens].long())
 
 
 def _tree_hidden(
-    model: PreTrainedModel, batch: MicroBatch, inputs: Mapping[str, Tensor], replay: RoutingReplay | None
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    inputs: Mapping[str, Tensor],
+    replay: RoutingReplay | None,
+    part: ContextSlice | None,
 ) -> Tensor:
-    """Return the hidden states [N, H] of the packed tokens."""
-    with _routing_context(replay, inputs, None):
+    """Return the hidden states [N, H] of the packed tokens, or of a part of them."""
+    tokens = slice(None) if part is None else part.tokens
+    with _routing_context(replay, inputs, tokens):
         output = _decoder(model)(
-            input_ids=inputs["token_ids"].unsqueeze(0),
-            position_ids=inputs["position_ids"].unsqueeze(0),
+            input_ids=inputs["token_ids"][None, tokens],
+            position_ids=inputs["position_ids"][None, tokens],
             use_cache=False,
-            tree=TreeAttentionMask(batch, model.device, inputs),
+            tree=TreeAttentionMask(batch, model.device, inputs, part),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
@@ -168,7 +174,7 @@ def _padded_hidden(
     hidden: list[Tensor] = []
     for index, (_, valid) in enumerate(blocks):
         token_rows = device_arrays[f"tokens {index}"]
-        with _routing_context(replay, inputs, token_rows):
+        with _routing_context(replay, inputs, token_rows.reshape(-1)):
             output = _decoder(model)(
                 input_ids=inputs["token_ids"][token_rows],
                 attention_mask=None if valid.all() and not guesses_lengths(model) else device_arrays[f"valid {index}"],
@@ -211,6 +217,10 @@ class HeadOutput(NamedTuple):
     def slice(self, start: int, stop: int) -> HeadOutput:
         """Return the results of tokens [start, stop)."""
         return self.map(lambda column: column[start:stop])
+
+    def take(self, tokens: NDArray[np.int64]) -> HeadOutput:
+        """Return the results of some tokens."""
+        return self.map(lambda column: column[torch.from_numpy(tokens).to(column.device)])
 
 
 class KeptVocabularySets(NamedTuple):
@@ -376,7 +386,7 @@ def chunked_logprobs_from_hidden(
     return HeadOutput.join(pieces)
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913
     model: PreTrainedModel,
     batch: MicroBatch,
     *,
@@ -386,6 +396,7 @@ def token_logprobs(
     top: int = 0,
     reference: HeadOutput | None = None,
     value_head: nn.Module | None = None,
+    context: ContextGroup | None = None,
 ) -> HeadOutput:
     """Compute log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
@@ -398,12 +409,21 @@ def token_logprobs(
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
         reference: result of another model for the same micro-batch, with `top`, to diverge from.
         value_head: computes values [n] from the hidden states [n, H] that predict the tokens.
+        context: ranks that divide the tokens of the prefix tree; each returns the columns of all.
 
     Raises:
         ModelError: the recorded experts belong to another model.
     """
+    part = None if context is None else context.slice(batch)
+    whole = batch
+    if part is not None:
+        batch = part.predictions(whole)
+        reference = None if reference is None else reference.take(part.trained)
     inputs = _model_inputs(batch, model.device)
-    hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, inputs, replay)
+    if shared:
+        hidden = _tree_hidden(model, batch, inputs, replay, part)
+    else:
+        hidden = _padded_hidden(model, batch, inputs, replay)
     kept_sets = None
     if batch.kept_counts is not None:
         starts = np.cumsum([0, *batch.kept_counts])
@@ -419,10 +439,16 @@ def token_logprobs(
         top=top,
         reference=reference,
     )
-    if value_head is None:
-        return output
-    end_values = value_head(hidden[inputs["end_index"]]) if "end_index" in inputs else None
-    return output._replace(values=value_head(prediction_hidden), end_values=end_values)
+    end_values = None
+    if value_head is not None:
+        if "end_index" in inputs:
+            end_values = value_head(hidden[inputs["end_index"]])
+        output = output._replace(values=value_head(prediction_hidden))
+    if part is not None:
+        output = output.map(partial(part.gather, places=part.trained, count=len(whole.targets)))
+        if end_values is not None and whole.end_index is not None:
+            end_values = part.gather(end_values, part.ends, len(whole.end_index))
+    return output._replace(end_values=end_values)
 
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------
@@ -486,9 +512,17 @@ def sharing_pays(size: TreeSize, hidden_size: int) -> bool:
 class TreeAttentionMask:
     """The visibility of tokens in a micro-batch, on a device."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device, inputs: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        batch: MicroBatch,
+        device: torch.device,
+        inputs: Mapping[str, Tensor] | None = None,
+        part: ContextSlice | None = None,
+    ) -> None:
         """Like `MicroBatch.visible_until`, from `inputs`: the columns of the batch that are on the device already."""
         inputs = _model_inputs(batch, device) if inputs is None else inputs
+        self.part = part
+        """The tokens that this rank computes outside attention; None: all."""
         self._batch = batch
         self._device = device
         self._visible_until = inputs["visible_until"]
@@ -768,12 +802,16 @@ def tree_attention(  # noqa: PLR0913
     strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
     if tree is None or strange or dropout or query.shape[-1] != value.shape[-1]:
         raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
+    if tree.part is not None:
+        query, key, value = tree.part.to_heads(query, key, value)
     if query.device.type not in ("cpu", "meta"):
         output = flex_tree_attention(query, key, value, tree, sliding_window, scaling)
     else:
         output = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]
             query, key, value, tree, sliding_window, scaling
         )
+    if tree.part is not None:
+        output = tree.part.to_tokens(output)
     return output.transpose(1, 2), None
 
 

@@ -31,6 +31,7 @@ from agentrl.core.tokens import TrainingSample
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers
 from agentrl.engines.weights.reading import device_memory
+from agentrl.learn.context import ContextGroup
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
 from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention
@@ -408,6 +409,7 @@ def _step(
                 replay=model.replay,
                 reference=reference,
                 value_head=value_head,
+                context=_context_group(plan) if model.shared_prefixes else None,
             )
         operations = counter.operations
         total = output.logprob.sum() + output.entropy.sum()
@@ -420,6 +422,12 @@ def _step(
         held = counter.live
         total.backward()
     return _Pass(length, int(rows[0].loss_mask.sum()), held, counter.peak, operations)
+
+
+def _context_group(plan: TrainerPlan) -> ContextGroup | None:
+    """Return the last of a plan's context ranks, which has the most trained tokens: they are at the end of rows."""
+    size = plan.trainer.context_ranks
+    return ContextGroup(rank=size - 1, size=size) if size > 1 else None
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:

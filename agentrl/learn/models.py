@@ -55,6 +55,7 @@ from agentrl.engines.models import (
     weight_files,
 )
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
+from agentrl.learn.context import ContextGroup
 from agentrl.learn.experts import find_experts, predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
@@ -186,6 +187,7 @@ class PolicyModel:
         top: int = 0,
         reference: HeadOutput | None = None,
         value_head: nn.Module | None = None,
+        context: ContextGroup | None = None,
     ) -> HeadOutput:
         forward = self._sharded_forward or partial(token_logprobs, self.model)
         is_tree = batch.is_tree and self.shared_prefixes  # a canary's row may be either
@@ -200,6 +202,7 @@ class PolicyModel:
             top=top,
             reference=reference,
             value_head=value_head,
+            context=context,
         )
 
     def train(self, *, offload: bool = False) -> None:

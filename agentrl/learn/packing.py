@@ -13,7 +13,7 @@ Owns: order, sharing, splitting, which positions are trained. Does not own: tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +58,24 @@ class MicroBatch:
         if self.expert_routing is None:
             return len(self.token_ids)
         return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
+
+    def with_least_tokens(self, count: int) -> MicroBatch:
+        """Return the batch with at least `count` tokens: further ones are rows of one token that predict nothing."""
+        size = len(self.token_ids)
+        added = np.arange(size, count)
+        if not len(added):
+            return self
+        zeros, routing = np.zeros_like(added), self.expert_routing
+        if routing is not None:
+            routing = np.concatenate([routing, np.full((len(added), *routing.shape[1:]), -1, np.int16)])
+        return replace(
+            self,
+            token_ids=np.concatenate([self.token_ids, zeros]),
+            position_ids=np.concatenate([self.position_ids, zeros]),
+            visible_until=np.concatenate([self.visible_until, added + 1]),
+            starts=np.concatenate([self.starts, added]),
+            expert_routing=routing,
+        )
 
 
 class TreeSize(NamedTuple):

@@ -36,6 +36,7 @@ from agentrl.core.network import interface_of
 from agentrl.engines.models import outermost_layers
 from agentrl.engines.weights.gloo import Rendezvous
 from agentrl.engines.weights.senders import JOIN_TIMEOUT
+from agentrl.learn.context import ContextGroup
 from agentrl.learn.experts import dispatch_experts
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
@@ -184,7 +185,8 @@ _REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error i
 
 
 class RankGroup(Protocol):
-    """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step."""
+    """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step. The ranks of
+    a context group see the same share."""
 
     rank: int
     size: int
@@ -201,6 +203,11 @@ class RankGroup(Protocol):
         """Return the mesh over which models are sharded, each copy over `shards` ranks; None: there is no group."""
         ...
 
+    def context(self, size: int) -> ContextGroup | None:
+        """Return this rank's group of `size` consecutive ranks, which divide the tokens of a micro-batch; None: this
+        rank computes all of them."""
+        ...
+
 
 class SingleRankGroup:
     """A trainer without other ranks."""
@@ -215,6 +222,8 @@ class SingleRankGroup:
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None: ...
+
+    def context(self, size: int) -> ContextGroup | None: ...
 
 
 BUCKET = 256 << 20
@@ -315,6 +324,12 @@ class DistributedRankGroup:
             return init_device_mesh(self._device.type, (self.size,))
         names = ("replicate", "shard")
         return init_device_mesh(self._device.type, (self.size // shards, shards), mesh_dim_names=names)
+
+    def context(self, size: int) -> ContextGroup | None:
+        if size == 1:
+            return None
+        mesh = init_device_mesh(self._device.type, (self.size // size, size))
+        return ContextGroup(rank=self.rank % size, size=size, processes=mesh.get_group(1))
 
     def close(self) -> None:
         """Leave the group."""

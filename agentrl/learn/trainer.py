@@ -42,6 +42,7 @@ from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_adva
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
+from agentrl.learn.context import ContextGroup
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, compiles_attention
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
@@ -116,6 +117,8 @@ class PolicyTrainer:
         self._plan = plan
         self._directory = run_directory
         self._ranks: RankGroup = ranks if ranks is not None else SingleRankGroup()
+        self._context: ContextGroup | None = None
+        """Ranks that divide the tokens of this rank's micro-batches; None: this rank computes all of them."""
         self._read = read if read is not None else make_unit_reader(run_directory)
         self._loss = make_loss(plan.trainer, loss)
         self._gae = plan.credit.advantage.gae
@@ -148,10 +151,12 @@ class PolicyTrainer:
             self._directory.mkdir(parents=True, exist_ok=True)
         shards = int(self._ranks.gather(str(shard_count(self._plan, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
+        self._context = self._ranks.context(self._plan.trainer.context_ranks)
         device = rank_device(self._ranks.rank, stays_on_cpu=self._plan.demand.stays_on_cpu)
         models = load_models(self._plan, device, mesh)
         if self._loss.needs_reference:
             self._references = load_references(self._plan, models, device, mesh)
+        self._check_context(models)
         for name, policy in self._plan.policies.items():
             if self._loss.needs_reference and models[name].kind == "full" and not policy.reference:
                 raise ConfigError(
@@ -237,7 +242,8 @@ class PolicyTrainer:
             if reason := next(filter(None, reasons), b"").decode():
                 self._stop_sharing(model, reason)
                 warnings.warn(_sharing_text(policy_model), stacklevel=3)
-            elif not policy_model.sharded:  # each block of padded rows is a forward pass, and ranks need equally many
+            # Ranks need equally many passes, and each block of padded rows is one; context ranks divide trees alone.
+            elif not policy_model.sharded and self._context is None:
                 chooses = rows_are_exact(policy_model)
                 for learner in self._learners.values():
                     if learner.model.model is model:
@@ -254,6 +260,34 @@ class PolicyTrainer:
         for each in (*(self._learners[name].model for name in policies), *references):
             each.unshared = reason
             each.model.set_attn_implementation(native_attention(each.model))
+        self._check_context({name: self._learners[name].model for name in policies})
+
+    def _check_context(self, models: Mapping[str, PolicyModel]) -> None:
+        """Refuse to divide the tokens of models that compute whole rows.
+
+        Raises:
+            ConfigError: there are context ranks, and a policy's model does.
+        """
+        for name, model in models.items():
+            if self._context is not None and model.unshared:
+                raise ConfigError(
+                    f"trainer.context_ranks = {self._context.size} divides the tokens of prefix trees, and policy "
+                    f"{name!r} computes every row whole because of {model.unshared}: set context_ranks = 1"
+                )
+
+    @property
+    def _context_size(self) -> int:
+        """Number of ranks that compute the same micro-batches."""
+        return 1 if self._context is None else self._context.size
+
+    @property
+    def _share(self) -> int:
+        """Number of this rank's share of a step."""
+        return self._ranks.rank // self._context_size
+
+    def _gather_shares(self, data: bytes) -> list[bytes]:
+        """Return the bytes of each share of a step, in order; every rank of a context group has the same."""
+        return self._ranks.gather(data)[:: self._context_size]
 
     def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
         """Read the samples of this rank's share of some units; None if another rank could not read its share, and
@@ -265,8 +299,8 @@ class PolicyTrainer:
         Raises:
             UntrainableUnitsError, JournalError: see `forward_backward`.
         """
-        rank, size = self._ranks.rank, self._ranks.size
-        places = equal_shares(len(units), size)[rank]
+        shares = self._ranks.size // self._context_size
+        places = equal_shares(len(units), shares)[self._share]
         samples_by_place: dict[int, list[TrainingSample]] = {}
         counts_json = b""
         try:
@@ -280,7 +314,8 @@ class PolicyTrainer:
             every = self._ranks.gather(counts_json)
         if not all(every):
             return None
-        places = balanced_shares([tokens for message in every for tokens in json.loads(message)], size)[rank]
+        counts = [tokens for message in every[:: self._context_size] for tokens in json.loads(message)]
+        places = balanced_shares(counts, shares)[self._share]
         missing = [place for place in places if place not in samples_by_place]
         samples_by_place.update(
             zip(missing, read_samples([units[place] for place in missing], self._read), strict=True)
@@ -362,7 +397,8 @@ class PolicyTrainer:
                 (output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None
             ]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
-            learner.add_value_curvature(weights[tokens])
+            here = slice(None) if self._context is None else self._context.slice(micro_batch).trained
+            learner.add_value_curvature(weights[tokens][here])
         token_losses = (
             self._add_outputs(step, outputs, columns, sample_indices)
             if step_gradients is None
@@ -392,9 +428,8 @@ class PolicyTrainer:
         if self._plan.trainer.loss.normalizer != "sequences":
             return np.full(count, 1.0 / normalizer, np.float32)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
-        total = torch.tensor([len(lengths)], dtype=torch.float64)
-        self._ranks.sum([total])
-        weights: NDArray[np.float32] = (1.0 / (float(total[0]) * lengths[columns.agent])).astype(np.float32)
+        total = sum(map(int, self._gather_shares(str(len(lengths)).encode())))
+        weights: NDArray[np.float32] = (1.0 / (float(total) * lengths[columns.agent])).astype(np.float32)
         return weights
 
     def _evaluate_whole_step(
@@ -438,7 +473,7 @@ class PolicyTrainer:
             by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights, end_values)
         all_columns, tokens_here = replace(columns, computed=model_columns | {"weights": weights}), slice(len(columns))
         if self._loss.grouping in ("group", "step"):  # else the other ranks' tokens change nothing for these
-            all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._ranks.gather(all_columns.encode()))))
+            all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._gather_shares(all_columns.encode()))))
             tokens_here = slice(*self._token_range(len(columns)))
         every = {name: torch.from_numpy(all_columns.computed[name]) for name in (*names, "weights")}
         batch = LossBatch(
@@ -506,8 +541,8 @@ class PolicyTrainer:
 
     def _token_range(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
-        counts = [int.from_bytes(reply, "little") for reply in self._ranks.gather(count.to_bytes(8, "little"))]
-        before = sum(counts[: self._ranks.rank])
+        counts = [int.from_bytes(reply, "little") for reply in self._gather_shares(count.to_bytes(8, "little"))]
+        before = sum(counts[: self._share])
         return before, before + count
 
     def _micro_batches(
@@ -563,6 +598,7 @@ class PolicyTrainer:
             replay=model.replay,
             reference=reference_head,
             value_head=learner.value_head,
+            context=self._context,
         )
 
     def _reference(self, learner: Learner, micro_batch: MicroBatch) -> HeadOutput:
@@ -571,9 +607,9 @@ class PolicyTrainer:
         reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
             if reference is not None:
-                return reference.token_logprobs(micro_batch, top=top)
+                return reference.token_logprobs(micro_batch, top=top, context=self._context)
             with learner.model.as_reference():
-                return learner.model.token_logprobs(micro_batch, top=top)
+                return learner.model.token_logprobs(micro_batch, top=top, context=self._context)
 
     @staticmethod
     def _count_forward(
@@ -644,10 +680,10 @@ class PolicyTrainer:
         if learner.model.sharded:  # FSDP has already summed them in every backward pass
             gradients = []
         gradients += learner.value_gradients()
-        totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
         if gradients:
             self._ranks.sum(gradients)
-        self._ranks.sum([totals])
+        totals = np.array([step.totals[name] for name in _TOTALS], np.float64)
+        totals = np.sum([np.frombuffer(each) for each in self._gather_shares(totals.tobytes())], axis=0)
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
@@ -658,7 +694,7 @@ class PolicyTrainer:
             StorageError: writing failed; the gradient is discarded on every rank.
         """
         columns = step.columns or [TokenColumns.of([], learner.version, group_size=1)]
-        parts = self._ranks.gather(TokenColumns.merge(columns).encode())
+        parts = self._gather_shares(TokenColumns.merge(columns).encode())
         merged_columns = TokenColumns.merge(list(map(TokenColumns.decode, parts)))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
 

@@ -151,6 +151,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.vllm": {"sampling.top_p": 1.0},
     "cluster.min_nodes": {"cluster.address": "auto"},
+    "trainer.context_ranks": {"trainer.ranks": 2},
 }
 """What has to be changed too for the setting to be one."""
 

@@ -1,0 +1,165 @@
+"""Context ranks: the update of one rank, from a part of the tokens each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.app.plan import with_chosen_settings
+from agentrl.config.policies import PolicyConfig
+from agentrl.core.errors import ConfigError
+from agentrl.learn.context import ContextGroup
+from agentrl.learn.forward import ATTENTION, token_logprobs
+from agentrl.learn.packing import pack
+from agentrl.learn.ranks import SingleRankGroup
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import make_samples, predict_trainer_memory, run_config, write_model
+from tests.sharding_cases import Compared, compared, made
+
+pytestmark = pytest.mark.timeout(900)
+
+GAE = {
+    "group_size": 1,
+    "advantage": {"name": "gae", "discount": 0.97, "trace_decay": 0.8, "bootstrap": True, "value_updates": 2},
+}
+STEP = {"name": "tests.sharding_cases:spread", "kl": 0.1}
+PLAIN = {"context_ranks": 2, "sharding": "none"}
+FAULT = "attention does not see the tokens of other ranks"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("context")
+    for kind in ("qwen3", "sliding", "moe", "gpt_oss"):
+        write_model(root / kind, kind=kind, key_heads=4)
+    teacher = AutoModelForCausalLM.from_pretrained(root / "qwen3")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in teacher.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    teacher.save_pretrained(root / "teacher")
+    return root
+
+
+def cases(root: Path) -> dict[str, dict[str, Any]]:
+    """Cases on two ranks or more, all of them in groups of two."""
+    return {
+        "dense": made("qwen3", **PLAIN),
+        "sliding windows": made("sliding", **PLAIN),
+        "recomputed": made("qwen3", **PLAIN, recompute=True),
+        "turns and kept sets": made("qwen3", **PLAIN, detailed=True),
+        "values": made("qwen3", **PLAIN, detailed=True, credit=GAE),
+        "over sequences": made("qwen3", **PLAIN, loss={"normalizer": "sequences"}),
+        "distillation": made("qwen3", **PLAIN, reference=root / "teacher", loss={"name": "distillation"}),
+        "adapters": made("qwen3", **PLAIN, lora=True, loss={"name": "ppo", "kl": 0.1}),
+        "whole steps": made("qwen3", context_ranks=2, lora=True, policies=("policy", "other"), loss=STEP),
+        "experts": made("moe", context_ranks=2, experts="gathered"),
+        "dispatched": made("moe", context_ranks=2, experts="dispatched", routed=True, recompute=True),
+    }
+
+
+def check(found: Mapping[str, Compared]) -> None:
+    for name, each in found.items():
+        if name == "planted":
+            assert each.error > 0.1
+            continue
+        assert each.error <= 1e-6, name
+        for rank in each.several:
+            assert rank["losses"] == pytest.approx(each.one["losses"], abs=1e-6)
+            assert rank["norms"] == each.several[0]["norms"]
+
+
+def check_slices(found: Mapping[str, Compared]) -> None:
+    """Every rank computes its part of each pass of one rank."""
+    for each in found.values():
+        ranks = len(each.several)
+        for rank, result in enumerate(each.several):
+            assert result["tokens"] == [
+                count * (rank + 1) // ranks - count * rank // ranks for count in each.one["tokens"]
+            ]
+
+
+def test_two_ranks_give_the_update_of_one(root: Path, tmp_path: Path) -> None:
+    every = cases(root)
+    few = {name: every[name] for name in ("dense", "values", "dispatched")}
+    found = compared(root, tmp_path, 2, few | {"planted": made("qwen3", **PLAIN, fault=FAULT)})
+    check(found)
+    check_slices(found)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_every_case_has_the_update_of_one_rank(root: Path, tmp_path: Path) -> None:
+    found = compared(root, tmp_path, 2, cases(root))
+    check(found)
+    check_slices(found)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_four_ranks_in_groups_of_two_and_in_one(root: Path, tmp_path: Path) -> None:
+    """Each group computes a share of the step; the ranks of a sharded model compute equally many passes."""
+    check(compared(root, tmp_path, 4, cases(root)))
+    found = compared(
+        root,
+        tmp_path / "four",
+        4,
+        {
+            "dense": made("qwen3", context_ranks=4, sharding="none"),
+            "sliding windows": made("sliding", context_ranks=4, sharding="none"),
+            "dispatched": made("moe", context_ranks=4, experts="dispatched"),
+        },
+    )
+    check(found)
+    check_slices(found)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_heads_that_context_ranks_do_not_divide_are_refused(root: Path, tmp_path: Path, reference: bool) -> None:
+    model, other = root / "qwen3", write_model(tmp_path / "other", key_heads=2)
+    policies = {"policy": PolicyConfig(reference=str(other) if reference else "")}
+    config = run_config(model if reference else other, policies=policies, ranks=4, context_ranks=4)
+    with pytest.raises(ConfigError, match=r"context_ranks = 4 does not divide the 2 key-value heads of .*other"):
+        with_chosen_settings(config, {})
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"context_ranks = 2 does not divide ranks = 3"):
+        run_config(root / "qwen3", ranks=3, context_ranks=2)
+
+
+def test_added_tokens_change_no_prediction(root: Path) -> None:
+    """A micro-batch may have fewer tokens than its context ranks, and models do not compute 0 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(root / "qwen3", attn_implementation=ATTENTION)
+    (batch,) = pack(make_samples(0, 2), max_tokens=1 << 20)
+    count = len(batch.token_ids) + 3
+    longer = batch.with_least_tokens(count)
+    assert len(longer.token_ids) == count
+    torch.testing.assert_close(token_logprobs(model, longer).logprob, token_logprobs(model, batch).logprob)
+
+
+class _FirstOfTwo(SingleRankGroup):
+    """A rank whose group of two is not there, for what is refused before it is needed."""
+
+    def context(self, size: int) -> ContextGroup:
+        return ContextGroup(rank=0, size=size)
+
+
+def test_models_that_compute_whole_rows_are_refused(root: Path, tmp_path: Path) -> None:
+    config = run_config(root / "gpt_oss", ranks=2, context_ranks=2, sharding="none")
+    with pytest.raises(ConfigError, match=r"context_ranks = 2 .*'policy' computes every row whole because of .*s_aux"):
+        PolicyTrainer(config.trainer_plan, tmp_path, ranks=_FirstOfTwo()).start()
+
+
+def test_the_predicted_activations_of_a_rank_are_those_of_its_tokens(root: Path) -> None:
+    one, two, four = (
+        predict_trainer_memory(run_config(root / "qwen3", ranks=4, context_ranks=ranks)).activations
+        for ranks in (1, 2, 4)
+    )
+    assert two < 0.6 * one
+    assert four < 0.6 * two
