@@ -328,7 +328,7 @@ class PartialTurnTokens(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """Index of the first of these tokens in the turn."""
     tokens: EncodedTokens
-    """The tokens, with logprobs and versions only."""
+    """The tokens, without kept sets and experts."""
 
 
 EntryBody = (

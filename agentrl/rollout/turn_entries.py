@@ -133,7 +133,7 @@ class EpisodePartialTurns:
         """Write tokens of a call to disk with the next group commit."""
         if not self._kept:
             return
-        recorded = Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs, spans=tokens.spans)
+        recorded = tokens.with_column("kept", None).with_column("experts", None)
         body = encode_partial_turn(PartialTurnTokens(start, recorded.encode()))
         if call.call_id not in self._on_disk:
             self._on_disk = (*self._on_disk, call.call_id)

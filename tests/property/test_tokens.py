@@ -25,7 +25,8 @@ from agentrl.core.tokens import (
 pytestmark = pytest.mark.property
 
 VERSIONS = [PolicyVersion("solver", 0, 1), PolicyVersion("solver", 1, 1), PolicyVersion("past", 0, 1)]
-KINDS = {"logprobs": np.float32, "turn_index": np.int32, "loss_mask": np.bool_, "advantages": np.float32}
+KINDS = {column.name: np.dtype(column.dtype) for column in COLUMNS if column.fill is not None}
+"""Columns that joined and sliced tables keep, and their types."""
 
 
 @st.composite

@@ -333,7 +333,7 @@ def write_parquet_table(selection: ExportSelection, path: Path) -> None:
     from pyarrow.parquet import ParquetWriter
 
     schema = parquet_table_schema()
-    batches = []
+    batches: list[pa.RecordBatch] = []
     with ParquetWriter(path, schema, compression="zstd") as writer:
         for episode in exported_episodes(selection):
             try:

@@ -44,7 +44,7 @@ EXACT = 2**53
 _UNCHANGED = {str, bool, type(None)}
 """Types whose values JavaScript reads exactly."""
 _NUMBERS = {int, float, bool, type(None)}
-_FLOAT_COLUMNS = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
+_FLOAT_COLUMNS = {field.name for field in msgspec.structs.fields(EpisodeToken) if field.type == float | None}
 
 
 class EpisodeListPage(msgspec.Struct, frozen=True):
