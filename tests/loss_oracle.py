@@ -86,36 +86,68 @@ def _compared(
 ) -> dict[str, float]:
     """The errors of our loss in a recorded case."""
     lengths = np.array([len(row["logprobs"]) for row in rows])
+    weights = _weights(ours.get("weights", "tokens"), lengths, longest)
+    if "estimator" in ours:
+        logprobs = torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True)
+        reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
+        away = kl_divergence(logprobs, reference, estimator=ours["estimator"]) * torch.tensor(weights)
+        [gradient] = torch.autograd.grad(away.sum(), logprobs)
+        return _errors(label, away.detach(), gradient, case)
+    loss = {name: ours[name] for name in ("name", "kl") if name in ours} | ours.get("options", {})
+    errors = compared(label, loss, case, rows, weights, lags=ours.get("lags", 0))
+    if "gradient_only" in ours:
+        del errors[f"{label}, value"]
+    return errors
+
+
+def compared(
+    label: str,
+    loss: dict[str, Any],
+    theirs: dict[str, Any],
+    rows: list[dict[str, Any]],
+    weights: np.ndarray[Any, Any],
+    *,
+    lags: int = 0,
+) -> dict[str, float]:
+    """The errors of our loss of a step and its gradient.
+
+    Args:
+        label: names the case.
+        loss: `trainer.loss`.
+        theirs: what another library returns: `loss` and `gradient`.
+        rows: of the step.
+        weights: factor on each token's loss, from the normalizer.
+        lags: of all tokens.
+    """
+    lengths = np.array([len(row["logprobs"]) for row in rows])
     number = np.repeat(np.arange(len(rows)), lengths)
     columns = TokenColumns(
         behavior_logprobs=np.concatenate([row["behavior"] for row in rows]),
         advantages=np.repeat([row["advantage"] for row in rows], lengths),
-        lags=np.full(len(number), ours.get("lags", 0), np.int32),
+        lags=np.full(len(number), lags, np.int32),
         names={"seat": ["agent"], "group": ["g0"]},
         starts=np.concatenate([[0], np.cumsum(lengths)]),
         **dict.fromkeys(IDS, number),
     )
-    logprobs = torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True)
-    reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
-    weights = torch.tensor(_weights(ours.get("weights", "tokens"), lengths, longest))
-    if "estimator" in ours:
-        away = kl_divergence(logprobs, reference, estimator=ours["estimator"]) * weights
-        loss, gradient = away.detach(), torch.autograd.grad(away.sum(), logprobs)[0]
-    else:
-        config = {name: ours[name] for name in ("name", "kl") if name in ours} | ours.get("options", {})
-        batch = LossBatch(
-            columns,
-            logprobs=logprobs,
-            entropies=torch.zeros(len(number), dtype=torch.float64, requires_grad=True),
-            reference_logprobs=reference,
-        )
-        found = make_loss(TrainerConfig(loss=LossConfig(**config))).evaluate(batch, weights)
-        loss, gradient = found.loss, found.by_logprob
-    recorded_gradient = np.concatenate(case["gradient"]) if isinstance(case["gradient"][0], list) else case["gradient"]
-    errors = {f"{label}, gradient": _error(gradient.tolist(), recorded_gradient)}
-    if "gradient_only" not in ours:
-        errors[f"{label}, value"] = _error([float(loss.sum())], [case["loss"]])
-    return errors
+    batch = LossBatch(
+        columns,
+        logprobs=torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True),
+        entropies=torch.zeros(len(number), dtype=torch.float64, requires_grad=True),
+        reference_logprobs=torch.tensor(np.concatenate([row["reference"] for row in rows])),
+    )
+    config = TrainerConfig(loss=LossConfig.model_validate(loss))
+    found = make_loss(config).evaluate(batch, torch.tensor(weights))
+    return _errors(label, found.loss, found.by_logprob, theirs)
+
+
+def _errors(label: str, loss: torch.Tensor, gradient: torch.Tensor, theirs: dict[str, Any]) -> dict[str, float]:
+    """The errors of loss and gradient."""
+    expected = theirs["gradient"]
+    flat = np.concatenate(expected) if isinstance(expected[0], list) else expected
+    return {
+        f"{label}, gradient": _error(gradient.tolist(), flat),
+        f"{label}, value": _error([float(loss.sum())], [theirs["loss"]]),
+    }
 
 
 def _error(found: Sequence[float], expected: Any) -> float:

@@ -151,7 +151,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
         "with the same vLLM but a merged LoRA instead of an adapter, and in "
         f"{ratio('calculator', 'wall_over_naive')} of that of a naive loop; with SmolLM2-135M, it took "
         f"{ratio('word_problems', 'wall_over_naive')} times as long as the loop. "
-        "[All figures, and the settings that differ](docs/benchmarks.md).\n"
+        "[All figures, and settings that differ](docs/benchmarks.md).\n"
     )
 
 
