@@ -82,12 +82,14 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 gpu:  ## everything that only a GPU can prove, in ten minutes at most; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
-dist: $(DEV_STAMP)  ## wheel, sdist, and an SBOM (CycloneDX) of the core with all it installs, into dist/
+dist: $(DEV_STAMP)  ## wheel, sdist and an SBOM (CycloneDX, with licenses) of the core with all it installs, into dist/, and checks them
 	@rm -rf dist build/core
 	@$(BIN)/python -m hatchling build
 	@$(BIN)/python -m venv build/core
 	@build/core/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
-	@$(INSTALL) cyclonedx-bom
+	@$(INSTALL) cyclonedx-bom twine
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python -m benchmarks.installation core
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/sbom.cdx.json build/core/bin/python
 
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
