@@ -183,6 +183,7 @@ def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_an_unexpected_error_of_the_trainer_leaves_no_engine_waiting(tmp_path: Path) -> None:
     async def main() -> None:
         trainer = Trainer()
@@ -218,6 +219,7 @@ class Keeps:
         return rpc.Acknowledgement(call=call)
 
 
+@pytest.mark.exhaustive
 def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
     """As after a step that changed nothing: the header came with the first, the rest is asked for by the second."""
 
@@ -257,6 +259,7 @@ class IsFull(Keeps):
         return rpc.Acknowledgement(call=call)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "PIECE_BYTES", 1 << 16)
 
@@ -286,6 +289,7 @@ def test_files_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_a_version_that_cannot_be_sent_is_refused_alone(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await made(tmp_path)
@@ -302,6 +306,7 @@ def test_a_version_that_cannot_be_sent_is_refused_alone(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await made(tmp_path)

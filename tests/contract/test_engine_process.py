@@ -320,6 +320,7 @@ def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_th
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
     async def main() -> None:
         clock = NoWaiting()
@@ -337,6 +338,7 @@ def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     async def main() -> None:
         program = ChildProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", {"model_path": str(tmp_path)})
@@ -401,6 +403,7 @@ class LeavesOneBehind:
         assert len(self.watches) > 0
 
 
+@pytest.mark.exhaustive
 def test_what_a_dead_child_had_started_is_ended_too() -> None:
     async def main() -> None:
         child = LeavesOneBehind()

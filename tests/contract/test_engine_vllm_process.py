@@ -172,6 +172,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_nothing_of_it_outlives_its_parent(repository: Path, zoo: ModelZoo) -> None:
     command = [sys.executable, "-c", _PARENT, str(zoo.directory())]
@@ -186,6 +187,7 @@ def test_nothing_of_it_outlives_its_parent(repository: Path, zoo: ModelZoo) -> N
     assert session_of(leader) == {}
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_calls_are_those_that_vllm_reads() -> None:

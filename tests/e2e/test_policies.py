@@ -126,7 +126,7 @@ def test_a_run_outlives_the_version_it_starts_from_and_notices_another_base(
         agentrl.train(two.model_copy(update={"steps": 3}), environment=Match, quiet=True, resume=True)
 
 
-@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("half", ["lora_A", pytest.param("lora_B", marks=pytest.mark.exhaustive)])
 def test_an_adapter_with_huge_weights_is_refused_by_the_name_of_its_policy(
     base: Path, judge: Path, tmp_path: Path, half: str
 ) -> None:

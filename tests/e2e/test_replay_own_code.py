@@ -50,6 +50,7 @@ def named(finished: subprocess.CompletedProcess[str]) -> list[str]:
     return shlex.split(command)
 
 
+@pytest.mark.exhaustive
 def test_the_command_that_a_refusal_names_works(tmp_path: Path) -> None:
     file = tmp_path / "sevens.py"
     file.write_text(SCRIPT)

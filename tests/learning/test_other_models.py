@@ -81,8 +81,17 @@ class Patient(agentrl.ToolEnvironment):
         return [agentrl.Task(id=f"{split}-{n}", data={"question": f"{n} + {n} ="}) for n in range(12)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        pytest.param("qwen3", True, id="qwen3-lora"),
+        pytest.param("qwen3_moe", False, id="qwen3_moe-full"),
+        *(
+            pytest.param(kind, adapter, id=f"{kind}-{'lora' if adapter else 'full'}", marks=pytest.mark.exhaustive)
+            for kind, adapter in (("qwen3", False), ("qwen3_moe", True), ("llama", False), ("llama", True))
+        ),
+    ],
+)
 def test_a_random_model_is_trained_with_its_own_template(
     repository: Path, tmp_path: Path, kind: str, adapter: bool
 ) -> None:

@@ -25,6 +25,7 @@ def config_of(repository: Path, place: Path, *changes: str) -> RunConfig:
     return load(repository / "examples/01_tool_use.toml", [f"--directory={place}", *settings])
 
 
+@pytest.mark.exhaustive
 def test_the_reward_rises_without_groups(repository: Path, tmp_path: Path) -> None:
     run = agentrl.train(config_of(repository, tmp_path, GAE, "--steps=7", "--evaluation.tasks=96"), quiet=True)
     assert run.summary["reward_end"] > run.summary["reward_start"] + 0.1

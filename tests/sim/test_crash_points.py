@@ -97,6 +97,7 @@ class Outside(Total):
         return "shipped"
 
 
+@pytest.mark.exhaustive
 def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() -> None:
     Outside.called.clear()
     report = crash_test(Outside, share=20)

@@ -584,6 +584,7 @@ def test_what_is_wrong_is_said(environment: type | str, words: str) -> None:
     assert words in report.text
 
 
+@pytest.mark.exhaustive
 def test_code_that_goes_by_the_order_of_a_set_is_found_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "hashing.py").write_text(HASHING)
     for name, found in (("Hashing", 1), ("Sorting", 0)):

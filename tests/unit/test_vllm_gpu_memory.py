@@ -59,6 +59,7 @@ def test_the_experts_of_a_token_count_as_its_activations() -> None:
     assert sparse - dense == 2048 * 3 * (4096 - 3072) * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_cache_of_a_shared_gpu_is_the_share_without_everything_else(
