@@ -58,6 +58,7 @@ def case(
     directory: Path,
     *,
     lora: bool = False,
+    expert_lora: bool = False,
     merge: bool = False,
     policies: Sequence[str] = ("policy",),
     sharding: str = "full",
@@ -81,6 +82,7 @@ def case(
         "model": str(model),
         "directory": str(directory),
         "lora": lora,
+        "expert_lora": expert_lora,
         "merge": merge,
         "reference": str(reference),
         "policies": list(policies),
@@ -204,7 +206,8 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
 
 
 def _config_of(case: Mapping[str, Any], ranks: int) -> RunConfig:
-    lora = LORA.model_copy(update={"merge": case["merge"]}) if case["lora"] else None
+    adapted = {"merge": case["merge"], "experts": case["expert_lora"]}
+    lora = LORA.model_copy(update=adapted) if case["lora"] or case["expert_lora"] else None
     settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
     policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
     # Nothing is clipped, so that what is written is the gradient.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
+from agentrl.app.policies import adapter_slots_needed, has_expert_adapters, largest_lora_rank
 from agentrl.config.devices import DevicePlan, device_plan
 from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan
 from agentrl.config.policies import AnyPolicy, BotPolicy, RemotePolicy
@@ -229,6 +229,7 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
     full = any(policy.served_adapter is None for policy in base.trained.values())
     weight_bytes = weight_file_bytes(base.path) if full else 0
     if engine.kind == "vllm":
+        arguments["expert_adapters"] = has_expert_adapters(base.policies.values())
         arguments |= {"memory_share": engine.memory_share, "arguments": engine.vllm or {}}
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)
     # None: a GPU if the process sees one

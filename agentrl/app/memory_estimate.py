@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import weight_file_bytes
-from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
+from agentrl.app.policies import adapter_slots_needed, has_expert_adapters, largest_lora_rank
 from agentrl.config.devices import device_plan
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
@@ -507,6 +507,7 @@ def _engine_memory(plan: EnginePlan, base: BaseModelPlan) -> EngineMemoryEstimat
         max_context=plan.engine.max_context,
         adapter_slots=adapter_slots_needed(base.policies),
         max_rank=largest_lora_rank(base.policies.values()),
+        expert_adapters=has_expert_adapters(base.policies.values()),
     )
 
 

@@ -18,6 +18,7 @@ from agentrl.app.policies import (
     adapter_slots_needed,
     check_branches,
     check_context_ranks,
+    check_expert_adapters,
     check_fill,
     check_held,
     check_names,
@@ -138,6 +139,8 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
                 "same number"
             )
     check_held(config.policies, assignment, environment, seats)
+    is_vllm_on_cpu = config.engine.kind == "vllm" and not (config.on_cluster or machine.gpus())
+    check_expert_adapters(config.bases, is_vllm_on_cpu=is_vllm_on_cpu)
     for name, policy in trained.items():
         check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
     if size > config.max_in_flight:

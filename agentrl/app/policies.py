@@ -491,6 +491,36 @@ def check_context_ranks(plan: TrainerPlan) -> None:
                 )
 
 
+def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: bool) -> None:
+    """Refuse adapters on experts where there are none, or where the engine cannot serve them.
+
+    A model that is not downloaded yet is checked once it is.
+
+    Args:
+        bases: the base models.
+        is_vllm_on_cpu: whether the engines are vLLM without a GPU.
+
+    Raises:
+        ConfigError: a policy has one; the message has the reason.
+        ModelError: a config.json cannot be read.
+    """
+    from agentrl.rollout.chat.chat_template import read_json
+
+    for name, policy, path in (
+        (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
+    ):
+        if policy.lora is None or not policy.lora.experts:
+            continue
+        key, settings = f"policies.{name}.lora", read_json(path / "config.json")
+        if settings and "expert" not in " ".join((*settings, *(settings.get("text_config") or ()))):
+            raise ConfigError(f"{key}.experts = true: {path} is no mixture of experts. Remove the setting")
+        if is_vllm_on_cpu and not policy.lora.merge:
+            raise ConfigError(
+                f"{key}.experts = true: without a GPU vLLM serves no adapters on experts. Set engine.vllm = false for "
+                f"the embedded engine, or {key}.merge = true"
+            )
+
+
 def check_tokenizers(plan: EnginePlan) -> None:
     """Refuse models that get a policy's token ids and have another tokenizer, before weights are loaded: references,
     weights of frozen policies, and draft models.
@@ -696,6 +726,21 @@ def largest_lora_rank(policies: Iterable[AnyPolicy]) -> int:
     return max(ranks)
 
 
+def has_expert_adapters(policies: Iterable[AnyPolicy]) -> bool:
+    """Whether a served adapter is on experts."""
+    return any(
+        (policy.served_adapter is not None and policy.served_adapter.experts)
+        if isinstance(policy, PolicyConfig)
+        else (_has_adapter(policy) and bool(_adapter_config(Path(policy.path)).get("target_parameters")))
+        for policy in policies
+        if isinstance(policy, PolicyConfig | FrozenPolicy)
+    )
+
+
+def _has_adapter(policy: FrozenPolicy) -> bool:
+    return bool(policy.path) and (Path(policy.path) / "adapter_model.safetensors").is_file()
+
+
 def adapter_rank(policy: FrozenPolicy) -> int:
     """Return the rank of a frozen policy's adapter; 0 if it has none.
 
@@ -703,7 +748,7 @@ def adapter_rank(policy: FrozenPolicy) -> int:
         InputError: the adapter lacks its configuration.
     """
     directory = Path(policy.path)
-    if not policy.path or not (directory / "adapter_model.safetensors").is_file():
+    if not _has_adapter(policy):
         return 0
     rank = _adapter_config(directory).get("r")
     if not isinstance(rank, int) or rank < 1:

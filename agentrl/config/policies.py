@@ -47,6 +47,9 @@ class LoraConfig(Section):
     target_modules: Fixed[Label[tuple[str, ...]]] = ()
     """Linear layers that get an adapter, by full name or its last part. Empty: all decoder layers that can be trained
     and served. A run prints them at startup."""
+    experts: Fixed[bool] = False
+    """Adapt the experts of a mixture of experts, too, each with matrices of its own. They hold most of such a model's
+    weights."""
     merge: Fixed[bool] = False
     """Publish full weights with the adapter merged in. Engines then sample faster, but serve one version at a time, and
     each version is as large as the model. Only checkpoints hold the adapter. In bfloat16, updates much smaller than the

@@ -5,36 +5,29 @@ A rank sorts the pairs of a token and a chosen expert by expert, sends each to t
 up what comes back, weighted by the router. An expert sees the tokens of all ranks, so its gradient is whole where the
 expert is; only copies of a hybrid mesh are added up.
 
-Owns: what is sent where, and the choice by bytes. Does not own the experts' computation (transformers'), the exchange
-(`exchange`), storage or gathering of shards (`ranks`).
+Owns: what is sent where, the choice by bytes, and PEFT's modules for adapters on experts, whose matrices are gathered
+like other weights: they are small, and B has no rows by expert. Does not own the experts' computation (transformers',
+or `engines.experts` under an adapter), the exchange (`exchange`), storage or gathering of shards (`ranks`).
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora import layer as peft_layers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from agentrl.engines.experts import ExpertFactors, compute_adapted
 from agentrl.learn.exchange import exchange_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that hold the weights of several experts, a row for each, as transformers stores them."""
-    found = {}
-    for name, module in model.named_modules():
-        count = getattr(module, "num_experts", None)
-        parameters = [each for each in module._parameters.values() if each is not None]
-        if count and all(len(each) == count for each in parameters) and any(each.ndim > 2 for each in parameters):
-            found[name] = module
-    return found
 
 
 class LayerBytes(NamedTuple):
@@ -86,6 +79,7 @@ class _DispatchedForward:
         self._experts: int = self._module.num_experts
         dimension = mesh.ndim - 1
         self._group, self._ranks = mesh.get_group(dimension), mesh.size(dimension)
+        self._rank = mesh.get_local_rank(dimension)
         self._copies = mesh.get_group(0) if dimension else None
         self._dtype = dtype
 
@@ -113,11 +107,15 @@ class _DispatchedForward:
             tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
         self._module._parameters.update({name: self._held(shard) for name, shard in shards.items()})
         self._module.num_experts = held
+        adapters: dict[str, ExpertFactors] = getattr(self._forward, "adapters", {})
+        active, mine = dict(adapters), slice(self._rank * held, (self._rank + 1) * held)
+        adapters.update({name: ExpertFactors(down[mine], up[mine]) for name, (down, up) in active.items()})
         try:
             output = self._forward(tokens, experts[:, None], torch.ones_like(tokens[:, :1]))
         finally:
             self._module._parameters.update(shards)
             self._module.num_experts = self._experts
+            adapters.update(active)
         returned = exchange_rows(output[: sum(received)], received, sent, self._group)
         by_token = self._in_token_order(returned, order).view(*chosen.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
@@ -136,3 +134,47 @@ class _DispatchedForward:
         total = gradient.clone()
         dist.all_reduce(total, group=self._copies)
         return total
+
+
+class ParamWrapper(peft_layers.ParamWrapper):  # PEFT recognizes wrappers by this name
+    """PEFT's adapters on one tensor of experts. While it computes, PEFT replaces the tensor by the sum of the tensor
+    and B A; here the experts multiply by A and B instead."""
+
+    def __init__(self, base_layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(base_layer, *args, **kwargs)
+        experts = self.get_base_layer()
+        if not isinstance(experts.forward, _AdaptedForward):  # not adapted by the wrapper of the other tensor
+            experts.forward = _AdaptedForward(experts)
+        self._active: dict[str, ExpertFactors] = experts.forward.adapters
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        for adapter in active_adapters:  # one, which may be on other layers alone
+            if adapter in self.lora_A:
+                down: Any = self.lora_A[adapter].weight
+                up: Any = self.lora_B[adapter].weight
+                self._active[self.parameter_name] = self.factors(down, up, adapter)
+        try:
+            yield
+        finally:
+            self._active.pop(self.parameter_name, None)
+
+    def factors(self, down: Tensor, up: Tensor, adapter: str) -> ExpertFactors:
+        """Return the matrices A and B of an adapter, scaled, in the dtype of the experts."""
+        dtype = getattr(self.get_base_layer(), self.parameter_name).dtype
+        return ExpertFactors.from_peft(down.to(dtype), (up * self.scaling[adapter]).to(dtype), self.num_experts)
+
+
+class _AdaptedForward:
+    """The forward pass of experts that may have an active adapter."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        self._forward = experts.forward
+        self.adapters: dict[str, ExpertFactors] = {}
+        """Matrices of the active adapter, by the name of the tensor that they adapt."""
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if not self.adapters:
+            return self._forward(hidden, chosen, weights)  # type: ignore[no-any-return]
+        return compute_adapted(self._experts, hidden, chosen, weights, self.adapters)

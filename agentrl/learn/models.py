@@ -13,6 +13,7 @@ initial weights do not depend on the other policies.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
 from agentrl.core.tokens import TrainingSample
+from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
     check_finite_logits,
     check_sparse_attention,
@@ -56,7 +58,7 @@ from agentrl.engines.models import (
 )
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.context import ContextGroup
-from agentrl.learn.experts import find_experts, predict_layer_bytes
+from agentrl.learn.experts import ParamWrapper, predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
@@ -254,6 +256,8 @@ class PolicyModel:
         config = self._peft.peft_config[self._adapter].to_dict()
         config["inference_mode"] = True
         config["target_modules"] = sorted(config["target_modules"])
+        if config["target_parameters"]:
+            config["target_parameters"] = sorted(config["target_parameters"])
         return config
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
@@ -276,22 +280,28 @@ class PolicyModel:
         layer = self._merged_layers.get(name)
         if layer is None:
             return whole
-        module = self.model.get_submodule(layer)
+        module: Any = self.model.get_submodule(layer)
         down, up = (
             gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
             for matrix in ("lora_A", "lora_B")
         )
-        scaling = float(module.scaling[self._adapter])  # type: ignore[index]
-        return torch.addmm(whole.float(), up, down, alpha=scaling).to(whole.dtype)
+        if isinstance(module, ParamWrapper):
+            factors = ExpertFactors.from_peft(down, up * module.scaling[self._adapter], module.num_experts)
+            return factors.add_product(whole.float(), module.get_base_layer()).to(whole.dtype)
+        return torch.addmm(whole.float(), up, down, alpha=module.scaling[self._adapter]).to(whole.dtype)
 
     @cached_property
     def _merged_layers(self) -> dict[str, str]:
-        """Layers whose adapter is merged, by the name of their published weight."""
+        """Modules whose adapter is merged, by the name of their published weight."""
         if not self._merges:
             return {}
         mark = f".lora_A.{self._adapter}.weight"
-        layers = [name.removesuffix(mark) for name in self.parameters if name.endswith(mark)]
-        return {f"{layer}.weight": layer for layer in layers}
+        layers = {}
+        for layer in (name.removesuffix(mark) for name in self.parameters if name.endswith(mark)):
+            module = self.model.get_submodule(layer)
+            weight = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            layers[f"{layer.replace('.base_layer', '')}.{weight}"] = layer
+        return layers
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
@@ -336,7 +346,7 @@ class PolicyModel:
         """Yield the tensors of the model without its adapters, by the names of a model without any."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if not _ADAPTER_MATRIX.search(name):
-                yield name.replace(".base_layer.", "."), tensor
+                yield name.replace(".base_layer", ""), tensor
 
     @cached_property
     def _conversion_groups(self) -> list[list[str]]:
@@ -539,38 +549,7 @@ def _load_on_base(
     result: dict[str, PolicyModel] = {}
     if adapter_configs:
         base = _load(path, device, dtype, plan.max_context, mesh, trim)
-        replay = _replay(base, captured=plan.capture_routing)
-        matrices = _matrices(base)
-        can = _adaptable(base)
-        unshared_reason = why_unshared(base, plan.max_context)
-        base.requires_grad_(False)
-        peft_model: peft.PeftModel | None = None
-        adapters: dict[str, str] = {}
-        descriptions: dict[str, str] = {}
-        for index, (name, lora) in enumerate(adapter_configs.items()):
-            targets = _targets(f"policies.{name}.lora", lora, can, base)
-            descriptions[name] = f"{name}: {_describe_adapter(lora, targets, matrices)}"
-            if lora.merge and dtype != torch.float32:
-                descriptions[name] += f"; merged into {str(dtype).removeprefix('torch.')}, which loses small updates"
-            # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
-            adapters[name] = f"adapter{index}x"
-            # PEFT puts an adapter where its layer's weights are, but not beside ones without data.
-            place = torch.device("meta") if base.device.type == "meta" else nullcontext()
-            with torch.random.fork_rng(devices=[]), place:
-                torch.manual_seed(stable_hash64(plan.seed, name, "adapter") >> 1)
-                peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), path)
-        base.requires_grad_(False)
-        for name, adapter in adapters.items():
-            result[name] = PolicyModel(
-                model=base,
-                base=path,
-                peft_model=peft_model,
-                adapter=adapter,
-                unshared=unshared_reason,
-                replay=replay,
-                described=descriptions[name],
-                merges=adapter_configs[name].merge,
-            )
+        result = _with_adapters(plan, base, path, adapter_configs)
     for name in base_plan.trained:
         if name not in result:
             model = _load(path, device, dtype, plan.max_context, mesh, trim)
@@ -595,6 +574,53 @@ def _load_on_base(
         if plan.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)
     return result
+
+
+def _with_adapters(
+    plan: TrainerPlan, base: PreTrainedModel, path: Path, lora_configs: Mapping[str, LoraConfig]
+) -> dict[str, PolicyModel]:
+    """Put the adapters of policies on their base model; see `load_models`."""
+    replay = _replay(base, captured=plan.capture_routing)
+    matrices = _matrices(base)
+    can = _adaptable(base)
+    expert_names = [f"{at}.{tensor}" for at, each in adaptable_experts(base).items() for tensor in expert_tensors(each)]
+    unshared_reason = why_unshared(base, plan.max_context)
+    base.requires_grad_(False)
+    peft_model: peft.PeftModel | None = None
+    adapters: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
+    for index, (name, lora) in enumerate(lora_configs.items()):
+        targets = _targets(f"policies.{name}.lora", lora, can, base)
+        if lora.experts and not expert_names:
+            raise ConfigError(
+                f"policies.{name}.lora.experts = true: {type(base).__name__} has no experts on which an adapter can "
+                "be trained and served. Remove the setting"
+            )
+        experts = expert_names if lora.experts else []
+        descriptions[name] = f"{name}: {_describe_adapter(lora, [*targets, *experts], matrices)}"
+        if lora.merge and base.dtype != torch.float32:
+            descriptions[name] += f"; merged into {str(base.dtype).removeprefix('torch.')}, which loses small updates"
+        # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
+        adapters[name] = f"adapter{index}x"
+        # PEFT puts an adapter where its layer's weights are, but not beside ones without data.
+        place = torch.device("meta") if base.device.type == "meta" else nullcontext()
+        with torch.random.fork_rng(devices=[]), place:
+            torch.manual_seed(stable_hash64(plan.seed, name, "adapter") >> 1)
+            peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), experts, path)
+    base.requires_grad_(False)
+    return {
+        name: PolicyModel(
+            model=base,
+            base=path,
+            peft_model=peft_model,
+            adapter=adapter,
+            unshared=unshared_reason,
+            replay=replay,
+            described=descriptions[name],
+            merges=lora_configs[name].merge,
+        )
+        for name, adapter in adapters.items()
+    }
 
 
 def _dispatched_experts(
@@ -832,13 +858,15 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
 
 
 def _describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, torch.Size]) -> str:
-    trained = sum(lora.rank * sum(matrices[name]) for name in targets)  # two factors: rank by inputs, outputs by rank
+    # Two factors for each matrix, of which experts have several: rank by inputs, outputs by rank.
+    trained = sum(lora.rank * math.prod(matrices[name][:-2]) * sum(matrices[name][-2:]) for name in targets)
     text = f"adapters of rank {lora.rank}: {trained:,} trained parameters on "
     without = dict.fromkeys(".".join(name.split(".")[-2:]) for name in matrices if name not in set(targets))
     if not without:
         return f"{text}all linear layers"
     share = sum(matrices[name].numel() for name in targets) / sum(shape.numel() for shape in matrices.values())
-    names = ", ".join(dict.fromkeys(map(_last, targets)))
+    experts = [".".join(name.split(".")[-2:]) for name in targets if len(matrices[name]) > 2]
+    names = ", ".join(dict.fromkeys([*(_last(name) for name in targets if len(matrices[name]) == 2), *experts]))
     return f"{text}{names}, {share:.1%} of the linear weights; not on {', '.join(without)}"
 
 
@@ -909,6 +937,7 @@ def _add_adapter(
     adapter: str,
     lora: LoraConfig,
     targets: list[str],
+    experts: list[str],
     path: Path,
 ) -> peft.PeftModel:
     config = peft.LoraConfig(
@@ -916,12 +945,14 @@ def _add_adapter(
         use_rslora=lora.rank_stabilized,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
         target_modules=targets,
+        target_parameters=list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)) or None,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(path),
     )
-    config._register_custom_module({nn.Linear: _AdaptedLinear})
+    expert_classes = {type(module): ParamWrapper for module in adaptable_experts(base).values()}
+    config._register_custom_module({nn.Linear: _AdaptedLinear, **expert_classes})
     try:
         if peft_model is None:
             return peft.get_peft_model(base, config, adapter_name=adapter)

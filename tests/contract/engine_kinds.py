@@ -66,6 +66,23 @@ _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{name: value for name, value in _SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **{**_SHAPE, "tie_word_embeddings": False}, num_local_experts=4, num_experts_per_tok=2, sliding_window=512
+    ),
     "phi3": lambda: transformers.Phi3Config(**_SHAPE, pad_token_id=0),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **_SHAPE,

@@ -6,13 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl.config.policies import PolicyConfig
 from agentrl.core.errors import ConfigError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.experts import find_experts
 from agentrl.learn import models
-from agentrl.learn.experts import find_experts, predict_layer_bytes
-from tests.learn_cases import run_config, write_model
+from agentrl.learn.experts import predict_layer_bytes
+from agentrl.learn.packing import pack
+from agentrl.learn.publish import Publisher
+from tests.learn_cases import LORA, make_samples, run_config, write_model
 from tests.rank_processes import on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, compared, dispatched, gradient_error
 
@@ -44,6 +52,7 @@ def errors(root: Path, place: Path, ranks: int, **cases: dict[str, Any]) -> dict
 def test_every_family_has_the_gradient_of_one_rank(root: Path, tmp_path: Path, ranks: int) -> None:
     cases = {kind: dispatched(kind) for kind in FAMILIES}
     cases["deepseek adapters"] = dispatched("deepseek", lora=True)
+    cases |= {f"{kind} adapters of experts": dispatched(kind, expert_lora=True, steps=2) for kind in FAMILIES}
     found = errors(root, tmp_path, ranks, **cases)
     assert max(found.values()) <= 1e-5, found
 
@@ -57,9 +66,10 @@ def test_groups_that_hold_copies_of_experts_add_up_their_gradients(root: Path, t
         4,
         copies=dispatched("moe", sharding=2),
         recomputed=dispatched("moe", sharding=2, recompute=True, routed=True),
+        adapted=dispatched("moe", sharding=2, recompute=True, routed=True, expert_lora=True, steps=2),
         planted=dispatched("moe", sharding=2, fault=fault),
     )
-    assert max(found["copies"], found["recomputed"]) <= 1e-5, found
+    assert max(found["copies"], found["recomputed"], found["adapted"]) <= 1e-5, found
     assert found["planted"] > 0.1
 
 
@@ -70,11 +80,58 @@ def test_outputs_in_the_wrong_order_are_found(root: Path, tmp_path: Path) -> Non
 
 def test_ranks_need_equally_many_passes_where_rows_are_computed_whole(root: Path, tmp_path: Path) -> None:
     """gpt-oss shares no prefixes, and the rows of one rank need more blocks than those of the other."""
-    several = case(root / "gpt_oss", tmp_path / "2", experts="gathered")
-    (started, *_) = (each[0]["started"] for each in on_ranks(2, FUNCTION, [several]))
+    kinds = {"all": False, "adapters": True}
+    several = [
+        case(root / "gpt_oss", tmp_path / kind / "2", experts="gathered", expert_lora=lora)
+        for kind, lora in kinds.items()
+    ]
+    (started, *_) = (each[0]["started"] for each in on_ranks(2, FUNCTION, several))
     assert "every row is computed whole" in " ".join(started)
-    alone([one := case(root / "gpt_oss", tmp_path / "1")])
-    assert gradient_error(tmp_path / "2", Path(one["directory"])) <= 1e-5
+    alone([case(root / "gpt_oss", tmp_path / kind / "1", expert_lora=lora) for kind, lora in kinds.items()])
+    for kind in kinds:
+        assert gradient_error(tmp_path / kind / "2", tmp_path / kind / "1") <= 1e-5
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_of_experts_compute_what_peft_computes(
+    root: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT loads the published files; outputs and gradients are its own, and B A is never formed."""
+    policies = {
+        "policy": PolicyConfig(lora=LORA.model_copy(update={"experts": True})),
+        "other": PolicyConfig(lora=LORA),
+    }
+    model = models.load_models(run_config(root / kind, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    version = Publisher(tmp_path).publish(PolicyVersion("policy", 0, 1), model)
+    base = AutoModelForCausalLM.from_pretrained(root / kind, attn_implementation="eager")
+    served: Any = peft.PeftModel.from_pretrained(base, version.path, is_trainable=True)
+    monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", None)  # as PEFT would add B A
+    model.activate()
+    sample = make_samples(0, 2)[1]
+    (batch,) = pack([sample], max_tokens=1000, share=model.shared_prefixes)
+    found = model.token_logprobs(batch).logprob
+    found.sum().backward()
+    monkeypatch.undo()
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    rows = served(input_ids=ids).logits[0].log_softmax(-1)
+    expected = rows[:-1].gather(1, ids[0, 1:, None])[torch.from_numpy(batch.position - 1), 0]
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    theirs = {
+        name.replace(".default.", "."): each.grad for name, each in served.named_parameters() if each.requires_grad
+    }
+    mine = {name: parameter.grad for name, parameter in model._unique_tensors().items()}
+    assert mine.keys() == theirs.keys()
+    assert sum(".experts." in name for name in mine) == 4 * len(find_experts(base))
+    off, whole = (
+        torch.cat([each.flatten() for each in gradients])
+        for gradients in ((mine[name] - theirs[name] for name in mine), theirs.values())
+    )
+    assert off.norm() <= 1e-5 * whole.norm()
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "mixtral", "qwen3"])

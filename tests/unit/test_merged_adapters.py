@@ -49,11 +49,13 @@ def computed(model: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Ten
     return model.token_logprobs(batch).logprob.detach()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "moe"])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("qwen3", False), ("moe", False), ("moe", True), ("deepseek", True), ("gpt_oss", True)]
+)
 @pytest.mark.parametrize("rank_stabilized", [False, True])
-def test_a_version_computes_what_was_trained(tmp_path: Path, kind: str, rank_stabilized: bool) -> None:
+def test_a_version_computes_what_was_trained(tmp_path: Path, kind: str, experts: bool, rank_stabilized: bool) -> None:
     path = write_model(tmp_path / "model", kind=kind)
-    trainer = stepped(config_of(path, rank_stabilized=rank_stabilized), tmp_path / "run")
+    trainer = stepped(config_of(path, rank_stabilized=rank_stabilized, experts=experts), tmp_path / "run")
     reference = trainer.publish("policy", FIRST)
     assert reference.kind == "full"
     assert trainer.publish("other", PolicyVersion("other", 0, 0)).kind == "adapter"

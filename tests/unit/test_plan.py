@@ -68,6 +68,31 @@ def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
     assert "no group could start" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "vllm", "merge", "reason"),
+    [
+        ({"hidden_size": 8}, False, False, "is no mixture of experts"),
+        ({"text_config": {"num_experts": 4}}, True, False, "without a GPU vLLM serves no adapters on experts"),
+        ({"num_experts": 4}, True, True, ""),
+        ({"num_local_experts": 4}, False, False, ""),
+        (None, False, False, ""),
+    ],
+)
+def test_adapters_of_experts_need_experts_and_an_engine_that_serves_them(
+    tmp_path: Path, settings: dict[str, Any] | None, vllm: bool, merge: bool, reason: str
+) -> None:
+    if settings is not None:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    lora = {"experts": True, "merge": merge}
+    model, engine = {"path": str(tmp_path)}, {"vllm": {} if vllm else False}
+    config = config_for(policies={"guesser": {"step_size": 24, "lora": lora}}, model=model, engine=engine)
+    if not reason:
+        resolve(config, Ask)
+        return
+    with pytest.raises(ConfigError, match=rf"policies\.guesser\.lora\.experts = true: .*{reason}"):
+        resolve(config, Ask)
+
+
 def test_a_worker_receives_its_part_of_the_plan_unchanged() -> None:
     scorers = {"helpful": {"judge": "remote", "rubric": "Is it?", "answer": {"yes": 1.0, "no": 0.0}, "unscorable": 0.0}}
     config = config_for(policies=POLICIES, scorers=scorers, workers=3, model={"path": "main"})

@@ -2,18 +2,19 @@
 
 LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), with the A of the pass's adapters stacked, and
 their B side by side. With many adapters, rows are grouped by adapter in one batched product, as in Punica
-(arXiv:2310.18547).
+(arXiv:2310.18547). Experts multiply each row by the matrices of its adapter and expert (`engines.experts`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from agentrl.engines.experts import ExpertFactors, compute_adapted, find_expert_tensor
 from agentrl.engines.weights.reading import check_adapter, linear_layer
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class AdapterBank:
         self._free = list(range(places))
         self._adapters: dict[int, AdapterWeights] = {}
         self._layers: dict[str, BankLinear] = {}
+        self._experts: dict[str, tuple[BankExperts, str]] = {}
+        """Experts and the name of their tensor, by the name of PEFT's module."""
         self._rank = 0
+        self._columns = 0
         self._selection: bytes | None = None
         self._narrow_indices = _NO_ADAPTERS
         self.active = False
@@ -43,6 +47,8 @@ class AdapterBank:
         """Float [B, 1, columns]: 1 if the column belongs to the row's adapter; None: all do."""
         self.groups: _Groups | None = None
         """Rows grouped by adapter; set instead of `mask` if there are many adapters."""
+        self.adapters = torch.empty(0, dtype=torch.int64)
+        """Adapter of each row, [B]; the first place is that of rows without one."""
 
     def free_slot(self) -> int | None:
         """Return the lowest empty slot, or None if all are filled."""
@@ -63,10 +69,10 @@ class AdapterBank:
         self._selection, self._narrow_indices = None, _NO_ADAPTERS
         has_new_layers = self._wrap(adapter)
         new_rank = max(self._rank, adapter.rank)
-        num_places = (max(self._adapters) + 1) * new_rank
-        if has_new_layers or new_rank > self._rank or num_places > next(iter(self._layers.values())).down.shape[0]:
-            self._rank = new_rank
-            self._allocate(num_places)
+        columns = (max(self._adapters) + 1) * new_rank
+        if has_new_layers or new_rank > self._rank or columns > self._columns:
+            self._rank, self._columns = new_rank, max(columns, self._columns)
+            self._allocate()
             for at, weights in self._adapters.items():
                 self._write(at, weights)
         else:
@@ -79,8 +85,14 @@ class AdapterBank:
 
     def _wrap(self, adapter: AdapterWeights) -> bool:
         """Wrap the layers of an adapter that no earlier adapter covered; returns whether there are any."""
-        new_names = [name for name in adapter.matrices if name not in self._layers]
+        new_names = [name for name in adapter.matrices if name not in self._layers and name not in self._experts]
         for name in new_names:
+            if (found := find_expert_tensor(self._model, name)) is not None:
+                experts, tensor = found
+                if not isinstance(experts.forward, BankExperts):  # its other tensor may be in the bank
+                    experts.forward = BankExperts(experts, self)
+                self._experts[name] = (experts.forward, tensor)
+                continue
             layer = linear_layer(self._model, name)
             assert layer is not None, "checked before"
             parent, _, child = name.rpartition(".")
@@ -89,10 +101,12 @@ class AdapterBank:
             self._layers[name] = bank_layer
         return bool(new_names)
 
-    def _allocate(self, columns: int) -> None:
+    def _allocate(self) -> None:
         for layer in self._layers.values():
-            layer.down = layer.base.weight.new_zeros(columns, layer.base.in_features)
-            layer.up = layer.base.weight.new_zeros(columns, layer.base.out_features)
+            layer.down = layer.base.weight.new_zeros(self._columns, layer.base.in_features)
+            layer.up = layer.base.weight.new_zeros(self._columns, layer.base.out_features)
+        for bank_experts, tensor in self._experts.values():
+            bank_experts.allocate(tensor, 1 + self._columns // self._rank, self._rank)
 
     def _write(self, place: int, adapter: AdapterWeights) -> None:
         first = place * self._rank
@@ -104,6 +118,8 @@ class AdapterBank:
                     down, up = adapter.matrices[name]
                     layer.down[first : first + adapter.rank] = down
                     layer.up[first : first + adapter.rank] = up.t()
+            for name, (bank_experts, tensor) in self._experts.items():
+                bank_experts.write(tensor, 1 + place, adapter.matrices.get(name))
 
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Set the adapter of each row of the next pass, `[B]`; -1: none."""
@@ -116,15 +132,16 @@ class AdapterBank:
         if not self.active:
             return
         self._narrow(indices)
-        columns, weight = self._narrow_indices, next(iter(self._layers.values())).base.weight
+        columns, device = self._narrow_indices, self._model.device
+        self.adapters = torch.from_numpy(adapters + 1).to(device)
         everyone = bool((adapters >= 0).all())
         self.mask, self.groups = None, None
         # With at most four, it is cheaper to compute the columns of all adapters for every row and to mask the others'.
         if everyone and len(columns) > 4:
-            self.groups = _group_rows(np.searchsorted(columns, adapters), len(columns), weight.device)
+            self.groups = _group_rows(np.searchsorted(columns, adapters), len(columns), device)
         elif len(columns) > 1 or not everyone:
             mask = torch.from_numpy(adapters[:, None, None] == np.repeat(columns, self._rank))
-            self.mask = mask.to(weight)
+            self.mask = mask.to(device, self._model.dtype)
 
     def _narrow(self, indices: NDArray[np.int64]) -> None:
         """Compute the columns of these adapters and of few others: the set changes in almost every pass."""
@@ -180,6 +197,37 @@ class BankLinear(nn.Module):
                 low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
             out.addmm_(low, up)
         return out.view(*hidden.shape[:-1], -1)
+
+
+class BankExperts:
+    """The forward pass of a layer's experts with their part of the bank."""
+
+    def __init__(self, experts: Any, bank: AdapterBank) -> None:
+        self._experts = experts
+        self._forward = experts.forward
+        self._bank = bank
+        self._factors: dict[str, ExpertFactors] = {}
+
+    def allocate(self, tensor: str, places: int, rank: int) -> None:
+        """Make room for adapters on a tensor; all of them change nothing."""
+        self._factors[tensor] = ExpertFactors.zeros(self._experts, tensor, places, rank)
+
+    def write(self, tensor: str, place: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+        """Write the adapter of a place, or one that changes nothing."""
+        count = self._experts.num_experts
+        written = None if matrices is None else ExpertFactors.from_peft(*matrices, count)
+        for at, rows in enumerate(self._factors[tensor]):
+            row = rows.view(count, -1, *rows.shape[1:])[:, place]
+            row.zero_()
+            if written is not None:
+                row[:, : written[at].shape[1]] = written[at]
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        bank = self._bank
+        if not bank.active:
+            return self._forward(hidden, chosen, weights)  # type: ignore[no-any-return]
+        adapters = bank.adapters.repeat_interleave(len(hidden) // len(bank.adapters))
+        return compute_adapted(self._experts, hidden, chosen, weights, self._factors, adapters)
 
 
 class _Groups(NamedTuple):

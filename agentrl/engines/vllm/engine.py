@@ -239,6 +239,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
+        expert_adapters: bool = False,
         max_staleness: Mapping[str, int] = MappingProxyType({}),
         kv_memory: int = 0,
         threads: int = 1,
@@ -261,6 +262,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             capture_mask: whether to return the kept set of each token of calls with filters; needs V2 as well.
             adapter_slots: number of adapters served side by side; 0: full weights of one policy.
             max_rank: the largest rank of an adapter.
+            expert_adapters: whether adapters may be on the experts of a mixture of experts.
             max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if
                 absent.
             kv_memory: bytes of KV; 0: vLLM's own choice on a GPU, enough for `slots` contexts on CPU.
@@ -287,6 +289,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             capture_mask=capture_mask,
             adapter_slots=adapter_slots,
             max_rank=max_rank,
+            expert_adapters=expert_adapters,
             max_staleness=max_staleness,
             dtype=dtype,
             memory_share=memory_share,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -66,6 +65,8 @@ class VllmSettings:
     adapter_slots: int
     max_rank: int
     max_staleness: Mapping[str, int]
+    expert_adapters: bool = False
+    """Whether adapters may be on the experts of a mixture of experts, too."""
     capture_routing: bool = False
     capture_mask: bool = False
     dtype: str = "auto"
@@ -142,7 +143,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
         **({"return_sampling_mask": True} if settings.capture_mask else {}),
         **_memory(model_path, shapes, settings, kv_memory=kv_memory),
-        **_adapters(settings.adapter_slots, settings.max_rank),
+        **_adapters(settings),
         **settings.arguments,
     }
 
@@ -159,14 +160,18 @@ def read_engine_meta_model(model_path: str, settings: VllmSettings) -> PreTraine
     return read_meta_model(model_path, max_context=settings.max_context, dtype=dtype)
 
 
-def _adapters(places: int, max_rank: int) -> dict[str, Any]:
+def _adapters(settings: VllmSettings) -> dict[str, Any]:
+    places, max_rank = settings.adapter_slots, settings.max_rank
     if places == 0:
         return {}
     ranks = [rank for rank in _RANKS if rank >= max_rank]
     if not ranks:
         raise EngineCapabilityError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
     # One more than are live, because the next version is loaded while the previous one still serves.
-    return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": ranks[0]}
+    sizes = {"max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": ranks[0]}
+    # Without it, vLLM reads PEFT's stacked experts for the few models alone that it stores that way.
+    experts = {"enable_mixed_moe_lora_format": True} if settings.expert_adapters else {}
+    return {"enable_lora": True, **sizes, **experts}
 
 
 def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
@@ -189,6 +194,7 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
             max_context=max_context,
             adapter_slots=settings.adapter_slots,
             max_rank=settings.max_rank,
+            expert_adapters=settings.expert_adapters,
         )
         other_bytes = bytes_besides_cache(shapes, held, total=gpu_total, arguments=settings.arguments)
         kv_memory = int(settings.memory_share * gpu_total) - other_bytes
@@ -238,7 +244,7 @@ async def prefill_rate(llm: AsyncLLM) -> float:
     adapter = None
     if config.lora_config is not None:
         await llm.collective_rpc("add_blank_adapter", args=(_ADAPTER, config.lora_config.max_lora_rank))
-        adapter = LoRARequest(lora_name="blank", lora_int_id=_ADAPTER, lora_path="blank")
+        adapter = vllm_worker.lora_request("blank", _ADAPTER, "blank")
     clock, random = SystemClock(), np.random.default_rng(0)
     parameters = SamplingParams(
         max_tokens=1,

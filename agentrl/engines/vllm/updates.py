@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -43,6 +42,7 @@ from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary,
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.version_table import LiveVersion, VersionTable
 from agentrl.engines.vllm.capture import top_k_without_filter
+from agentrl.engines.weights import vllm_worker
 from agentrl.engines.weights.reading import (
     WeightFile,
     check_adapter,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from transformers import PreTrainedModel
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -212,7 +213,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 if moves and not old.held and old.adapter:
                     break  # nothing pins the old version, which is unloaded when its calls have moved
                 await self._wait_for_adapter_slot(weights, adapters)
-            adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
+            adapter = vllm_worker.lora_request(f"{weights.version}/{number}", number, str(copy))
             await run_shielded(self._add_adapter(weights, adapter, canary))
         except BaseException:
             if weights.version not in self.live:

@@ -27,6 +27,14 @@ from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
+from agentrl.engines.experts import (
+    adaptable_experts,
+    adapter_module,
+    expert_sizes,
+    expert_tensors,
+    find_expert_tensor,
+    padded_rank,
+)
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
@@ -56,7 +64,7 @@ _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "inference_mode"),
     *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
     *("peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules"),
-    *("task_type", "use_rslora"),
+    *("target_parameters", "task_type", "use_rslora"),
 }
 """Keys of PEFT's configuration that keep an adapter plain LoRA. Any other key that is set would be ignored by the
 embedded engine, or refused by vLLM."""
@@ -203,7 +211,8 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterWeights:
-    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank."""
+    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank.
+    Those of experts are stacked (`engines.experts`)."""
 
     rank: int
     matrices: Mapping[str, tuple[Tensor, Tensor]]
@@ -227,7 +236,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
     for key, tensor in file.tensors.items():
         module, _, kind = key.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PEFT_PREFIX) or kind not in ("lora_A", "lora_B"):
-            raise version_refused_error(weights, f"{key} is not a LoRA matrix of a linear layer")
+            raise version_refused_error(weights, f"{key} is not a LoRA matrix of a linear layer or of experts")
         if tensor.ndim != 2:
             raise version_refused_error(weights, f"{key} has shape {tuple(tensor.shape)}, but a matrix is expected")
         halves.setdefault(module, {})[kind] = tensor
@@ -235,7 +244,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
     for module, pair in halves.items():
         if len(pair) != 2:
             raise version_refused_error(weights, f"{module} has only {next(iter(pair))}")
-        if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
+        if pair["lora_A"].shape[0] != pair["lora_B"].shape[1] or pair["lora_A"].shape[0] % rank:
             shapes = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
             raise version_refused_error(
                 weights, f"{module} has shapes {shapes}, which are not of the configured rank {rank}"
@@ -317,13 +326,16 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
             weights, f"its rank is {adapter.rank}, but the engine was started for at most {max_rank}"
         )
     for name, (down, up) in adapter.matrices.items():
-        layer = linear_layer(model, name)
-        if layer is None:
-            raise version_refused_error(weights, f"the model has no linear layer {name}")
-        if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
-            shapes = (tuple(down.shape), tuple(up.shape))
+        sizes = _adapted_sizes(model, name)
+        if sizes is None:
+            raise version_refused_error(weights, f"the model has no linear layer {name}, and no experts of that name")
+        count, inputs, outputs = sizes
+        rows = count * adapter.rank
+        if (down.shape, up.shape) != ((rows, inputs), (outputs, rows)):
+            shapes, several = (tuple(down.shape), tuple(up.shape)), f", for each of {count} experts" * (count > 1)
             raise version_refused_error(
-                weights, f"{name} has shapes {shapes}, but the layer is {layer.in_features} → {layer.out_features}"
+                weights,
+                f"{name} has shapes {shapes} with rank {adapter.rank}, but the layer is {inputs} → {outputs}{several}",
             )
     try:
         targeted = _targeted_layers(model, adapter.config)
@@ -337,22 +349,38 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         )
 
 
+def _adapted_sizes(model: PreTrainedModel, name: str) -> tuple[int, int, int] | None:
+    """Return the number of experts (of a linear layer 1), of inputs and of outputs that PEFT's module `name` adapts;
+    None if it adapts none."""
+    if (layer := linear_layer(model, name)) is not None:
+        return 1, layer.in_features, layer.out_features
+    found = find_expert_tensor(model, name)
+    return None if found is None else expert_sizes(*found)
+
+
 def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[str]:
-    """Return the linear layers that PEFT would adapt by a configuration; none if it names them by a regular expression,
-    which a file from other people may make endless: the tensors alone then say what is adapted."""
+    """Return the modules that PEFT would adapt by a configuration: experts, and linear layers unless it names them by a
+    regular expression, which a file from other people may make endless: the tensors alone then say what is adapted."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    parameters = config.get("target_parameters") or []
+    modules = [
+        adapter_module(path, experts, tensor)
+        for path, experts in adaptable_experts(model).items()
+        for tensor in expert_tensors(experts)
+        if any(f".{path}.{tensor}".endswith(f".{parameter}") for parameter in parameters)
+    ]
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not isinstance(targets, list) or isinstance(excluded, str) or config.get("layers_pattern"):
-        return []
+        return modules
     rule = LoraConfig(
         target_modules=targets,
         exclude_modules=excluded,
         layers_to_transform=config.get("layers_to_transform"),
     )
     wrapped = [name.removesuffix(".base") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name in wrapped if check_target_module_exists(rule, name)]
+    return [*modules, *(name for name in wrapped if check_target_module_exists(rule, name))]
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[str]:
@@ -418,7 +446,14 @@ class EngineMemoryEstimate:
 
 
 def predict_engine_memory(
-    path: Path, *, dtype: str, slots: int, max_context: int, adapter_slots: int, max_rank: int
+    path: Path,
+    *,
+    dtype: str,
+    slots: int,
+    max_context: int,
+    adapter_slots: int,
+    max_rank: int,
+    expert_adapters: bool = False,
 ) -> EngineMemoryEstimate:
     """Predict the memory of an engine that serves the model of a directory.
 
@@ -429,6 +464,7 @@ def predict_engine_memory(
         max_context: longest context in tokens.
         adapter_slots: number of adapters at once; 0: none.
         max_rank: largest rank of an adapter.
+        expert_adapters: whether adapters may be on experts.
 
     Raises:
         ModelError: the directory holds no model, or one with fewer positions.
@@ -444,10 +480,16 @@ def predict_engine_memory(
             sizes = _adaptable_sizes(shapes, LayerKinds())
         except Exception:  # noqa: BLE001 - its layers depend on each other
             sizes = _adaptable_sizes(read_meta_model(path, max_context=max_context, dtype=compute_dtype), None)
+    adapter_numbers = adapter_slots * max_rank * sizes
+    if adapter_slots and expert_adapters:
+        experts = adaptable_experts(read_meta_model(path, max_context=max_context, dtype=compute_dtype)).values()
+        tensors = [expert_sizes(each, tensor) for each in experts for tensor in expert_tensors(each)]
+        expert_numbers = sum(count * (inputs + outputs) for count, inputs, outputs in tensors)
+        adapter_numbers += (adapter_slots + 1) * padded_rank(max_rank) * expert_numbers  # one changes nothing
     return EngineMemoryEstimate(
         dtype=dtype_name(compute_dtype),
         weights=weights,
-        adapters=adapter_slots * max_rank * sizes * compute_dtype.itemsize,
+        adapters=adapter_numbers * compute_dtype.itemsize,
         keys_and_values=slots * context_bytes,
         # three float32 copies of a pass's logits exist at once during sampling
         logits=3 * slots * vocabulary * torch.float32.itemsize,

@@ -148,6 +148,11 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             self._receiver = None
 
 
+def lora_request(name: str, number: int, path: str) -> LoRARequest:
+    """Name an adapter to vLLM; if it has experts, they are in PEFT's layout."""
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, is_3d_lora_weight=True)
+
+
 class WorkerExtension:
     """A mixin of vLLM's worker; importing this module registers the backend."""
 
@@ -161,7 +166,7 @@ class WorkerExtension:
             The reason why it was not loaded; "" if it was.
         """
         try:
-            self.model_runner.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+            self.model_runner.add_lora(lora_request(name, number, path))
         except Exception as error:  # noqa: BLE001 - the engine withdraws the version after any error
             self.add_blank_adapter(number, self.model_runner.lora_manager.lora_config.max_lora_rank)
             return f"{type(error).__name__}: {error}"
@@ -169,8 +174,7 @@ class WorkerExtension:
 
     def add_blank_adapter(self, number: int, rank: int) -> None:
         """Add an adapter that changes nothing and costs as much as others, until it is removed."""
-        blank = LoRARequest(lora_name="blank", lora_int_id=number, lora_path="blank")
-        self.model_runner.lora_manager.add_dummy_lora(blank, rank)
+        self.model_runner.lora_manager.add_dummy_lora(lora_request("blank", number, "blank"), rank)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
