@@ -1,0 +1,65 @@
+"""The benchmark of claims: the saved rows hold, and a sentence that is altered on purpose is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import claims
+
+ROWS = claims.claims()
+QUICK = [row for row in ROWS if "command" not in row]
+
+
+def test_every_claim_is_in_its_page_and_rests_on_something_that_holds() -> None:
+    texts = claims.pages(ROWS)
+    assert len(ROWS) >= 120
+    assert claims.false_claims(QUICK, texts) == []
+    assert claims.unsourced(ROWS, texts["README.md"]) == []
+
+
+@pytest.mark.exhaustive
+def test_commands_print_what_the_pages_say() -> None:
+    rows = [row for row in ROWS if "command" in row]
+    assert rows
+    assert claims.false_claims(rows, claims.pages(rows)) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "altered"),
+    [
+        ("README.md", "0.384 of the time", "0.284 of the time"),
+        ("README.md", "is another project", "is this project"),
+        (
+            "docs/coming_from.md",
+            'normalizer = "sequences", clip_high = 0.2,',
+            'normalizer = "sequences", clip_high = 0.28,',
+        ),
+        ("docs/comparison.md", "3589 is merged, the others are open", "all are open"),
+        ("docs/durability.md", "Every admitted episode is trained once", "Every admitted episode is trained"),
+    ],
+)
+def test_a_sentence_altered_on_purpose_is_found(page: str, sentence: str, altered: str) -> None:
+    texts = claims.pages(ROWS)
+    assert sentence in texts[page]
+    found = claims.false_claims(QUICK, {**texts, page: texts[page].replace(sentence, altered)})
+    assert found
+    assert all(each.startswith(page) for each in found)
+
+
+@pytest.mark.parametrize(
+    "false",
+    [
+        {"value": "agentrl.config.sections:LOSSES", "is": 18},
+        {"peers": "parts/calculator/figures/cpu_over_trl", "is": 0.1},
+        {"tests": ["tests/unit/test_claims.py::test_that_nobody_wrote"]},
+        {"source": "constraints.txt", "has": "torch==1.0"},
+    ],
+)
+def test_a_ground_that_does_not_hold_is_told(false: claims.Claim) -> None:
+    assert claims.objection({"file": "README.md", "says": "x", **false})
+
+
+def test_a_number_that_nothing_covers_is_told() -> None:
+    readme = claims.pages(ROWS)["README.md"]
+    assert claims.unsourced(ROWS, readme + "\nIt is 7.5 times as fast.\n") == ["README.md: nothing covers 7.5"]
+    assert claims.unsourced([{"file": "README.md", "says": "x"}], "")
