@@ -41,7 +41,14 @@ from agentrl.app.run_parts import (
 )
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.plans import RolloutPlan
-from agentrl.config.policies import AnyPolicy, ExternalPolicyConfig, FrozenPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import (
+    AnyPolicy,
+    ExternalPolicyConfig,
+    FrozenPolicy,
+    LocalPolicy,
+    PolicyConfig,
+    RemotePolicy,
+)
 from agentrl.config.run import RunConfig
 from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
@@ -427,11 +434,9 @@ def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]
     """Return the configuration without trained policies, and with an engine that can serve the given weights."""
     paths = dict.fromkeys(config.trained, "") | {weights.version.policy: weights.path for weights in frozen_weights}
     frozen = {
-        name: FrozenPolicy(
-            kind="frozen",
-            model="" if (base := config.base_of(name)) == config.model.path else base,
-            path=path,
-            sampling=config.sampling_of(name).model_dump(),
+        name: FrozenPolicy.model_validate(
+            config.policies[name].model_dump(include=set(LocalPolicy.model_fields))
+            | {"kind": "frozen", "path": path, "sampling": config.sampling_of(name).model_dump()}
         )
         for name, path in paths.items()
     }

@@ -47,6 +47,11 @@ def is_cut(reason: FinishReason) -> bool:
             assert_never(reason)
 
 
+def find_finish_reason(text: object) -> FinishReason | None:
+    """Return the reason with this name; None if there is none."""
+    return next((reason for reason in get_args(FinishReason) if reason == text), None)
+
+
 def find_stop_reason(text: object) -> StopReason | None:
     """Return the reason with this name; None if there is none."""
     return next((reason for reason in get_args(StopReason) if reason == text), None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import EntriesError, JournalError
-from agentrl.core.records import Message
+from agentrl.core.records import Message, find_finish_reason
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.journal.entries import (
     JournalEntry,
@@ -74,12 +74,9 @@ def completion_from_entry(entry: TurnEntry) -> Completion:
     Raises:
         EntriesError: its tokens are damaged, or the finish reason is unknown.
     """
-    finish_reason: FinishReason
-    match entry.finish_reason:
-        case "stop" | "length" | "abort" as finish_reason:
-            pass
-        case other:
-            raise EntriesError(f"{entry.name}: unknown finish_reason {other[:100]!r}")
+    finish_reason = find_finish_reason(entry.finish_reason)
+    if finish_reason is None:
+        raise EntriesError(f"{entry.name}: unknown finish_reason {entry.finish_reason[:100]!r}")
     return Completion.of(entry.sampled(), finish_reason, entry.cached_tokens)
 
 
