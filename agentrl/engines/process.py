@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -51,6 +52,10 @@ MAKE_ROOM = (
     "files under TMPDIR"
 )
 _PR_SET_PDEATHSIG = 1
+_LOG_TAIL = 1 << 16
+"""Bytes at the end of a log that are searched for an error."""
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*\S")
+_ERROR_LENGTH = 300
 SILENCE_S = 300.0
 """Seconds of silence after which a child process counts as hung."""
 _PIECES = 10
@@ -281,6 +286,25 @@ def _cause(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def logged_error(*, besides: str) -> str:
+    """Return the last error in the log file of this process and its descendants, and the place of that file.
+
+    Args:
+        besides: regular expression of messages that only refer to the error.
+    """
+    if not os.environ.get(LOG_VARIABLE):
+        return "its output above has the cause"
+    try:
+        log = os.readlink(f"/proc/self/fd/{sys.stderr.fileno()}")
+        with Path(log).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # the system has no /proc
+        return "the engine's log has the cause"
+    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and not re.search(besides, line)]
+    return f"{errors[-1][:_ERROR_LENGTH] if errors else 'no error was logged'}; its output is in {log}"
 
 
 class PrivateDirectory:

@@ -156,7 +156,8 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
 
     async def start() -> Any:
         llm = start_vllm(str(zoo.directory()), vllm_settings(adapter_slots=places))
-        await prefill_rate(llm)  # its first passes are slow, and no part of the test that happens to come first
+        # Its first passes are slow, and no part of the test that happens to come first.
+        await prefill_rate(llm, str(zoo.directory()))
         return llm
 
     async def stop(llm: Any) -> None:

@@ -278,7 +278,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             ConfigError: `arguments` has one that is refused.
             EngineCapabilityError: the arguments cannot be combined.
             EngineError: vLLM does not start; the message has the reason.
-            EngineLostError: vLLM died during the measurement.
         """
         settings = VllmSettings(
             slots=slots,
@@ -297,10 +296,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             arguments=arguments,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)
-        try:
-            rate = await prefill_rate(llm)
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM died while its memory for {model_path} was measured") from error
+        rate = await prefill_rate(llm, model_path)
         return cls(llm, model_path, versions=versions, settings=settings, prefill_rate=rate)
 
     # --- sessions -----------------------------------------------------------------------------------------------------

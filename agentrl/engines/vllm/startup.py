@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
@@ -29,6 +31,7 @@ from agentrl.engines.models import (
     read_meta_model,
     state_bytes_per_slot,
 )
+from agentrl.engines.process import logged_error
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, bytes_besides_cache, parts
@@ -50,6 +53,8 @@ _CAPTURES = {
     "return_sampling_mask": "top_k, top_p or min_p",
 }
 """Arguments of vLLM that only its model runner V2 accepts, with the settings that need them."""
+_REFERS_TO_CAUSE = "EngineCore encountered an issue|[Ee]ngine core initialization failed|EngineDeadError"
+"""Messages of vLLM that only say that another process has logged the cause of its death."""
 _ADAPTER = 1 << 30
 """Number of the adapter used for measurements; those of versions count from 1."""
 
@@ -100,8 +105,10 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     except EngineCapabilityError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EngineError(f"vLLM does not start on {model_path}: {reason[:600]}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        if re.search(_REFERS_TO_CAUSE, reason):
+            reason = logged_error(besides=_REFERS_TO_CAUSE)
+        raise EngineError(f"vLLM does not start on {model_path}: {reason}") from error
 
 
 def _check_runner(arguments: Mapping[str, Any], capture_names: Sequence[str]) -> None:
@@ -235,9 +242,21 @@ def kv_cache_capacity(config: VllmConfig) -> int | None:
     return cache.kv_cache_size_tokens - cache.block_size  # vLLM reserves one block, which never holds tokens
 
 
-async def prefill_rate(llm: AsyncLLM) -> float:
+async def prefill_rate(llm: AsyncLLM, model_path: str) -> float:
     """Measure the prefill rate of an idle vLLM, in tokens per second: over half the longest context, if one pass can
-    take that, and under an adapter, if there can be one, which on a CPU takes several times as long."""
+    take that, and under an adapter, if there can be one, which on a CPU takes several times as long.
+
+    Raises:
+        EngineError: vLLM died. These are its first passes, so another start would end in the same way.
+    """
+    try:
+        return await _prefill_rate(llm)
+    except EngineDeadError as error:
+        reason = logged_error(besides=_REFERS_TO_CAUSE)
+        raise EngineError(f"vLLM dies in its first forward passes of {model_path}: {reason}") from error
+
+
+async def _prefill_rate(llm: AsyncLLM) -> float:
     config = llm.vllm_config
     longest = config.scheduler_config.max_num_batched_tokens
     length = max(min(config.model_config.max_model_len // 2, longest), 1)
