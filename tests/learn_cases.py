@@ -62,6 +62,7 @@ def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2) -> 
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
+    from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -98,6 +99,11 @@ def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2) -> 
             case "gpt_oss":
                 experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
                 model = GptOssForCausalLM(GptOssConfig(**shape | experts | {"tie_word_embeddings": False}))
+            case "recurrent":
+                heads = {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+                heads |= {f"linear_{part}_head_dim": 16 for part in ("key", "value")}
+                kinds = {"layer_types": ["linear_attention", "full_attention"]}
+                model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape | heads | kinds))
             case "mixtral":
                 few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
                 model = MixtralForCausalLM(MixtralConfig(**shape, **few))

@@ -66,6 +66,12 @@ _ROUTED = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 _LEFT_OUT = object()
 _SLIDING = ["sliding_attention", "full_attention"]
 
@@ -80,6 +86,9 @@ def _long_rope(dimensions: int) -> dict[str, Any]:
     return {**_rope("longrope", **factors), "original_max_position_embeddings": ORIGINAL}
 
 
+_STATE_GATES = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
+"""Weights that decide what a recurrent state forgets. Saturated gates leave states near zero, which a norm divides by
+themselves: in float32, transformers' own results then depend on where a context is cut."""
 FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "Llama 3": ("LlamaConfig", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
@@ -112,20 +121,14 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
             **_EXPERTS,
             "num_hidden_layers": 4,
             "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **_DELTA_NET,
         },
     ),
     "Qwen3.5": (
         "Qwen3_5TextConfig",
         {
             "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **_DELTA_NET,
         },
     ),
     "Mistral": ("MistralConfig", {"sliding_window": WINDOW}),
@@ -182,7 +185,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "GPT-NeoX": ("GPTNeoXConfig", {}),
     "Falcon": ("FalconConfig", {"head_dim": _LEFT_OUT, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "BLOOM": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
-    "Mamba 2": ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": WINDOW}),
+    "Mamba 2": ("Mamba2Config", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": WINDOW}),
     "Falcon-H1": (
         "FalconH1Config",
         {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW},
@@ -306,7 +309,7 @@ def sharp_model(config: PretrainedConfig, *, seed: int = 1) -> PreTrainedModel:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for name, parameter in model.named_parameters():
                 with torch.no_grad():
-                    if parameter.ndim > 1:
+                    if parameter.ndim > 1 and not name.endswith(_STATE_GATES):
                         parameter.mul_(scale)
                     elif name.endswith("bias") or "sink" in name:
                         parameter.normal_(0, 0.5)

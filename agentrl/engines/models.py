@@ -454,6 +454,11 @@ def layer_states(model: PreTrainedModel) -> list[tuple[int, str, int, Tensor]]:
     ]
 
 
+def lacks_initial_state(config: PretrainedConfig) -> bool:
+    """Whether a model has recurrent layers that cannot compute several tokens from a state."""
+    return config.get_text_config().model_type in _WITHOUT_INITIAL_STATE
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which a model takes its cache."""
     return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
@@ -676,10 +681,10 @@ def _rope_types(ropes: object) -> list[str]:
 
 def _check_layers(config: PretrainedConfig, path: str | Path) -> None:
     """Refuse recurrent layers that cannot continue from a state in a slot of the embedded engine."""
-    if (kind := config.get_text_config().model_type) in _WITHOUT_INITIAL_STATE:
+    if lacks_initial_state(config):
         raise ModelError(
-            f"{path}: the recurrent layers of {kind} cannot continue a context from a state in a cache, with which the "
-            "embedded engine samples; add an [engine.vllm] table, which selects vLLM"
+            f"{path}: the recurrent layers of {config.model_type} cannot continue a context from a state in a cache, "
+            "with which the embedded engine samples; add an [engine.vllm] table, which selects vLLM"
         )
 
 

@@ -1,8 +1,9 @@
 """Context parallelism: the tokens of a micro-batch are divided among the ranks of a group.
 
-Everything but attention computes each token of a packed prefix tree by itself, so a rank computes a slice of the
-tokens, and the head of its trained ones. Attention exchanges: a rank receives all tokens of its share of the heads, and
-returns their outputs (Ulysses, arXiv:2309.14509). Losses see the columns of the whole micro-batch on every rank.
+Most layers compute each token of a packed prefix tree by itself, so a rank computes a slice of the tokens, and the head
+of its trained ones. Attention exchanges: a rank receives all tokens of its share of the heads, and returns their
+outputs (Ulysses, arXiv:2309.14509). Recurrent layers compute all tokens on each rank. Losses see the columns of the
+whole micro-batch on every rank.
 
 Owns: the division of tokens and heads. Does not own: attention and head (`forward.py`), the groups (`ranks.py`).
 """
@@ -83,6 +84,12 @@ class ContextSlice:
         heads = [part.shape[1] for part in parts]
         query, key, value = whole.transpose(0, 1)[None].split(heads, dim=1)
         return query, key, value
+
+    def to_all(self, hidden: Tensor) -> Tensor:
+        """Exchange the hidden states of this rank's tokens, [1, n, H], for those of all, [1, N, H]."""
+        size, tokens = self._group.size, hidden.shape[1]
+        rows = hidden[0].repeat(size, 1)
+        return exchange_rows(rows, [tokens] * size, self._counts, self._group.processes)[None]
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads, [1, heads, N, D], for its tokens of all heads."""

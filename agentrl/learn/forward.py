@@ -1,9 +1,10 @@
 """The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
-see no padding, and no token twice. Only attention knows the tree, so ranks can divide its tokens (`context.py`). A
-model that mixes tokens in other layers (such as state-space layers) is forwarded as padded rows instead. The model's
-own head (output projection, soft-capping, scaling) runs over the hidden states that predict a trained token, in pieces.
+see no padding, and no token twice. Only attention and recurrent layers (`recurrence.py`) know the tree, so ranks can
+divide its tokens (`context.py`). A model that mixes tokens in other ways is forwarded as padded rows instead. The
+model's own head (output projection, soft-capping, scaling) runs over the hidden states that predict a trained token, in
+pieces.
 
 Attention along the paths of the tree takes memory linear in tokens. The tokens lie in depth-first order, so the tokens
 that see token j are those from j up to its `MicroBatch.visible_until`: two numbers per token replace a mask. On CPU,
@@ -30,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,7 @@ from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.context import ContextGroup, ContextSlice
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.packing import MicroBatch, TreeSize, padded_rows
+from agentrl.learn.recurrence import RecurrencePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -531,6 +533,11 @@ class TreeAttentionMask:
         self._chunks: dict[int | None, list[_Chunk]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
         self._num_cached = 0
+
+    @cached_property
+    def recurrence(self) -> RecurrencePlan:
+        """The order in which recurrent layers compute the tokens."""
+        return RecurrencePlan(self._batch, self._device)
 
     def chunks(self, window: int | None) -> list[_Chunk]:
         """Return the queries in chunks; a token sees the `window` newest tokens of its path, or all of them."""

@@ -49,6 +49,7 @@ from agentrl.engines.models import (
     check_sparse_attention,
     computing_in_float32,
     context_length_thresholds,
+    lacks_initial_state,
     model_dtype,
     outermost_layers,
     quote_first_names,
@@ -70,6 +71,7 @@ from agentrl.learn.forward import (
 )
 from agentrl.learn.packing import MicroBatch, TreeSize, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
+from agentrl.learn.recurrence import follow_trees
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -983,22 +985,24 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     Raises:
         ModelError: neither reproduces them, or the model cannot be forwarded at all.
     """
-    if model.device.type == "meta":
-        model.set_attn_implementation(ATTENTION)
-        return ""
+    reason = "its recurrent layers, which cannot start from a state" if lacks_initial_state(model.config) else ""
     attention = native_attention(model)
+    if model.device.type == "meta":
+        follow_trees(model)
+        model.set_attn_implementation(attention if reason else ATTENTION)
+        return reason
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
-    reason = ""
+    follow_trees(model)
     with torch.no_grad(), computing_in_float32(model, _to_float32):
         model.set_attn_implementation(attention)
         try:
             expected = [_reference_logprobs(model, row) for row in rows]
         except _FORWARD_ERRORS as error:
             raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
-        for is_shared in (True, False):
+        for is_shared in (False,) if reason else (True, False):
             (batch,) = pack(rows, max_tokens=1 << 30, share=is_shared)
             model.set_attn_implementation(ATTENTION if is_shared else attention)
             try:

@@ -170,7 +170,7 @@ def _take(
     for row in rows[at + 1 :]:
         common = row.common(members[-1]) if share else 0
         tokens += row.length - common
-        if tokens > max_tokens or (one_block and not _padded_together(members[0].length, row.length)):
+        if tokens > max_tokens or (one_block and not padded_together(members[0].length, row.length)):
             break
         members.append(row)
         prefix_lengths.append(common)
@@ -237,6 +237,30 @@ def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None
     return np.concatenate(parts)
 
 
+class TreeNode(NamedTuple):
+    """Consecutive tokens [start, stop) of a prefix tree without a branch between them."""
+
+    start: int
+    stop: int
+    parent: int
+    """The node before, by its number; -1: none."""
+
+
+def tree_nodes(batch: MicroBatch) -> list[TreeNode]:
+    """Return the nodes of a micro-batch's prefix tree, in the order of their tokens."""
+    position, until = batch.position_ids, batch.visible_until
+    branches = (position[1:] != position[:-1] + 1) | (until[1:] != until[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(branches) + 1])
+    nodes: list[TreeNode] = []
+    path: list[int] = []
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(position)], strict=True):
+        while path and position[nodes[path[-1]].stop - 1] + 1 != position[start]:
+            path.pop()
+        nodes.append(TreeNode(start, stop, path[-1] if path else -1))
+        path.append(len(nodes) - 1)
+    return nodes
+
+
 def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:
     """Yield the whole rows of a batch packed without sharing, in blocks of similar length, padded on the right.
 
@@ -253,7 +277,7 @@ def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool
     while start < len(order):
         longest = int(lengths[order[start]])
         stop = start
-        while stop < len(order) and _padded_together(longest, int(lengths[order[stop]])):
+        while stop < len(order) and padded_together(longest, int(lengths[order[stop]])):
             stop += 1
         members = order[start:stop]
         valid = np.arange(longest) < lengths[members, None]
@@ -261,6 +285,6 @@ def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool
         start = stop
 
 
-def _padded_together(longest: int, length: int) -> bool:
+def padded_together(longest: int, length: int) -> bool:
     """Whether a row is padded to the length of a longer one."""
     return length == longest if longest > LONGEST_PADDED else 4 * longest <= 5 * length + 16

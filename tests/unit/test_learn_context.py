@@ -35,7 +35,7 @@ FAULT = "attention does not see the tokens of other ranks"
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("context")
-    for kind in ("qwen3", "sliding", "moe", "gpt_oss"):
+    for kind in ("qwen3", "sliding", "moe", "gpt_oss", "recurrent"):
         write_model(root / kind, kind=kind, key_heads=4)
     teacher = AutoModelForCausalLM.from_pretrained(root / "qwen3")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -51,6 +51,7 @@ def cases(root: Path) -> dict[str, dict[str, Any]]:
     return {
         "dense": made("qwen3", **PLAIN),
         "sliding windows": made("sliding", **PLAIN),
+        "recurrent layers": made("recurrent", **PLAIN, recompute=True),
         "recomputed": made("qwen3", **PLAIN, recompute=True),
         "turns and kept sets": made("qwen3", **PLAIN, detailed=True),
         "values": made("qwen3", **PLAIN, detailed=True, credit=GAE),

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ModelError
 from agentrl.engines.models import check_sparse_attention
-from agentrl.learn.models import load_models
+from agentrl.learn.models import load_models, why_unshared
+from agentrl.learn.recurrence import RecurrencePlan
 from tests.default_starts import write_model
 from tests.model_families import (
     MAX_CONTEXT,
     family_config,
     family_rows,
+    gradient_error,
     logprobs_of,
     long_run,
     plain_logprobs,
@@ -43,6 +45,36 @@ def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Pat
     for way in ways(policy):
         found = np.concatenate(trained_logprobs(policy, rows, way=way))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=way)
+
+
+RECURRENT = ("Qwen3.5", "Qwen3-Next", "Mamba 2", "Falcon-H1", "Bamba", "Granite-MoE-Hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RECURRENT[1:])]
+)
+def test_recurrent_layers_compute_shared_prefixes_once(tmp_path: Path, name: str) -> None:
+    """Log-probabilities and gradients of the tree are those of transformers for each row alone; branches that start
+    from no state are found."""
+    path, rows = write_family(name, tmp_path), family_rows()
+    policy = load_models(long_run(path).trainer_plan, torch.device("cpu"))["policy"]
+    expected = np.concatenate(plain_logprobs(path, rows))
+    for way in ("packed", "shared", "split"):
+        found = np.concatenate(trained_logprobs(policy, rows, way=way))
+        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=way)
+    assert gradient_error(path, policy, rows) <= 1e-5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecurrencePlan, "starts_from", lambda *arguments: [])
+        found = np.concatenate(trained_logprobs(policy, rows, way="shared"))
+        assert np.abs(found - expected).max() > 0.01
+        assert "differ by" in why_unshared(policy.model, MAX_CONTEXT)
+
+
+def test_layers_that_cannot_start_from_a_state_compute_whole_rows(tmp_path: Path) -> None:
+    run = long_run(write_family("Jamba", tmp_path))
+    for device in ("cpu", "meta"):
+        policy = load_models(run.trainer_plan, torch.device(device))["policy"]
+        assert "cannot start from a state" in policy.unshared
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE"])
