@@ -439,8 +439,22 @@ def make_parser() -> argparse.ArgumentParser:
     for noun in READING:
         _add_reading(commands, noun)
     _add_env(commands)
+    _add_serve(commands)
     _add_doctor(commands)
     return top
+
+
+def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    noun = _add_command(
+        commands, "serve", "let programs of other libraries sample and train here", "serving:serve_tinker"
+    )
+    verbs = noun.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    text = "serve the Tinker protocol, for scripts that use the tinker SDK; Ctrl-C ends it, and a new start continues"
+    parser = _add_command(verbs, "tinker", text, "serving:serve_tinker")
+    parser.add_argument("file", type=_path, help=_FILE)
+    parser.add_argument("--port", type=_bounded_int, default=8000, help="port to listen on; default: 8000; 0: any")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    parser.set_defaults(takes_overrides=True, opening="reading {file}")
 
 
 def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:

@@ -101,7 +101,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
         elsewhere = [line for line in config if line not in in_file]
         by_place = {str(source): in_file, "on the command line": elsewhere}
         raise ConfigError("\n".join(f"{place}: {_listed(lines)}" for place, lines in by_place.items() if lines))
-    path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
+    path = resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
     model = config.model.model_copy(update={"path": path})
     environment = config.environment.model_copy(update={"id": _resolve_environment(source, config.environment.id)})
     evaluation = config.evaluation.model_copy(update={"tasks": _resolve_splits(source, config.evaluation.tasks)})
@@ -116,7 +116,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     }
     models = {
         name: scorer.model_copy(
-            update={"reward_model": _resolve_path(source, scorer.reward_model, key=f"scorers.{name}.reward_model")}
+            update={"reward_model": resolve_path(source, scorer.reward_model, key=f"scorers.{name}.reward_model")}
         )
         for name, scorer in config.reward_models.items()
     }
@@ -154,7 +154,7 @@ def _read_rubrics(source: Path, data: dict[str, Any]) -> None:
     for name, scorer in scorers.items() if isinstance(scorers, dict) else ():
         rubric = scorer.get("rubric") if isinstance(scorer, dict) else None
         if isinstance(rubric, str) and is_rubric_file(rubric):
-            path = _resolve_path(source, expand_path(rubric), key=f"scorers.{name}.rubric")
+            path = resolve_path(source, expand_path(rubric), key=f"scorers.{name}.rubric")
             try:
                 with open(path, encoding="utf-8") as file:
                     scorer["rubric"] = file.read(MAX_BYTES)
@@ -206,7 +206,7 @@ def dump_toml(config: BaseModel) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _resolve_path(source: Path, path: str, *, key: str) -> str:
+def resolve_path(source: Path, path: str, *, key: str) -> str:
     """Resolve a path against the file that names it, if something exists there, or at least its directory does, and
     nothing in the working directory."""
     try:
@@ -224,7 +224,7 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
     file, extension, name = reference.partition(".py")
     if not extension:
         return reference
-    path = _resolve_path(source, file + extension, key=key)
+    path = resolve_path(source, file + extension, key=key)
     if not Path(path).exists() and name[:1] in ("", ":"):
         folders = dict.fromkeys(str((folder / path).parent.resolve()) for folder in (source.parent, Path()))
         names = [str(each.name) for folder in folders for each in Path(folder).glob("*.py")]
@@ -255,7 +255,7 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     paths |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
     paths |= {"reference": policy.reference} if isinstance(policy, PolicyConfig) else {}
     absolute_paths = {
-        key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in paths.items() if path
+        key: resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in paths.items() if path
     }
     return policy.model_copy(update=absolute_paths)
 

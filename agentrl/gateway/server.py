@@ -167,8 +167,8 @@ class Gateway:
                 seats={**seats, **{alias: seats[name] for alias, name in aliases.items()}},
                 failure=asyncio.get_running_loop().create_future(),
             )
-            self._endpoints_by_key[_digest(endpoint.key)] = (endpoint, None)
-            self._endpoints_by_key.update({_digest(key): (endpoint, name) for name, key in endpoint.keys.items()})
+            self._endpoints_by_key[digest_of(endpoint.key)] = (endpoint, None)
+            self._endpoints_by_key.update({digest_of(key): (endpoint, name) for name, key in endpoint.keys.items()})
             try:
                 yield endpoint
             finally:
@@ -176,7 +176,7 @@ class Gateway:
                 for close in endpoint.sockets:
                     close()
                 for key in (endpoint.key, *endpoint.keys.values()):
-                    del self._endpoints_by_key[_digest(key)]
+                    del self._endpoints_by_key[digest_of(key)]
                 for task in endpoint.running:
                     task.cancel()
                 await asyncio.gather(*endpoint.running, return_exceptions=True)
@@ -215,7 +215,7 @@ class Gateway:
         application.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(application, handler_cancellation=True)
         await runner.setup()
-        self._connect = functools.partial(_connection_type(), runner.server, loop=asyncio.get_running_loop())
+        self._connect = functools.partial(connection_type(), runner.server, loop=asyncio.get_running_loop())
         try:
             self._port = await self._server.listen(self._connect, self._host, 0)
         except OSError as error:
@@ -240,12 +240,12 @@ class Gateway:
         attempt_endpoint: AttemptEndpoint | None = None
         try:
             self._forget_key(request)
-            self._check_origin(request)
+            refuse_browsers(request, self._host)
             attempt_endpoint, limited_to = self._admit(request, in_address)
             self._note_key(request, attempt_endpoint)
             if path == "/v1/models" and request.method == "GET":
                 names = [name for name, seat in attempt_endpoint.seats.items() if limited_to in (None, seat.seat)]
-                return _json(200, _models(names))
+                return json_response(200, _models(names))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {bounded_repr(path)} here; there are: GET /v1/models, "
@@ -257,16 +257,16 @@ class Gateway:
                     raise RequestRefusedError("the episode has ended", "key")
                 if path == COUNT_TOKENS:
                     num_tokens = seat_for_model(attempt_endpoint.seats, chat.model, limited_to).count_tokens(chat)
-                    return _json(200, {"input_tokens": num_tokens})
+                    return json_response(200, {"input_tokens": num_tokens})
                 response = await self._chat(request, protocol, chat, attempt_endpoint, limited_to, digest)
                 attempt_endpoint.refusal = None
                 return response
         except RequestRefusedError as refusal:
             if attempt_endpoint is not None and protocol is not None and refusal.kind in CLIENT_MISTAKES:
                 attempt_endpoint.refusal = refusal
-            return _json(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
+            return json_response(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
         except ConnectionResetError:
-            return _json(499, {})  # the client disconnected, so the answer is not read
+            return json_response(499, {})  # the client disconnected, so the answer is not read
 
     def _note_key(self, request: web.Request, endpoint: AttemptEndpoint) -> None:
         """Note that a connection has shown a key.
@@ -274,7 +274,7 @@ class Gateway:
         Raises:
             RequestRefusedError: too many connections of the attempt are open; this one is closed.
         """
-        connection = _connection(request)
+        connection = connection_of(request)
         self._server.admit(connection)
         self._attempts[connection] = endpoint
         endpoint.connections.add(connection)
@@ -289,7 +289,7 @@ class Gateway:
 
     def _forget_key(self, request: web.Request) -> None:
         """Forget the key of a connection: its next request must show one."""
-        connection = _connection(request)
+        connection = connection_of(request)
         self._server.doubt(connection)
         endpoint = self._attempts.pop(connection, None)
         if endpoint is not None:
@@ -318,20 +318,11 @@ class Gateway:
                 content = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                 budget.hold(memory := bodies.estimate_body_memory(content))
                 reserved_bytes += memory
-                request_and_digest = protocol.read(bodies.parse_json_body(content)), _digest(path, content)
+                request_and_digest = protocol.read(bodies.parse_json_body(content)), digest_of(path, content)
             del body, content
             yield request_and_digest
         finally:
             budget.held_bytes -= reserved_bytes
-
-    def _check_origin(self, request: web.Request) -> None:
-        """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
-        port = _connection(request).get_extra_info("sockname")[1]  # a sandbox has its own port
-        hosts = (f"{self._host}:{port}", f"localhost:{port}")
-        if (self._host == HOST and request.host not in hosts) or "Origin" in request.headers:
-            raise RequestRefusedError(
-                "the gateway answers only programs on this machine that use its own address", "forbidden"
-            )
 
     def _admit(self, request: web.Request, in_address: str | None) -> tuple[AttemptEndpoint, str | None]:
         """Find the seats of a request's key and, if the key is limited to one seat, the name of that seat.
@@ -339,10 +330,8 @@ class Gateway:
         Raises:
             RequestRefusedError: the request has no key, or one of no running episode.
         """
-        authorization = request.headers.get("Authorization", "")
-        bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-        key = in_address or request.headers.get("x-api-key") or bearer
-        endpoint_and_seat = self._endpoints_by_key.get(_digest(key))
+        key = in_address or shown_key(request)
+        endpoint_and_seat = self._endpoints_by_key.get(digest_of(key))
         if endpoint_and_seat is None:
             reason = (
                 "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
@@ -389,7 +378,29 @@ class Gateway:
         return response
 
 
-def _connection_type() -> Callable[..., asyncio.BaseProtocol]:
+def refuse_browsers(request: web.Request, host: str) -> None:
+    """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw.
+
+    Raises:
+        RequestRefusedError: a page of another origin sent the request, or the server listens on loopback, and the
+            request names another host.
+    """
+    port = connection_of(request).get_extra_info("sockname")[1]  # a sandbox has its own port
+    hosts = (f"{host}:{port}", f"localhost:{port}")
+    if (host == HOST and request.host not in hosts) or "Origin" in request.headers:
+        raise RequestRefusedError(
+            "the gateway answers only programs on this machine that use its own address", "forbidden"
+        )
+
+
+def shown_key(request: web.Request) -> str:
+    """Return the key in a request's headers; empty without one."""
+    authorization = request.headers.get("Authorization", "")
+    bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+    return request.headers.get("x-api-key") or bearer
+
+
+def connection_type() -> Callable[..., asyncio.BaseProtocol]:
     """Return the class of a connection's HTTP protocol."""
     from aiohttp import web
 
@@ -427,14 +438,14 @@ def _connection_type() -> Callable[..., asyncio.BaseProtocol]:
                     f"line {MOST_HEADER_BYTES} bytes"
                 )
             # The path is unknown: this is an error body of OpenAI's and of Anthropic's protocols.
-            response = _json(status, {"type": "error", **openai_refusal(RequestRefusedError(text))})
+            response = json_response(status, {"type": "error", **openai_refusal(RequestRefusedError(text))})
             response.force_close()
             return response
 
     return Connection
 
 
-def _connection(request: web.Request) -> asyncio.BaseTransport:
+def connection_of(request: web.Request) -> asyncio.BaseTransport:
     """Return the connection of a request.
 
     Raises:
@@ -590,7 +601,7 @@ def _to_json(value: Any) -> bytes:
     return json.dumps(value, default=dict).encode()
 
 
-def _json(status: int, value: Any) -> web.Response:
+def json_response(status: int, value: Any) -> web.Response:
     from aiohttp import web
 
     return web.Response(
@@ -603,7 +614,7 @@ def new_key() -> str:
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
-def _digest(*parts: str | bytes) -> bytes:
+def digest_of(*parts: str | bytes) -> bytes:
     """Return the digest of a key, or of a request's path and body; keys are looked up by digest against timing
     attacks.
     """

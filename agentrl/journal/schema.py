@@ -1,4 +1,4 @@
-"""The two kinds of databases: their tables, and functions to open and read them.
+"""The three kinds of databases: their tables, and functions to open and read them.
 
 Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is a
 `JournalError`; so a hostile file cannot bring a view, trigger or virtual table. Neither the file nor its directory may
@@ -22,7 +22,7 @@ from agentrl.journal.entries import FORMAT, LAST_READERS
 if TYPE_CHECKING:
     from pathlib import Path
 
-Kind = Literal["control", "turns"]
+Kind = Literal["control", "turns", "requests"]
 
 CONTROL_FILE = "control.db"
 MAX_VALUE_BYTES = 64 << 20
@@ -42,6 +42,16 @@ _TURNS = (
     "CREATE TABLE partials (id INTEGER PRIMARY KEY, episode TEXT NOT NULL, attempt INTEGER NOT NULL,"
     " call TEXT NOT NULL, asked BLOB NOT NULL, body BLOB NOT NULL, checksum INTEGER NOT NULL)",
     "CREATE INDEX partials_by_call ON partials (episode, attempt, call)",
+)
+
+_REQUESTS = (
+    _META,
+    "CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,"
+    " route TEXT NOT NULL, subject TEXT NOT NULL, sequence INTEGER NOT NULL, body BLOB NOT NULL,"
+    " received_at REAL NOT NULL, checksum INTEGER NOT NULL)",
+    "CREATE INDEX requests_by_subject ON requests (subject, sequence)",
+    "CREATE TABLE results (id TEXT PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL, finished_at REAL NOT NULL,"
+    " checksum INTEGER NOT NULL)",
 )
 
 _CONTROL = (
@@ -102,7 +112,7 @@ _CONTROL = (
 
 _TYPES = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
 
-_STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS}
+_STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS, "requests": _REQUESTS}
 
 
 def column_types(table: str) -> tuple[frozenset[type], ...]:

@@ -41,6 +41,7 @@ from agentrl.journal.entries import entry_checksum
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, FilePruning
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
+from agentrl.journal.requests import REQUESTS_FILE, RequestLog, write_request_rows
 from agentrl.journal.run_log import START_KEY, RunJournal, RunStart, SqliteRunLog
 from agentrl.journal.run_process import RunLock, find_writing_process
 from agentrl.journal.schema import (
@@ -317,6 +318,14 @@ class SqliteJournal(RunJournal):
             self.check_partition(f"turns-{worker}.db")
             log = self._turn_logs[worker] = SqliteTurnLog(self.directory, worker, self._run, self._writer)
         return log
+
+    def request_log(self) -> RequestLog:
+        """Open the requests of the clients of a server, created if missing; once."""
+        path = self.directory / REQUESTS_FILE
+        connection = open_database_to_write(path, "requests", {"run": self._run}, run=self._run)
+        database = WriterDatabase(path, connection, write_request_rows, order=2)  # results name rows of the others
+        self._writer.add(database)
+        return RequestLog(path, self._run, database, self._writer, self._clock)
 
     def record(self, *records: ControlRecord) -> None:
         self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learners))

@@ -143,7 +143,8 @@ class PolicyModel:
         `parameters`."""
         self._sharded_forward: ShardedForward | None = None
         self._peft = peft_model
-        self._adapter = adapter
+        self.adapter = adapter
+        """PEFT's name of the adapter; None: full weights."""
         self._merges = merges
 
     @property
@@ -160,8 +161,8 @@ class PolicyModel:
 
     def activate(self) -> None:
         """Make this policy's adapter the active one."""
-        if self._peft is not None and self._adapter is not None and self._peft.active_adapter != self._adapter:
-            self._peft.set_adapter(self._adapter)
+        if self._peft is not None and self.adapter is not None and self._peft.active_adapter != self.adapter:
+            self._peft.set_adapter(self.adapter)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -212,7 +213,7 @@ class PolicyModel:
     def train(self, *, offload: bool = False) -> None:
         """Make this policy's parameters trainable; `offload`: their masters and gradients are in main memory."""
         self.activate()
-        mark = None if self._adapter is None else f".{self._adapter}."
+        mark = None if self.adapter is None else f".{self.adapter}."
         parameters = self.model.named_parameters()
         trained_parameters = {name: parameter for name, parameter in parameters if mark is None or mark in name}
         for name, parameter in trained_parameters.items():
@@ -253,9 +254,9 @@ class PolicyModel:
 
     def adapter_config(self) -> dict[str, Any] | None:
         """Return PEFT's `adapter_config.json` as a dictionary; None if full weights are published."""
-        if self._peft is None or self._adapter is None or self._merges:
+        if self._peft is None or self.adapter is None or self._merges:
             return None
-        config = self._peft.peft_config[self._adapter].to_dict()
+        config = self._peft.peft_config[self.adapter].to_dict()
         config["inference_mode"] = True
         config["target_modules"] = sorted(config["target_modules"])
         if config["target_parameters"]:
@@ -284,20 +285,20 @@ class PolicyModel:
             return whole
         module: Any = self.model.get_submodule(layer)
         down, up = (
-            gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
+            gather_tensor(self.parameters[f"{layer}.{matrix}.{self.adapter}.weight"]).to(whole.device)
             for matrix in ("lora_A", "lora_B")
         )
         if isinstance(module, ParamWrapper):
-            factors = ExpertFactors.from_peft(down, up * module.scaling[self._adapter], module.num_experts)
+            factors = ExpertFactors.from_peft(down, up * module.scaling[self.adapter], module.num_experts)
             return factors.add_product(whole.float(), module.get_base_layer()).to(whole.dtype)
-        return torch.addmm(whole.float(), up, down, alpha=module.scaling[self._adapter]).to(whole.dtype)
+        return torch.addmm(whole.float(), up, down, alpha=module.scaling[self.adapter]).to(whole.dtype)
 
     @cached_property
     def _merged_layers(self) -> dict[str, str]:
         """Modules whose adapter is merged, by the name of their published weight."""
         if not self._merges:
             return {}
-        mark = f".lora_A.{self._adapter}.weight"
+        mark = f".lora_A.{self.adapter}.weight"
         layers = {}
         for layer in (name.removesuffix(mark) for name in self.parameters if name.endswith(mark)):
             module = self.model.get_submodule(layer)
@@ -331,7 +332,7 @@ class PolicyModel:
     def _unique_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self.published_kind == "adapter":  # PEFT's own method would touch the adapters of all policies
-            mark = f".{self._adapter}."
+            mark = f".{self.adapter}."
             return {
                 f"base_model.model.{name.replace(mark, '.')}": parameter for name, parameter in self.parameters.items()
             }
@@ -400,7 +401,7 @@ class PolicyModel:
                 f"{weights.path}: {'merged' if self._merges else 'rounded'} when it was published, so it differs from "
                 "the trained weights; use the weights of a checkpoint, which are float32"
             )
-        if self._adapter is None:
+        if self.adapter is None:
             state = dict(self.model.state_dict())
             read = map_weights_to_state(weights, read, state, self.model)
         else:
@@ -550,8 +551,8 @@ def _load_on_base(
     adapter_configs = {name: policy.lora for name, policy in base_plan.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapter_configs:
-        base = _load(path, device, dtype, plan.max_context, mesh, trim)
-        result = _with_adapters(plan, base, path, adapter_configs)
+        base = AdaptedBase(plan, path, _load(path, device, dtype, plan.max_context, mesh, trim), dtype)
+        result = {name: base.add(name, lora) for name, lora in adapter_configs.items()}
     for name in base_plan.trained:
         if name not in result:
             model = _load(path, device, dtype, plan.max_context, mesh, trim)
@@ -578,51 +579,97 @@ def _load_on_base(
     return result
 
 
-def _with_adapters(
-    plan: TrainerPlan, base: PreTrainedModel, path: Path, lora_configs: Mapping[str, LoraConfig]
-) -> dict[str, PolicyModel]:
-    """Put the adapters of policies on their base model; see `load_models`."""
-    replay = _replay(base, captured=plan.capture_routing)
-    matrices = _matrices(base)
-    can = _adaptable(base)
-    expert_names = [f"{at}.{tensor}" for at, each in adaptable_experts(base).items() for tensor in expert_tensors(each)]
-    unshared_reason = why_unshared(base, plan.max_context)
-    base.requires_grad_(False)
-    peft_model: peft.PeftModel | None = None
-    adapters: dict[str, str] = {}
-    descriptions: dict[str, str] = {}
-    for index, (name, lora) in enumerate(lora_configs.items()):
-        targets = _targets(f"policies.{name}.lora", lora, can, base)
-        if lora.experts and not expert_names:
+class AdaptedBase:
+    """A base model in memory, on which adapters are put and from which they are removed.
+
+    Args:
+        plan: the trainer's part of the run.
+        path: directory of the base model.
+        model: the loaded model.
+        dtype: dtype in which it computes.
+    """
+
+    def __init__(self, plan: TrainerPlan, path: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._path = path
+        self._dtype = dtype
+        self._replay = _replay(model, captured=plan.capture_routing)
+        self._matrices = _matrices(model)
+        self.adaptable = _adaptable(model)
+        """Layers that can be trained and served under an adapter."""
+        experts = adaptable_experts(model).items()
+        self._expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
+        self._unshared = why_unshared(model, plan.max_context)
+        model.requires_grad_(False)
+        self.model = model
+        self._peft: peft.PeftModel | None = None
+        self._number = 0
+
+    @staticmethod
+    def load(plan: TrainerPlan, path: Path, device: torch.device) -> AdaptedBase:
+        """Load a base model without adapters.
+
+        Raises:
+            ModelError: the directory is not a causal LM that can be trained.
+        """
+        dtype = model_dtype(path, plan.model.dtype, device)
+        base = AdaptedBase(plan, path, _load(path, device, dtype, plan.max_context), dtype)
+        if plan.trainer.recompute:
+            _recompute_layers(base.model, base._replay)
+        return base
+
+    def bare(self) -> PolicyModel:
+        """Return the view of the base model itself; call it before the first `add`."""
+        return PolicyModel(model=self.model, base=self._path, peft_model=None, adapter=None, unshared=self._unshared)
+
+    def add(self, name: str, lora: LoraConfig, *, seed: int | None = None) -> PolicyModel:
+        """Put the adapter of a policy on the model; `PolicyModel.train` makes it trainable.
+
+        Args:
+            name: name of the policy, which determines the initial weights unless `seed` is given.
+            lora: shape of the adapter.
+            seed: seed of the initial weights.
+
+        Raises:
+            ConfigError: a named layer cannot be both trained and served.
+            ModelError: PEFT cannot put an adapter on a layer.
+        """
+        model = self.model
+        targets = _targets(f"policies.{name}.lora", lora, self.adaptable, model)
+        if lora.experts and not self._expert_names:
             raise ConfigError(
-                f"policies.{name}.lora.experts = true: {type(base).__name__} has no experts on which an adapter can "
+                f"policies.{name}.lora.experts = true: {type(model).__name__} has no experts on which an adapter can "
                 "be trained and served. Remove the setting"
             )
-        experts = expert_names if lora.experts else []
-        descriptions[name] = f"{name}: {_describe_adapter(lora, [*targets, *experts], matrices)}"
-        if lora.merge and base.dtype != torch.float32:
-            descriptions[name] += f"; merged into {str(base.dtype).removeprefix('torch.')}, which loses small updates"
+        experts = self._expert_names if lora.experts else []
+        description = f"{name}: {_describe_adapter(lora, [*targets, *experts], self._matrices)}"
+        if lora.merge and self._dtype != torch.float32:
+            description += f"; merged into {str(self._dtype).removeprefix('torch.')}, which loses small updates"
         # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
-        adapters[name] = f"adapter{index}x"
+        adapter = f"adapter{self._number}x"
+        self._number += 1
         # PEFT puts an adapter where its layer's weights are, but not beside ones without data.
-        place = torch.device("meta") if base.device.type == "meta" else nullcontext()
+        place = torch.device("meta") if model.device.type == "meta" else nullcontext()
         with torch.random.fork_rng(devices=[]), place:
-            torch.manual_seed(stable_hash64(plan.seed, name, "adapter") >> 1)
-            peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), experts, path)
-    base.requires_grad_(False)
-    return {
-        name: PolicyModel(
-            model=base,
-            base=path,
-            peft_model=peft_model,
+            torch.manual_seed(stable_hash64(self._plan.seed, name, "adapter") >> 1 if seed is None else seed)
+            self._peft = _add_adapter(model, self._peft, adapter, lora, _short(targets, model), experts, self._path)
+        model.requires_grad_(False)
+        return PolicyModel(
+            model=model,
+            base=self._path,
+            peft_model=self._peft,
             adapter=adapter,
-            unshared=unshared_reason,
-            replay=replay,
-            described=descriptions[name],
-            merges=lora_configs[name].merge,
+            unshared=self._unshared,
+            replay=self._replay,
+            described=description,
+            merges=lora.merge,
         )
-        for name, adapter in adapters.items()
-    }
+
+    def remove(self, policy_model: PolicyModel) -> None:
+        """Remove the adapter of a policy, whose view may no longer be used."""
+        assert self._peft is not None
+        assert policy_model.adapter is not None
+        self._peft.delete_adapter(policy_model.adapter)
 
 
 def _dispatched_experts(

@@ -458,22 +458,10 @@ class ExternalAgent(TurnRecorder):
         raise RequestRefusedError(str(limit), "context" if limit.stop_reason == "context_length" else "limit")
 
     def _cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
-        """Cut a completion after the token in which a text of `stops` ends, as if sampling had stopped there.
-
-        The result has no closing token, like one that a limit ended.
-        """
+        """Cut a completion at the texts of `stops`; see `cut_at_text`."""
         if self._settings.is_external:
             return completion  # its tokens are a line of JSON; the text is cut when the reply is returned
-        decode, ids = self._settings.chat_format.decode, completion.token_ids.tolist()
-
-        def holds_stop(count: int) -> bool:
-            text = decode(ids[:count])
-            return any(stop in text for stop in stops)
-
-        if not (stops and holds_stop(len(ids))):
-            return completion
-        end = bisect_left(range(1, len(ids) + 1), True, key=holds_stop) + 1
-        return Completion.of(completion.slice(0, end), "length", completion.cached_tokens)
+        return cut_at_text(completion, stops, self._settings.chat_format.decode) or completion
 
     def _key(self, *parts: object) -> int:
         return stable_hash64(self._episode.spec.episode_id, *parts)
@@ -488,6 +476,26 @@ class ExternalAgent(TurnRecorder):
 
     def _samplers(self) -> Iterable[TurnSampler]:
         return self._row_samplers.values()
+
+
+def cut_at_text(
+    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> Completion | None:
+    """Cut a completion after the token in which a text of `stops` ends, as if sampling had stopped there; None if it
+    holds none.
+
+    The result has no closing token, like one that a limit ended.
+    """
+    ids = completion.token_ids.tolist()
+
+    def holds_stop(count: int) -> bool:
+        text = decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    if not (stops and holds_stop(len(ids))):
+        return None
+    end = bisect_left(range(1, len(ids) + 1), True, key=holds_stop) + 1
+    return Completion.of(completion.slice(0, end), "length", completion.cached_tokens)
 
 
 @asynccontextmanager

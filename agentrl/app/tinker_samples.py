@@ -1,0 +1,367 @@
+"""What a server's clients sample: versions in the engines, stop texts, and each sample as an episode of one turn.
+
+An engine serves as many adapters as it has slots; `PinnedVersions` keeps those that were used last. A sample is
+recorded like an episode that was played: `agentrl episode tokens` shows it with its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.config.server import ENVIRONMENT
+from agentrl.core import ids
+from agentrl.core.clock import Clock
+from agentrl.core.errors import InputError
+from agentrl.core.ports import ChatFormat, Engine, GenerateRequest, SamplingParams
+from agentrl.core.records import (
+    EpisodeDataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    SeatBinding,
+    Task,
+    TrajectoryHeader,
+    WeightsRef,
+)
+from agentrl.core.tokens import Completion, Tokens
+from agentrl.gateway.tinker_messages import Sample, SampledSequence, Sampling, write_samples
+from agentrl.journal.entries import (
+    REQUEST_VERSION,
+    BeginEntry,
+    JournalEntry,
+    SeatSettings,
+    TurnEntry,
+    encode_body,
+    episode_digest,
+)
+from agentrl.journal.port import EpisodeEnd
+from agentrl.journal.store import SqliteJournal
+from agentrl.rollout.external.agent import cut_at_text
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Int32Array
+
+SEAT = "client"
+"""Seat of every recorded sample."""
+MAX_SAMPLES = 1024
+"""Maximum number of samples of one request."""
+MAX_STOPS = 64
+"""Maximum number of stop texts or tokens of one request."""
+
+
+class PinnedVersions:
+    """The clients' versions that an engine serves: those used last.
+
+    Args:
+        engine: the engine.
+        places: number of adapters that it serves at once.
+    """
+
+    def __init__(self, engine: Engine, places: int) -> None:
+        self._engine = engine
+        self._places = places
+        self._pinned: OrderedDict[PolicyVersion, WeightsRef] = OrderedDict()
+        self._users: dict[PolicyVersion, int] = {}
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def use(self, weights: WeightsRef) -> AsyncIterator[None]:
+        """Serve a version within the context; wait if other calls use all places."""
+        version = weights.version
+        async with self._changed:
+            while version not in self._pinned and not self._make_room():
+                await self._changed.wait()
+            self._users[version] = self._users.get(version, 0) + 1
+            if version not in self._pinned:
+                try:
+                    await self._engine.serve((), (*self._pinned.values(), weights))
+                except BaseException:
+                    self._leave(version)
+                    raise
+            self._pinned[version] = weights
+            self._pinned.move_to_end(version)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._leave(version)
+                self._changed.notify_all()
+
+    def is_used(self, version: PolicyVersion) -> bool:
+        """Whether a call uses a version."""
+        return version in self._users
+
+    def _make_room(self) -> bool:
+        """Whether there is a place for another version; the one that was used least recently may lose its own."""
+        while len(self._pinned) >= self._places:
+            idle = next((version for version in self._pinned if version not in self._users), None)
+            if idle is None:
+                return False
+            del self._pinned[idle]
+        return True
+
+    def _leave(self, version: PolicyVersion) -> None:
+        self._users[version] -= 1
+        if not self._users[version]:
+            del self._users[version]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSource:
+    """The weights of a request for samples."""
+
+    policy: str
+    """Policy of the weights in engine and journal."""
+    weights: WeightsRef | None
+    """Saved weights of a client's model; None: the base model."""
+    chat_format: ChatFormat
+    sampler_id: str
+    model_id: str
+    """Model of the weights; empty for the base model."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version of the weights."""
+        return PolicyVersion(self.policy, 0, 0) if self.weights is None else self.weights.version
+
+
+def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
+    """Refuse a request for samples that no engine could answer.
+
+    Raises:
+        InputError: the message says what to change.
+    """
+    sampling = request.sampling_params
+    if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
+        raise InputError("prompt: only tokens are served here, not images or audio")
+    tokens = prompt_tokens(request)
+    if not len(tokens):
+        raise InputError("prompt: it has no tokens")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        raise InputError(f"prompt: a token lies outside the vocabulary, [0, {vocabulary})")
+    if len(tokens) >= max_context:
+        raise InputError(f"prompt: {len(tokens)} tokens, but this server's contexts have at most {max_context}")
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise InputError(f"num_samples = {request.num_samples}: from 1 to {MAX_SAMPLES} are possible")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise InputError(f"sampling_params.max_tokens = {sampling.max_tokens}: at least 1 is needed")
+    if not sampling.temperature >= 0:
+        raise InputError(f"sampling_params.temperature = {sampling.temperature}: it cannot be negative")
+    if not 0 < sampling.top_p <= 1:
+        raise InputError(f"sampling_params.top_p = {sampling.top_p}: it must be above 0 and at most 1")
+    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+    if len(stops) > MAX_STOPS or "" in stops:
+        raise InputError(f"sampling_params.stop: at most {MAX_STOPS} tokens or texts, none of them empty")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
+        raise InputError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs, and fewer tokens than the prompt")
+
+
+def prompt_tokens(request: Sample) -> Int32Array:
+    """Return the tokens of a prompt.
+
+    Raises:
+        InputError: one is no 32-bit number.
+    """
+    try:
+        return np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
+    except OverflowError:
+        raise InputError("prompt: a token lies outside the vocabulary") from None
+
+
+class ClientSampler:
+    """Samples for clients, and records each sample as an episode.
+
+    Args:
+        engine: the server's engine.
+        store: the journal.
+        clock: times samples.
+        seed: seed of samples without one.
+    """
+
+    def __init__(self, engine: Engine, store: SqliteJournal, clock: Clock, seed: int) -> None:
+        self._engine = engine
+        self._store = store
+        self._log = store.turn_log("0")
+        self._clock = clock
+        self._seed = seed
+        self._next_number = store.next_number("e")
+        self.pinned = PinnedVersions(engine, max(1, engine.capabilities.adapters))
+
+    async def sample(self, request_id: str, request: Sample, source: SamplingSource) -> bytes:
+        """Sample what a checked request asks for, record it, and return the encoded answer."""
+        async with contextlib.AsyncExitStack() as stack:
+            if source.weights is not None:
+                await stack.enter_async_context(self.pinned.use(source.weights))
+            started, tokens = self._clock.wall(), prompt_tokens(request)
+            sampling, texts = self._sampling(request.sampling_params, len(tokens), source.chat_format)
+            group = [
+                self._one(
+                    f"{request_id}:{number}",
+                    tokens,
+                    sampling,
+                    texts,
+                    source,
+                    self._seed_of(request, request_id, number),
+                )
+                for number in range(request.num_samples)
+            ]
+            samples = await asyncio.gather(*group)
+            prompt_logprobs = None
+            if request.prompt_logprobs:
+                version = source.policy if source.weights is None else source.version
+                prompt_logprobs = (await self._engine.score(version, tokens)).astype(np.float32)
+                prompt_logprobs[: len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)] = np.nan
+        self._record(request_id, tokens, sampling, samples, source, started)
+        sequences = [
+            SampledSequence(completion.token_ids, completion.logprobs, stopped) for completion, stopped in samples
+        ]
+        return write_samples(sequences, prompt_logprobs)
+
+    def _seed_of(self, request: Sample, request_id: str, number: int) -> int:
+        """Return the seed of one sample: the same whenever the request is executed."""
+        seed = request.sampling_params.seed
+        return ids.stable_hash64(*((self._seed, request_id) if seed is None else ("seed", seed)), number)
+
+    def _sampling(
+        self, sampling: Sampling, prompt: int, chat_format: ChatFormat
+    ) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Return the engine's parameters, and the texts that end a sample."""
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+        texts = tuple(item for item in stop or () if isinstance(item, str))
+        tokens = tuple(item for item in stop or () if isinstance(item, int))
+        room = self._engine.capabilities.max_context - prompt
+        is_greedy = sampling.temperature == 0
+        params = SamplingParams(
+            max_tokens=min(sampling.max_tokens or room, room),
+            temperature=1.0 if is_greedy else sampling.temperature,
+            top_k=1 if is_greedy else max(0, sampling.top_k),
+            top_p=sampling.top_p,
+            stop_token_ids=chat_format.stop_token_ids if stop is None or texts else tokens,
+        )
+        return params, texts
+
+    async def _one(
+        self,
+        call_id: str,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        texts: Sequence[str],
+        source: SamplingSource,
+        seed: int,
+    ) -> tuple[Completion, bool]:
+        """Sample once; returns the completion, and whether a stop token or text ended it."""
+        decode, sampled = source.chat_format.decode, []
+
+        def end_at_text(request_id: str, tokens: Tokens) -> None:
+            sampled.extend(tokens.token_ids.tolist())
+            if any(text in decode(sampled) for text in texts):
+                self._engine.abort(request_id)
+
+        session = self._engine.open(call_id, source.policy, pin=None if source.weights is None else source.version)
+        try:
+            request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
+            completion = await session.generate(request, end_at_text if texts else None)
+        finally:
+            session.close()
+        cut = cut_at_text(completion, texts, decode)
+        return (completion, completion.finish_reason == "stop") if cut is None else (cut, True)
+
+    def _record(
+        self,
+        request_id: str,
+        tokens: Int32Array,
+        sampling: SamplingParams,
+        samples: Sequence[tuple[Completion, bool]],
+        source: SamplingSource,
+        started: float,
+    ) -> None:
+        """Queue an episode of one turn for each sample; the next flush writes them."""
+        version, group_id = source.version, f"g{self._next_number}"
+        text = source.chat_format.decode(tokens.tolist())
+        for number, (completion, stopped) in enumerate(samples):
+            episode_id = ids.episode_id("e", self._next_number)
+            self._next_number += 1
+            origin = {"sampler": source.sampler_id, "model": source.model_id, "sample": number}
+            spec = EpisodeSpec(
+                episode_id=episode_id,
+                environment=ENVIRONMENT,
+                task=Task(id=request_id, data=origin),
+                seed=0,
+                seats={SEAT: SeatBinding(source.policy, version)},
+                group_id=group_id,
+                group_size=len(samples),
+            )
+            settings = SeatSettings(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_tokens=sampling.max_tokens,
+                max_turns=1,
+                max_context=self._engine.capabilities.max_context,
+            )
+            begin = BeginEntry(
+                environment=ENVIRONMENT,
+                code_hash="",
+                task_id=request_id,
+                task=origin,
+                seed=0,
+                seats={SEAT: source.policy},
+                purpose="train",
+                group_id=group_id,
+                group_size=len(samples),
+                parent_id=None,
+                settings={"": settings},
+                request_version=REQUEST_VERSION,
+            )
+            seconds = self._clock.wall() - started
+            turn = TurnEntry(
+                seat=SEAT,
+                index=0,
+                policy=source.policy,
+                row=0,
+                turn=0,
+                context_ids=tokens.astype("<i4").tobytes(),
+                tokens=completion.encode(),
+                finish_reason="stop" if stopped else "length",
+                text=source.chat_format.decode(completion.token_ids.tolist()),
+                messages=({"role": "user", "content": text},),
+                temperature=sampling.temperature,
+                seconds=seconds,
+                started=started,
+                cached_tokens=completion.cached_tokens,
+            )
+            entries = [
+                JournalEntry(episode_id, 0, call_id, b"", encode_body(body))
+                for call_id, body in (("begin", begin), (ids.call_id(ids.ROOT_STRAND, 0), turn))
+            ]
+            for entry in entries:
+                self._log.append(entry)
+            header = EpisodeHeader(
+                episode_id=episode_id,
+                group_id=group_id,
+                attempt=0,
+                purpose="train",
+                parent_id=None,
+                stop_reason="completed",
+                drop_reason=None,
+                turns=1,
+                tokens=len(completion),
+                seconds=seconds,
+                trajectories=(
+                    TrajectoryHeader(SEAT, 0, source.policy, None, len(completion), version.step, version.lineage),
+                ),
+                location=EpisodeDataLocation(self._log.name, len(entries)),
+            )
+            self._store.admit(spec)
+            self._store.record(
+                EpisodeEnd(spec=spec, header=header, digest=episode_digest(entries), metrics={}, detail="")
+            )

@@ -1,0 +1,141 @@
+"""The configuration of a server whose clients decide what is sampled and trained: `agentrl serve tinker FILE.toml`.
+
+Its sections are those of a run. A base model is served under the name that clients use; a client's model is an adapter
+on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from agentrl.config.fields import (
+    Fixed,
+    Free,
+    Label,
+    Location,
+    Machine,
+    NumberUnit,
+    Positive,
+    Section,
+    Variable,
+    expand_paths,
+    resolve_package_directory,
+)
+from agentrl.config.load import parse_value, read_toml, resolve_path, split_override, validate_section
+from agentrl.config.policies import AnyPolicy, FrozenPolicy, LoraConfig, PolicyConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import CheckpointConfig, EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
+from agentrl.core.files import expand_path
+from agentrl.core.ids import is_safe_name
+from agentrl.core.setting_paths import set_value
+
+ENVIRONMENT = "tinker"
+"""Name of the environment of recorded samples."""
+
+
+class ServedModelConfig(Section):
+    """A base model that clients train and sample from."""
+
+    path: Fixed[Location[str]]
+    """Directory of the model."""
+    max_rank: Free[Positive] = 32
+    """Largest rank of an adapter."""
+    tokenizer: Free[Label[str]] = ""
+    """Name or directory from which clients load the tokenizer. Empty: `path`, for clients on this machine."""
+
+    @field_validator("path")
+    @classmethod
+    def _find_model(cls, path: str) -> str:
+        return resolve_package_directory(path)
+
+
+class ServerConfig(Section):
+    """The configuration of one server."""
+
+    name: Free[Label[str]] = "server"
+    """Name of the server's run directory."""
+    directory: Free[Machine[Annotated[str, BeforeValidator(expand_paths)]]] = "runs"
+    """Parent directory of the run directory."""
+    seed: Fixed[int] = 0
+    """Seed of adapters and samples to which the client gives none."""
+    keys: Free[Annotated[tuple[Variable[str], ...], Field(min_length=1)]] = ("TINKER_API_KEY",)
+    """Environment variables that hold the clients' keys. Each variable is one owner, who sees only its own models."""
+    models: Annotated[dict[str, ServedModelConfig], Field(min_length=1)]
+    """Base models, by the name that clients use, such as `[models."Qwen/Qwen3-8B"]`."""
+    max_models: Free[Annotated[Positive, NumberUnit("models")]] = 8
+    """Number of clients' models in memory at once. Others wait on disk until they are needed."""
+    dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
+    """Data type in which the models compute, as `model.dtype` of a run."""
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def check(self) -> None:
+        """Refuse settings that do not fit each other."""
+        if not is_safe_name(self.name):
+            raise ValueError(f"name: {self.name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+        if self.trainer.ranks > 1:
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks}: a server trains its clients' adapters in one process; remove it"
+            )
+        names = [name for model in self.models for name in self.policies_of(model)]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"models: two base models would both be recorded as {repeated[0]!r}; rename one")
+        _ = self.run  # checks the engine and the models as a run does
+
+    @staticmethod
+    def policies_of(model: str) -> tuple[str, str]:
+        """Return the names under which the journal records the adapters on a base model, and the base model itself."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", model.rpartition("/")[2])[:58] or "model"
+        return name, f"{name}-base"
+
+    @property
+    def run(self) -> RunConfig:
+        """The configuration of the run that holds the server's records.
+
+        The adapters on a base model are a policy, of which an engine serves as many versions as models are in memory.
+        """
+        policies: dict[str, AnyPolicy] = {}
+        for name, model in self.models.items():
+            trained, base = self.policies_of(name)
+            lora = LoraConfig(rank=model.max_rank)
+            policies[trained] = PolicyConfig(model=model.path, lora=lora, max_staleness=self.max_models)
+            policies[base] = FrozenPolicy(kind="frozen", model=model.path)
+        return RunConfig(
+            name=self.name,
+            directory=self.directory,
+            seed=self.seed,
+            environment=EnvironmentConfig(id=ENVIRONMENT),
+            model=ModelConfig(dtype=self.dtype),
+            policies=policies,
+            engine=self.engine,
+            trainer=self.trainer,
+            checkpoint=self.checkpoint,
+        )
+
+
+def load_server(path: str | Path, overrides: Sequence[str] = ()) -> ServerConfig:
+    """Read the configuration of a server from a TOML file, changed by `overrides`.
+
+    Args:
+        path: the file. A relative `models.NAME.path` is looked up in the file's directory first.
+        overrides: `section.field=value`, as `load` reads them.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value does not fit.
+    """
+    source = Path(expand_path(path))
+    data = read_toml(source)
+    for keys, text in map(split_override, overrides):
+        set_value(data, keys, parse_value(text))
+    config = validate_section(data, source, ServerConfig)
+    models = {
+        name: model.model_copy(update={"path": resolve_path(source, model.path, key=f"models.{name}.path")})
+        for name, model in config.models.items()
+    }
+    return config.model_copy(update={"models": models})

@@ -1,0 +1,264 @@
+"""The HTTP server for clients of the Tinker protocol: routes, keys, bodies, long polls, errors.
+
+A client posts a request that takes time, one of `tinker_messages.FUTURES`, gets its id at once, and polls
+`retrieve_future` until the result is there. The SDK repeats a request whose answer it did not get, with the same
+sequence number; the repetition gets the same id. `TinkerBackend` executes requests; this module knows no models.
+
+1. Every request needs a key, which names its owner. What another owner has does not exist.
+2. An invalid request gets an HTTP error with a sentence, and changes nothing.
+3. Bodies are bounded before and after decompression, and read one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.core import connections
+from agentrl.core.errors import InputError, StorageError
+from agentrl.gateway import bodies, tinker_messages
+from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.server import connection_of, connection_type, digest_of, json_response, refuse_browsers, shown_key
+
+if TYPE_CHECKING:
+    import msgspec
+    from aiohttp import web
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+API = "/api/v1"
+POLL_S = 20.0
+"""Seconds that a poll waits for a result. The SDK ends a request after 45."""
+_PROTOBUF = "application/x-protobuf"
+
+
+class Answer(Protocol):
+    """A request's result: `kind` is `json`, `protobuf` or `error`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def body(self) -> bytes: ...
+
+
+class TinkerBackend(Protocol):
+    """What executes the requests of clients. Every method refuses by `InputError` or `RequestRefusedError`."""
+
+    async def accept(self, owner: str, route: str, request: Any, body: bytes) -> Mapping[str, Any]:
+        """Accept a request of `tinker_messages.FUTURES`; return its id and other data of the promise.
+
+        Once this returns, the request survives any crash.
+        """
+        ...
+
+    async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:
+        """Answer a request that needs no wait."""
+        ...
+
+    async def retrieve(self, owner: str, request_id: str, seconds: float) -> Answer | None:
+        """Return the result of a request; None if there is none after some seconds."""
+        ...
+
+    def archive(self, owner: str, model_id: str, checkpoint: str) -> Path:
+        """Return the directory of saved weights, in PEFT's format."""
+        ...
+
+
+class TinkerServer:
+    """The server of one process.
+
+    Args:
+        backend: what executes requests.
+        keys: owner of each key.
+        host: address to listen on.
+    """
+
+    def __init__(self, backend: TinkerBackend, keys: Mapping[str, str], host: str) -> None:
+        self._backend = backend
+        self._owners = {digest_of(key): owner for key, owner in keys.items()}
+        self._host = host
+        self._server = connections.BoundedServer()
+        self._reading = asyncio.Lock()
+        """Held while a body is decompressed and parsed, so that one body at a time takes memory and time."""
+
+    @asynccontextmanager
+    async def listen(self, port: int) -> AsyncIterator[int]:
+        """Serve until the context is left; yields the port.
+
+        Raises:
+            StorageError: the address cannot be used.
+        """
+        from aiohttp import web
+
+        runner = web.AppRunner(self._application(), handler_cancellation=True)
+        await runner.setup()
+        connect = functools.partial(connection_type(), runner.server, loop=asyncio.get_running_loop())
+        try:
+            try:
+                bound = await self._server.listen(connect, self._host, port)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot listen on {self._host}:{port} ({error.strerror}); choose another --port"
+                ) from error
+            yield bound
+        finally:
+            self._server.close()
+            await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        from aiohttp import web
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            """Admit only requests with a key, and turn refusals into answers."""
+            try:
+                self._server.doubt(connection_of(request))
+                refuse_browsers(request, self._host)
+                self._owner(request)
+                self._server.admit(connection_of(request))
+                return await handler(request)
+            except RequestRefusedError as refusal:
+                return _refusal(refusal.status, str(refusal))
+            except InputError as error:
+                return _refusal(400, str(error))
+            except StorageError:
+                # The SDK repeats a request after a 503: another process may serve it once the disk has space again.
+                return _refusal(503, "the server cannot write its journal, so it accepts nothing; it says why")
+            except web.HTTPException:
+                return _refusal(404, f"there is no {request.method} {request.path[:100]} here")
+            except ConnectionResetError:
+                return _refusal(499, "")  # the client disconnected, so the answer is not read
+
+        application = web.Application(middlewares=[guard])
+        router = application.router
+        for route in tinker_messages.FUTURES:
+            router.add_post(f"{API}/{route}", functools.partial(self._accept, route))
+        for route, kind in _QUESTIONS.items():
+            router.add_post(f"{API}/{route}", functools.partial(self._question, route, kind))
+        for path, question in _LOOKUPS.items():
+            method, _, place = path.partition(" ")
+            router.add_route(method, API + place, functools.partial(self._lookup, question))
+        for route, content in _CONSTANTS.items():
+            router.add_route("*", f"{API}/{route}", functools.partial(_constant, content))
+        router.add_post(f"{API}/retrieve_future", self._retrieve)
+        router.add_get(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint:.+}}/archive", self._archive)
+        return application
+
+    def _owner(self, request: web.Request) -> str:
+        key = shown_key(request)
+        owner = self._owners.get(digest_of(key))
+        if owner is None:
+            raise RequestRefusedError(
+                "this key is not one of the server's: set TINKER_API_KEY to a key that it was started with"
+                if key
+                else "there is no key: set TINKER_API_KEY",
+                "key",
+            )
+        return owner
+
+    async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
+        body = await _read(request)
+        async with self._reading:
+            await asyncio.sleep(0)  # all else runs between two bodies
+            body = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+            content = tinker_messages.read_request(route, body)
+        return json_response(200, await self._backend.accept(self._owner(request), route, content, body))
+
+    async def _question(self, route: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
+        content = tinker_messages.read_json(bodies.parse_json_body(await _read(request)), kind)
+        return json_response(200, await self._backend.answer(self._owner(request), route, content))
+
+    async def _lookup(self, question: str, request: web.Request) -> web.StreamResponse:
+        return json_response(200, await self._backend.answer(self._owner(request), question, dict(request.match_info)))
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        content = tinker_messages.read_json(bodies.parse_json_body(await _read(request)), tinker_messages.Retrieve)
+        answer = await self._backend.retrieve(self._owner(request), content.request_id, POLL_S)
+        if answer is None:
+            waiting = {"type": "try_again", "request_id": content.request_id, "queue_state": "active"}
+            return json_response(200, waiting)
+        content_type = _PROTOBUF if answer.kind == "protobuf" else "application/json"
+        return web.Response(body=answer.body, content_type=content_type, headers={"Cache-Control": "no-store"})
+
+    async def _archive(self, request: web.Request) -> web.StreamResponse:
+        """Send saved weights as a tar file."""
+        from aiohttp import web
+
+        directory = self._backend.archive(
+            self._owner(request), request.match_info["model_id"], request.match_info["checkpoint"]
+        )
+        response = web.StreamResponse(headers={"Content-Type": "application/x-tar", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        for piece in await asyncio.to_thread(_tar, directory):
+            await response.write(piece)
+        await response.write_eof()
+        return response
+
+
+async def _read(request: web.Request) -> bytes:
+    """Read a body.
+
+    Raises:
+        RequestRefusedError: it is too long.
+    """
+    body = bytearray()
+    async for part in request.content.iter_any():
+        if len(body) + len(part) > bodies.MAX_BODY_BYTES:
+            raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+        body += part
+    return bytes(body)
+
+
+def _tar(directory: Path) -> list[bytes]:
+    """Return the files of a directory as pieces of a tar file."""
+    import io
+    import tarfile
+
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for file in sorted(directory.iterdir()):
+            archive.add(file, arcname=file.name)
+    return [stream.getvalue()]
+
+
+def _refusal(status: int, sentence: str) -> web.Response:
+    return json_response(status, {"detail": sentence})
+
+
+async def _constant(content: Mapping[str, Any], request: web.Request) -> web.StreamResponse:
+    return json_response(200, content)
+
+
+_QUESTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "create_session": tinker_messages.CreateSession,
+    "session_heartbeat": tinker_messages.OfSession,
+    "create_sampling_session": tinker_messages.CreateSampler,
+    "get_info": tinker_messages.OfModel,
+    "weights_info": tinker_messages.OfPath,
+}
+"""Requests with a body that are answered at once, keyed by route."""
+_LOOKUPS: Mapping[str, str] = {
+    "GET /get_server_capabilities": "capabilities",
+    "GET /samplers/{sampler_id}": "sampler",
+    "GET /training_runs": "models",
+    "GET /training_runs/{model_id}": "model",
+    "GET /training_runs/{model_id}/checkpoints": "checkpoints",
+    "GET /checkpoints": "all_checkpoints",
+    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}": "delete_checkpoint",
+}
+"""Questions whose parameters are in their path, by method and path."""
+_CONSTANTS: Mapping[str, Mapping[str, Any]] = {
+    "healthz": {"status": "ok"},
+    # The SDK's own transport follows no proxy settings and needs no speed on this machine.
+    "client/config": {"use_pyqwest_transport": False},
+    "client/dynamic_config": {},
+    "telemetry": {"status": "accepted"},
+}
+"""Routes with the same answer for everyone."""

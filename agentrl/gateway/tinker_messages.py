@@ -1,0 +1,507 @@
+"""The protocol buffers of the Tinker protocol, and its JSON requests, read from untrusted bytes.
+
+Three messages travel as protocol buffers: `ForwardBackwardRequest`, `ForwardBackwardOutput` and `SampleResponse`. Their
+encoding is written here, since it takes fewer lines than the library that would be a dependency: fields are varints
+or bytes with a length, and unknown ones are skipped. Field numbers are those of the SDK's `tinker_public.proto`.
+
+JSON requests are structs. A field that a struct does not have is refused unless it is empty: a client that asks for
+something must not get an answer that silently lacks it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from agentrl.gateway.bodies import parse_json_body
+from agentrl.gateway.calls import RequestRefusedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types of protocol buffers."""
+_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
+_FLOAT32 = 1
+
+
+# --- protocol buffers -------------------------------------------------------------------------------------------------
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Read a variable-length integer; returns it and the position behind it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise RequestRefusedError("the body is not a protocol buffer: an integer does not end")
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each field of a message: an integer, or bytes.
+
+    Raises:
+        RequestRefusedError: the bytes are not a message.
+    """
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        value: Any
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+        else:
+            size = {_FIXED64: 8, _FIXED32: 4}.get(kind)
+            if kind == _BYTES:
+                size, at = _varint(data, at)
+            if size is None or at + size > len(data):
+                raise RequestRefusedError(f"the body is not a protocol buffer: field {tag >> 3} does not end")
+            value, at = data[at : at + size], at + size
+        yield tag >> 3, value
+
+
+def _bytes(value: Any, name: str) -> memoryview:
+    if not isinstance(value, memoryview):
+        raise RequestRefusedError(f"{name}: a number where bytes belong")
+    return value
+
+
+def _number(value: Any, name: str) -> int:
+    if not isinstance(value, int):
+        raise RequestRefusedError(f"{name}: bytes where a number belongs")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    try:
+        return str(_bytes(value, name), "utf-8")
+    except UnicodeDecodeError:
+        raise RequestRefusedError(f"{name}: not text in UTF-8") from None
+
+
+@dataclass(slots=True)
+class Datum:
+    """A row of training data as a client sent it."""
+
+    token_ids: NDArray[np.int32]
+    inputs: dict[str, NDArray[Any]]
+
+
+@dataclass(slots=True)
+class ForwardBackwardRequest:
+    """A pass over rows, forward or forward and backward."""
+
+    model_id: str = ""
+    seq_id: int = 0
+    data: list[Datum] = field(default_factory=list)
+    loss_fn: str = ""
+    settings: dict[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """Read a request for a pass.
+
+    Raises:
+        RequestRefusedError: the body is not such a message, or holds images, audio or sparse tensors.
+    """
+    request = ForwardBackwardRequest()
+    legacy: dict[str, float] = {}
+    for number, value in _fields(memoryview(body)):
+        match number:
+            case 1:
+                request.model_id = _text(value, "model_id")
+            case 2:
+                request.seq_id = _number(value, "seq_id")
+            case 3:
+                request.data.append(_read_datum(_bytes(value, "data"), f"datum {len(request.data)}"))
+            case 4:
+                request.loss_fn = _text(value, "loss_fn")
+            case 5:
+                name, setting = _entry(value, "loss_fn_config")
+                legacy[name] = _double(setting, name)
+            case 6:
+                request.forward_only = bool(_number(value, "forward_only"))
+            case 7:
+                name, setting = _entry(value, "loss_fn_config_v2")
+                request.settings[name] = _setting(setting, name)
+    request.settings = legacy | request.settings
+    return request
+
+
+def _read_datum(data: memoryview, where: str) -> Datum:
+    import numpy as np
+
+    parts: list[NDArray[np.int32]] = []
+    inputs: dict[str, NDArray[Any]] = {}
+    for number, value in _fields(data):
+        if number == 1:
+            parts.append(_read_chunk(_bytes(value, where), where))
+        elif number == 2:
+            name, tensor = _entry(value, f"{where}, loss_fn_inputs")
+            inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}")
+    return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
+
+
+def _read_chunk(data: memoryview, where: str) -> NDArray[np.int32]:
+    import numpy as np
+
+    for number, value in _fields(data):
+        if number != 1:
+            raise RequestRefusedError(f"{where}: only text is served here, not images or audio")
+        for inner, tokens in _fields(_bytes(value, where)):
+            if inner == 1:
+                content = _bytes(tokens, where)
+                if len(content) % 4:
+                    raise RequestRefusedError(f"{where}: its tokens are not 32-bit integers")
+                return np.frombuffer(content, "<i4")
+    return np.zeros(0, np.int32)
+
+
+def _read_tensor(data: memoryview, where: str) -> NDArray[Any]:
+    import numpy as np
+
+    dense, dtype, shape = memoryview(b""), "", []
+    for number, value in _fields(data):
+        match number:
+            case 1:
+                dense = _bytes(value, where)
+            case 2:
+                raise RequestRefusedError(f"{where}: sparse tensors are not served here; send one number per token")
+            case 3:
+                dtype = _DTYPES.get(_number(value, where), "")
+            case 4 if isinstance(value, int):
+                shape.append(value)
+            case 4:
+                packed = _bytes(value, where)
+                at = 0
+                while at < len(packed):
+                    size, at = _varint(packed, at)
+                    shape.append(size)
+    if not dtype or len(dense) % int(dtype[2]):
+        raise RequestRefusedError(f"{where}: not a tensor of 32-bit floats or of integers")
+    if len(shape) > 1:
+        raise RequestRefusedError(
+            f"{where}: a tensor of {len(shape)} dimensions; this server computes losses with one target per token"
+        )
+    return np.frombuffer(dense, dtype)
+
+
+def _entry(value: Any, where: str) -> tuple[str, Any]:
+    """Read an entry of a map: its key, and its value as it stands."""
+    key, content = "", memoryview(b"")
+    for number, part in _fields(_bytes(value, where)):
+        if number == 1:
+            key = _text(part, where)
+        elif number == 2:
+            content = part
+    return key, content
+
+
+def _double(value: Any, name: str) -> float:
+    content = _bytes(value, name)
+    return float(struct.unpack("<d", content)[0]) if len(content) == 8 else 0.0
+
+
+def _setting(value: Any, name: str) -> float:
+    for number, part in _fields(_bytes(value, name)):
+        if number == 1:
+            return _double(part, name)
+        raise RequestRefusedError(f"loss_fn_config.{name[:60]}: the losses here have only settings that are numbers")
+    return 0.0
+
+
+def _encode_varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _encode(number: int, content: bytes) -> bytes:
+    """Encode a field of bytes."""
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(content)) + content
+
+
+def _encode_number(number: int, value: int) -> bytes:
+    return _encode_varint(number << 3 | _VARINT) + _encode_varint(value)
+
+
+def write_forward_backward(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
+    """Write the answer to a pass: the log-probabilities of each row's targets, and metrics."""
+    import numpy as np
+
+    offsets = np.cumsum([0, *(4 * len(row) for row in logprobs)]).astype("<i8")
+    content = np.concatenate([*logprobs, np.zeros(0, np.float32)]).astype("<f4")
+    tensor = _encode(1, content.tobytes()) + _encode(2, offsets.tobytes()) + _encode_number(3, _FLOAT32)
+    record = _encode(2, _encode(1, b"logprobs") + _encode(2, tensor)) + _encode_number(3, len(logprobs))
+    entries = [
+        _encode(3, _encode(1, name.encode()) + _encode_varint(2 << 3 | _FIXED64) + struct.pack("<d", value))
+        for name, value in metrics.items()
+    ]
+    return b"".join([_encode(1, b"ArrayRecord"), _encode(2, record), *entries])
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """A sampled completion."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stopped: bool
+    """Whether a stop token or text ended it, rather than the limit."""
+
+
+def write_samples(sequences: Sequence[SampledSequence], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
+    """Write the answer to a request for samples."""
+    parts = [
+        _encode(
+            1,
+            _encode_number(1, 0 if sequence.stopped else 1)
+            + _encode(2, sequence.token_ids.astype("<i4").tobytes())
+            + _encode(3, sequence.logprobs.astype("<f4").tobytes()),
+        )
+        for sequence in sequences
+    ]
+    if prompt_logprobs is not None:
+        parts.append(_encode(2, prompt_logprobs.astype("<f4").tobytes()))
+    return b"".join(parts)
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+class CreateSession(msgspec.Struct):
+    """A client's session begins."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(msgspec.Struct):
+    """A session is still there."""
+
+    session_id: str
+
+
+class Lora(msgspec.Struct):
+    """The shape of an adapter."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(msgspec.Struct, frozen=True):
+    """The kind of an optimizer."""
+
+    type: str = "adamw"
+
+
+class CreateModel(msgspec.Struct):
+    """A model to be trained."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class OfModel(msgspec.Struct):
+    """Asks about a model."""
+
+    model_id: str
+
+
+class Adam(msgspec.Struct):
+    """The settings of an optimizer step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(msgspec.Struct):
+    """An optimizer step."""
+
+    model_id: str
+    seq_id: int
+    adam_params: Adam
+
+
+class SaveWeights(msgspec.Struct):
+    """Saves weights and optimizer state."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(msgspec.Struct):
+    """Saves weights to sample from them, by a name or as a sampling session."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(msgspec.Struct):
+    """Loads weights into a model, or creates a model from them."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class CreateSampler(msgspec.Struct):
+    """A sampling session of a base model, or of saved weights."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """A part of a prompt."""
+
+    tokens: list[int] = []
+    type: str = "encoded_text"
+
+
+class Prompt(msgspec.Struct):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+class Sampling(msgspec.Struct):
+    """How to sample."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(msgspec.Struct):
+    """A request for samples."""
+
+    prompt: Prompt
+    sampling_params: Sampling
+    sampling_session_id: str
+    seq_id: int
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+
+
+FUTURES: Mapping[str, Any] = {
+    "create_model": CreateModel,
+    "load_weights": LoadWeights,
+    "forward_backward": ForwardBackwardRequest,
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveForSampler,
+    "asample": Sample,
+}
+"""Requests whose results are polled for, keyed by route."""
+
+
+class Retrieve(msgspec.Struct):
+    """Asks for the result of a request."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class OfPath(msgspec.Struct):
+    """Asks about saved weights."""
+
+    tinker_path: str
+
+
+def read_request(route: str, body: bytes) -> Any:
+    """Read the body of a route of `FUTURES`.
+
+    Raises:
+        RequestRefusedError: it is malformed, or asks for something that is not served.
+    """
+    if route == "forward_backward":
+        return read_forward_backward(body)
+    return read_json(parse_json_body(body), FUTURES[route])
+
+
+def read_json(value: Mapping[str, Any], kind: type[T]) -> T:
+    """Read a JSON request.
+
+    Raises:
+        RequestRefusedError: a field is missing, of another type, or unknown and not empty.
+    """
+    _refuse_unknown(value, kind, "")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise RequestRefusedError(str(error)) from None
+
+
+def _refuse_unknown(value: Any, kind: Any, where: str) -> None:
+    for part_field in msgspec.structs.fields(kind):
+        part, part_kind = value.get(part_field.encode_name), _struct_in(part_field.type)
+        if part_kind is not None:
+            for item in part if isinstance(part, list) else [part]:
+                if isinstance(item, Mapping):
+                    _refuse_unknown(item, part_kind, f"{where}{part_field.encode_name}.")
+    known = {each.encode_name for each in msgspec.structs.fields(kind)} | {"type"}
+    for name, content in value.items():
+        if name not in known and content not in (None, False, 0, "", [], {}):
+            raise RequestRefusedError(
+                f"{where}{name[:60]} is not served here; leave it out (served: {', '.join(sorted(known - {'type'}))})"
+            )
+
+
+def _struct_in(annotation: Any) -> Any:
+    """Return the struct in a field's type, such as `Chunk` in `list[Chunk]`; None without one."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    parts = (_struct_in(part) for part in getattr(annotation, "__args__", ()))
+    return next((part for part in parts if part is not None), None)

@@ -1,0 +1,196 @@
+"""The requests of a server's clients and their results, in a database of the run's journal, `requests.db`.
+
+A request is on disk before its client is told that it was accepted, and its result before the client can see it. So a
+process that was killed answers for every accepted request: it reads back the results, and executes the others again.
+Rows are written once. The bodies are the clients' own bytes: JSON, or protocol buffers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from agentrl.core.errors import JournalError
+from agentrl.journal.schema import all_rows, open_database_to_read
+
+if TYPE_CHECKING:
+    import sqlite3
+    from pathlib import Path
+
+    from agentrl.core.clock import Clock
+    from agentrl.journal.store import GroupCommitWriter, WriterDatabase
+
+REQUESTS_FILE = "requests.db"
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class ClientRequest(NamedTuple):
+    """An accepted request."""
+
+    id: str
+    """Id of the request, the same for every repetition of it."""
+    owner: str
+    """Name of the key with which it was sent."""
+    route: str
+    subject: str
+    """Id of what the request acts on, such as a model; requests on one subject are executed by their sequence."""
+    sequence: int
+    body: bytes
+    received_at: float = 0.0
+    """Wall-clock time of the acceptance, written by the log."""
+
+
+class RequestResult(NamedTuple):
+    """The answer to a request."""
+
+    id: str
+    kind: str
+    """`json`, `protobuf`, or `error`: a JSON object with the sentence."""
+    body: bytes
+    finished_at: float = 0.0
+    """Wall-clock time of the result, written by the log."""
+
+
+class RequestLog:
+    """Writes and reads the requests of a run; `SqliteJournal.request_log` makes one.
+
+    Args:
+        path: the database.
+        run: id of the run.
+        database: the database in the process's writer.
+        writer: the process's writer.
+        clock: clock of the labels.
+    """
+
+    def __init__(self, path: Path, run: str, database: WriterDatabase, writer: GroupCommitWriter, clock: Clock) -> None:
+        self._path = path
+        self._database = database
+        self._writer = writer
+        self._clock = clock
+        self._reader = open_database_to_read(path, "requests", run)
+
+    def receive(self, request: ClientRequest) -> None:
+        """Queue an accepted request."""
+        self._writer.put(self._database, ("requests", request._replace(received_at=self._clock.wall())))
+
+    def record(self, request: ClientRequest, result: RequestResult) -> None:
+        """Queue a request with its result; both reach the disk, or neither."""
+        now = self._clock.wall()
+        rows = (("requests", request._replace(received_at=now)), ("results", result._replace(finished_at=now)))
+        self._writer.put(self._database, *rows)
+
+    def finish(self, result: RequestResult) -> None:
+        """Queue a result."""
+        self._writer.put(self._database, ("results", result._replace(finished_at=self._clock.wall())))
+
+    async def flush(self) -> None:
+        """Wait until everything queued is on disk.
+
+        Raises:
+            StorageError: writing failed.
+        """
+        await self._writer.wait()
+
+    def requests(self, *routes: str) -> Iterator[ClientRequest]:
+        """Yield the requests of some routes on disk, in the order in which they were accepted.
+
+        Raises:
+            JournalError: a row is damaged.
+        """
+        marks = ", ".join("?" * len(routes))
+        statement = f"SELECT id FROM requests WHERE route IN ({marks}) ORDER BY number"
+        yield from self._read(all_rows(self._reader, self._path, statement, *routes))
+
+    def of_subject(self, subject: str, after: int) -> Iterator[ClientRequest]:
+        """Yield the requests on a subject with a larger sequence number than `after`, by that number.
+
+        Raises:
+            JournalError: a row is damaged.
+        """
+        statement = "SELECT id FROM requests WHERE subject = ? AND sequence > ? ORDER BY sequence"
+        yield from self._read(all_rows(self._reader, self._path, statement, subject, after))
+
+    def unfinished(self) -> Iterator[ClientRequest]:
+        """Yield the requests without a result, in the order in which they were accepted.
+
+        Raises:
+            JournalError: a row is damaged.
+        """
+        statement = "SELECT id FROM requests q WHERE NOT EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
+        yield from self._read(all_rows(self._reader, self._path, f"{statement} ORDER BY number"))
+
+    def _read(self, ids: Iterable[tuple[str]]) -> Iterator[ClientRequest]:
+        for (request_id,) in ids:
+            request = self.request(request_id)
+            assert request is not None
+            yield request
+
+    def request(self, request_id: str) -> ClientRequest | None:
+        """Return a request on disk; None if there is none.
+
+        Raises:
+            JournalError: the row is damaged.
+        """
+        rows = all_rows(self._reader, self._path, f"{_SELECT_REQUEST} WHERE id = ?", request_id)
+        return ClientRequest(*self._verified("requests", rows[0])) if rows else None
+
+    def owner(self, request_id: str) -> str | None:
+        """Return the owner of a request on disk; None if there is none."""
+        rows = all_rows(self._reader, self._path, "SELECT owner FROM requests WHERE id = ?", request_id)
+        return str(rows[0][0]) if rows else None
+
+    def finished_through(self, subject: str) -> int:
+        """Return the largest sequence number of a finished request on a subject; -1 without one."""
+        statement = (
+            "SELECT coalesce(max(sequence), -1) FROM requests q WHERE subject = ? AND route NOT IN"
+            " ('delete_checkpoint') AND EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
+        )
+        ((number,),) = all_rows(self._reader, self._path, statement, subject)
+        return int(number)
+
+    def result(self, request_id: str) -> RequestResult | None:
+        """Return a result on disk; None if there is none.
+
+        Raises:
+            JournalError: the row is damaged.
+        """
+        statement = "SELECT id, kind, body, finished_at, checksum FROM results WHERE id = ?"
+        rows = all_rows(self._reader, self._path, statement, request_id)
+        return RequestResult(*self._verified("results", rows[0])) if rows else None
+
+    def close(self) -> None:
+        """Close the connection that reads."""
+        self._reader.close()
+
+    def _verified(self, table: str, row: Any) -> Any:
+        """Return a row without its checksum."""
+        *values, checksum = row
+        if _checksum(table, values) != checksum:
+            raise JournalError(
+                f"{self._path}: the row of {str(row[0])[:100]!r} in `{table}` does not match its checksum; restore the "
+                "file from a copy"
+            )
+        return values
+
+
+_SELECT_REQUEST = "SELECT id, owner, route, subject, sequence, body, received_at, checksum FROM requests"
+
+
+def write_request_rows(connection: sqlite3.Connection, table: str, items: list[tuple[Any, ...]]) -> None:
+    """Insert requests or results; of two with one id the first stays."""
+    names = {
+        "requests": "id, owner, route, subject, sequence, body, received_at",
+        "results": "id, kind, body, finished_at",
+    }[table]
+    marks = ", ".join("?" * (names.count(",") + 2))
+    connection.executemany(
+        f"INSERT OR IGNORE INTO {table} ({names}, checksum) VALUES ({marks})",
+        [(*item, _checksum(table, item)) for item in items],
+    )
+
+
+def _checksum(table: str, values: Any) -> int:
+    return zlib.crc32(_ENCODER.encode(list(values)), zlib.crc32(table.encode()))

@@ -1,0 +1,510 @@
+"""The server of the Tinker protocol: what clients train and sample is what a trainer and an engine would compute; it
+survives the end of its process; nobody sees another's; bad input is refused with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from agentrl.app.tinker import read_keys
+from agentrl.cli.main import main
+from agentrl.core.errors import ConfigError
+from tests.support.tinker_client import (
+    KEY,
+    MODEL,
+    OTHER_KEY,
+    Client,
+    Refused,
+    decoded_pass,
+    encode_forward_backward,
+    encode_tensor,
+    row,
+    server_config,
+    serving,
+)
+
+ROWS = [row([5, 6, 7, 8, 9, 10]), row([5, 6, 7, 11, 12]), row([20, 21, 22])]
+
+
+def policy_rows(seed: int = 0) -> list[Any]:
+    """Rows with what the losses of policies read."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for tokens in ([5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12], [20, 21, 22]):
+        count = len(tokens) - 1
+        logprobs = -random.random(count).astype(np.float32) * 9
+        rows.append(row(tokens, logprobs=logprobs, advantages=random.standard_normal(count).astype(np.float32)))
+    return rows
+
+
+async def train(client: Client, model: str, steps: int, *, first: int = 0) -> list[float]:
+    """Take steps on rows that differ from step to step; returns the norms of the gradients."""
+    norms = []
+    for step in range(first, first + steps):
+        await client.forward_backward(model, policy_rows(step), "importance_sampling")
+        await client.forward_backward(model, ROWS)
+        norms.append(await client.step(model))
+    return norms
+
+
+async def weights(client: Client, model: str, name: str, directory: Path) -> dict[str, Any]:
+    """The adapter of a model, saved and downloaded."""
+    promise = await client.submit("save_weights_for_sampler", model, path=name)
+    path = (await client.result(promise))["path"]
+    assert path == f"tinker://{model}/sampler_weights/{name}"
+    archive = await client.send("GET", f"training_runs/{model}/checkpoints/sampler_weights/{name}/archive")
+    (directory / "archive.tar").write_bytes(archive)
+    shutil.unpack_archive(directory / "archive.tar", directory / name, filter="data")
+    assert json.loads((directory / name / "adapter_config.json").read_text())["r"] == 4
+    return load_file(directory / name / "adapter_model.safetensors")
+
+
+def run(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    asyncio.run(asyncio.wait_for(work(*arguments), 120))
+
+
+def test_a_loop_of_sampling_and_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples have the log-probabilities that the trainer computes, a seed repeats them, and commands show them."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            assert (await client.get("get_server_capabilities"))["supported_models"][0]["model_name"] == MODEL
+            model = await client.model()
+            await train(client, model, 1)
+            sampler = await client.sampler(model)
+            prompt = [5, 6, 7]
+            samples = await client.sample(sampler, prompt, 4, stop=[], seed=7, prompt_logprobs=True)
+            assert [len(tokens) for tokens in samples.tokens] == [8] * 4
+            assert samples.stopped == [False] * 4
+            again = await client.sample(sampler, prompt, 4, stop=[], seed=7)
+            other = await client.sample(sampler, prompt, 4, stop=[], seed=8)
+            assert again.tokens == samples.tokens != other.tokens
+            rows = [row([*prompt, *tokens]) for tokens in samples.tokens]
+            computed, _ = decoded_pass(
+                await client.result(await client.forward_backward(model, rows, forward_only=True))
+            )
+            for trainer, engine in zip(computed, samples.logprobs, strict=True):
+                assert np.abs(trainer[len(prompt) - 1 :] - engine).max() < 1e-4
+            assert samples.prompt_logprobs is not None
+            assert np.isnan(samples.prompt_logprobs[0])
+            assert np.abs(samples.prompt_logprobs[1:] - computed[0][: len(prompt) - 1]).max() < 1e-4
+            stopped = await client.sample(sampler, prompt, stop=[samples.tokens[0][2]], seed=7)
+            assert stopped.tokens[0] == samples.tokens[0][: samples.tokens[0].index(samples.tokens[0][2]) + 1]
+            assert stopped.stopped == [True]
+            greedy = [await client.sample(sampler, prompt, temperature=0.0, stop=[]) for _ in range(2)]
+            assert greedy[0].tokens == greedy[1].tokens
+
+    run(work)
+    path = str(tmp_path / "server")
+    assert main(["episode", "list", path, "--json"]) == 0
+    episodes = json.loads(capsys.readouterr().out)
+    assert len(episodes) == 15
+    assert main(["episode", "tokens", path, "e0"]) == 0
+    assert "calc@1.0" in capsys.readouterr().out
+    assert main(["run", "ledger", path]) == 0
+
+
+def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            created = await client.post(
+                "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=MODEL
+            )
+            sampler, decode = created["sampling_session_id"], service.bases[MODEL].chat_format.decode
+            free = (await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=[], seed=3)).tokens[0]
+            text = decode(free)[6:9]
+            cut = await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=text, seed=3)
+            assert cut.stopped == [True]
+            (tokens,) = cut.tokens
+            assert tokens == free[: len(tokens)]
+            assert text in decode(tokens)
+            assert text not in decode(tokens[:-1])
+
+    run(work)
+
+
+def test_custom_losses_in_two_passes_have_the_gradient_of_the_built_in_one(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            rows = policy_rows()
+            norms = []
+            for number in range(2):
+                model = await client.model(number)
+                if number:
+                    promise = await client.forward_backward(model, ROWS, forward_only=True)
+                    logprobs, _ = decoded_pass(await client.result(promise))
+                    slopes = [  # of -exp(log p - q) A by log p
+                        -np.exp(computed - one["logprobs"]) * one["advantages"]
+                        for computed, one in zip(logprobs, rows, strict=True)
+                    ]
+                    weighted = [{**one, "weights": -slope} for one, slope in zip(ROWS, slopes, strict=True)]
+                    await client.forward_backward(model, weighted, "cross_entropy")
+                else:
+                    await client.forward_backward(model, rows, "importance_sampling")
+                norms.append(await client.step(model, 0.0))
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+    run(work)
+
+
+@asynccontextmanager
+async def copied(directory: Path, name: str) -> AsyncIterator[Path]:
+    """A copy of a running server's directory: what a kill at this moment would leave."""
+    copy = directory / name
+    shutil.copytree(directory / "live" / "server", copy / "server")
+    yield copy
+
+
+def test_what_was_acknowledged_survives_at_any_moment(tmp_path: Path) -> None:
+    """Copies of the directory between requests, as a kill would leave it, lead to the same weights, bit for bit: after
+    accepted requests without a result, with a gradient that no step took, before and after checkpoints."""
+    copies: list[tuple[Path, int]] = []
+
+    async def live() -> dict[str, Any]:
+        async with serving(server_config(tmp_path / "live")) as (address, _), Client(address) as client:
+            model = await client.model()
+            tokens.extend([client.session, model])
+            for step in range(4):
+                await train(client, model, 1, first=step)
+                promise = await client.forward_backward(model, policy_rows(9), "ppo", clip_low_threshold=0.5)
+                if step in (0, 2):
+                    async with copied(tmp_path, f"at{step}") as copy:
+                        copies.append((copy, step))
+                results.append(await client.result(promise))
+            return await weights(client, model, "end", tmp_path)
+
+    async def resumed(copy: Path, step: int) -> dict[str, Any]:
+        async with serving(server_config(copy)) as (address, _), Client(address) as client:
+            session, model = tokens
+            assert session != client.session
+            old = await client.result({"request_id": f"{model}:{4 * step + 4}"})
+            assert old == results[step]  # answered or computed by this process, with the same bytes
+            client.sequence(model, 4 * (step + 1) + 1)
+            client._next[model] = 4 * (step + 1)
+            for later in range(step + 1, 4):
+                await train(client, model, 1, first=later)
+                await client.forward_backward(model, policy_rows(9), "ppo", clip_low_threshold=0.5)
+            return await weights(client, model, "end", copy)
+
+    tokens: list[str] = []
+    results: list[Any] = []
+    expected = asyncio.run(live())
+    for copy, step in copies:
+        found = asyncio.run(resumed(copy, step))
+        assert {name: value.tobytes() for name, value in found.items()} == {
+            name: value.tobytes() for name, value in expected.items()
+        }
+
+
+def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
+    """The SDK repeats a request whose answer was lost: a step with one number is taken once."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            model = await client.model()
+            body = encode_forward_backward(model, 1, ROWS, "cross_entropy", {})
+            first, again = await asyncio.gather(
+                client.send("POST", "forward_backward", data=body), client.send("POST", "forward_backward", data=body)
+            )
+            assert first == again
+            step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
+            promises = [await client.post("optim_step", **step) for _ in range(3)]
+            assert len({promise["request_id"] for promise in promises}) == 1
+            await client.result(promises[0])
+            assert service.bases[MODEL].trainer.step(model) == 1
+            with pytest.raises(Refused, match="was used by a request of optim_step"):
+                await client.post("save_weights", model_id=model, seq_id=2, path="x")
+
+    run(work)
+
+
+def test_requests_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """A later request waits for the gap before it, and the weights are those of the order of the numbers."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            norms = []
+            for number, order in enumerate(([1, 2, 3], [3, 1, 2])):
+                model = await client.model(number)
+                promises = {}
+                for sequence in order:
+                    if sequence == 3:
+                        promises[3] = await client.post(
+                            "optim_step", model_id=model, seq_id=3, adam_params={"learning_rate": 1e-2}
+                        )
+                    else:
+                        body = encode_forward_backward(model, sequence, policy_rows(sequence), "ppo", {})
+                        promises[sequence] = json.loads(await client.send("POST", "forward_backward", data=body))
+                norms.append((await client.result(promises[3]))["metrics"]["grad_norm"])
+            assert norms[0] == norms[1] > 0
+
+    run(work)
+
+
+def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None:
+    """Three models by turns, of which two fit in memory, end with the weights that each has alone."""
+
+    async def trained(directory: Path, numbers: list[int]) -> dict[int, dict[str, bytes]]:
+        async with serving(server_config(directory, max_models=2)) as (address, _), Client(address) as client:
+            models = {number: await client.model(number, seed=number) for number in numbers}
+            for step in range(3):
+                for number, model in models.items():
+                    await train(client, model, 1, first=10 * number + step)
+            return {
+                number: {
+                    name: value.tobytes()
+                    for name, value in (await weights(client, model, f"w{number}", directory)).items()
+                }
+                for number, model in models.items()
+            }
+
+    together = asyncio.run(trained(tmp_path / "all", [0, 1, 2]))
+    assert len({str(values) for values in together.values()}) == 3
+    assert asyncio.run(trained(tmp_path / "one", [1]))[1] == together[1]
+
+
+def test_weights_are_saved_listed_loaded_and_deleted(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            model = await client.model()
+            await train(client, model, 2)
+            path = (await client.result(await client.submit("save_weights", model, path="two")))["path"]
+            with pytest.raises(Refused, match="there are weights 'two' already"):
+                await client.post("save_weights", model_id=model, seq_id=99, path="two")
+            expected = await train(client, model, 1, first=2)
+            info = await client.post("weights_info", tinker_path=path)
+            assert info == {"base_model": MODEL, "is_lora": True, "lora_rank": 4}
+            ends: list[dict[str, Any]] = []
+            for number, optimizer in ((1, True), (2, False)):
+                promise = await client.post(
+                    "load_weights", session_id=client.session, model_seq_id=number, path=path, optimizer=optimizer
+                )
+                loaded = (await client.result(promise))["model_id"]
+                assert (await train(client, loaded, 1, first=2)) == expected  # of the gradient, before the step
+                ends.append(await weights(client, loaded, f"end{number}", tmp_path))
+            expected_weights = await weights(client, model, "end0", tmp_path)
+            for end, is_equal in zip(ends, (True, False), strict=True):
+                equal = [np.array_equal(value, end[name]) for name, value in expected_weights.items()]
+                assert all(equal) == is_equal
+            checkpoint, sampler = (await client.get(f"training_runs/{model}/checkpoints"))["checkpoints"]
+            assert sampler["checkpoint_type"] == "sampler"
+            assert (checkpoint["checkpoint_id"], checkpoint["tinker_path"]) == ("weights/two", path)
+            assert len((await client.get("training_runs"))["training_runs"]) == 3
+            await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/two")
+            assert len((await client.get("checkpoints"))["checkpoints"]) == 3
+            assert not list((tmp_path / "server/checkpoints/saved").glob("*/two"))
+            with pytest.raises(Refused, match="there are no weights"):
+                await client.post("weights_info", tinker_path=path)
+
+    run(work)
+
+
+def test_nobody_sees_what_another_owner_has(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with (
+            serving(server_config(tmp_path)) as (address, _),
+            Client(address) as alice,
+            Client(address, OTHER_KEY) as bob,
+        ):
+            model = await alice.model()
+            sampler = await alice.sampler(model)
+            path = (await alice.result(await alice.submit("save_weights", model, path="mine")))["path"]
+            foreign: list[Callable[[], Awaitable[Any]]] = [
+                lambda: bob.post("get_info", model_id=model),
+                lambda: bob.post("optim_step", model_id=model, seq_id=3, adam_params={}),
+                lambda: bob.forward_backward(model, ROWS),
+                lambda: bob.post("save_weights", model_id=model, seq_id=3, path="x"),
+                lambda: bob.sample(sampler, [1]),
+                lambda: bob.post("weights_info", tinker_path=path),
+                lambda: bob.post("session_heartbeat", session_id=alice.session),
+                lambda: bob.post("retrieve_future", request_id=f"{model}:1"),
+                lambda: bob.post("load_weights", session_id=bob.session, model_seq_id=0, path=path, optimizer=False),
+                lambda: bob.post("create_sampling_session", session_id=alice.session, sampling_session_seq_id=9),
+                lambda: bob.get(f"training_runs/{model}"),
+                lambda: bob.get(f"samplers/{sampler}"),
+                lambda: bob.send("DELETE", f"training_runs/{model}/checkpoints/weights/mine"),
+                lambda: bob.send("GET", f"training_runs/{model}/checkpoints/weights/mine/archive"),
+            ]
+            for call in foreign:
+                with pytest.raises(Refused, match=r"there (is|are) no") as refusal:
+                    await call()
+                assert refusal.value.status in (400, 404)
+            assert (await bob.get("training_runs"))["training_runs"] == []
+            for key in ("", "tml-wrong", KEY[:-1]):
+                stranger = Client(address, key)
+                with pytest.raises(Refused, match="key") as refusal:
+                    await stranger.post("create_session")
+                assert refusal.value.status == 401
+                await stranger.__aexit__()
+
+    run(work)
+
+
+TOO_LONG = row(list(range(5, 72)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "sentence"),
+    [
+        ([], "ppo", "no rows"),
+        (ROWS, "gspo", "'gspo' is not served here"),
+        (ROWS, "ppo", "datum 0: the loss ppo needs logprobs"),
+        ([row([1, 2], logprobs=[0.0], advantages=[float("nan")])], "ppo", "advantages has a value that is NaN"),
+        ([row([1, 2], weights=[float("inf")])], "cross_entropy", "weights has a value that is NaN or infinite"),
+        ([row([1, 2], weights=[1.0, 1.0])], "cross_entropy", "2 weights for 1 tokens"),
+        ([row([1, 2], mask=[1.0])], "cross_entropy", "read no 'mask'"),
+        ([row([1, 99_999])], "cross_entropy", "target_tokens has a token outside the vocabulary"),
+        ([row([-1, 2])], "cross_entropy", "model_input has a token outside the vocabulary"),
+        ([{"tokens": [1]}], "cross_entropy", "target_tokens are missing"),
+        ([{"tokens": [1], "target_tokens": np.array([1.0])}], "cross_entropy", "no integers"),
+        ([{"tokens": [1, 2], "target_tokens": np.array([1])}], "cross_entropy", "1 target_tokens for 2 input tokens"),
+        ([TOO_LONG], "cross_entropy", "66 tokens, but this server's contexts have at most 64"),
+        ([{"tokens": [1], "target_tokens": encode_tensor([1, 2], [1, 2])}], "cross_entropy", "2 dimensions"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused(
+    server: tuple[str, str], rows: list[Any], loss: str, sentence: str
+) -> None:
+    _refused(server, sentence, lambda client, model: client.forward_backward(model, rows, loss))
+
+
+@pytest.mark.parametrize(
+    ("route", "content", "sentence"),
+    [
+        ("optim_step", {"seq_id": 1, "adam_params": {"learning_rate": -1}}, "learning_rate = -1"),
+        ("optim_step", {"seq_id": 1, "adam_params": {"beta1": 1.0}}, "beta1 = 1.0 is out of range"),
+        ("optim_step", {"seq_id": 0, "adam_params": {}}, "sequence number 0"),
+        ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "optimizer_params is not served"),
+        ("save_weights", {"seq_id": 1, "path": "../x"}, "becomes part of a path"),
+        ("save_weights_for_sampler", {"seq_id": 1}, "either a path or a sampling_session_seq_id"),
+        ("load_weights", {"seq_id": 1, "path": "tinker://x/weights/y", "optimizer": True}, "there are no weights"),
+        ("load_weights", {"seq_id": 1, "path": "/etc/passwd", "optimizer": True}, "there are no weights"),
+    ],
+)
+def test_requests_that_cannot_be_executed_are_refused(
+    server: tuple[str, str], route: str, content: dict[str, Any], sentence: str
+) -> None:
+    _refused(server, sentence, lambda client, model: client.post(route, model_id=model, **content))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"base_model": "nobody/model"}, "'nobody/model' is not served here; there are: calc"),
+        ({"lora_config": {"rank": 99}}, "may have a rank from 1 to 8"),
+        ({"lora_config": None}, "give lora_config"),
+        ({"lora_config": {"rank": 4, "train_attn": False, "train_mlp": False}}, "needs layers"),
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "is not served here"),
+    ],
+)
+def test_models_that_cannot_be_made_are_refused(
+    server: tuple[str, str], content: dict[str, Any], sentence: str
+) -> None:
+    async def create(client: Client, model: str) -> Any:
+        whole = {"base_model": MODEL, "lora_config": {"rank": 4}, **content}
+        return await client.post("create_model", session_id=client.session, model_seq_id=7, **whole)
+
+    _refused(server, sentence, create)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "content", "sentence"),
+    [
+        ([], {}, "it has no tokens"),
+        ([99_999], {}, "outside the vocabulary"),
+        ([1 << 40], {}, "outside the vocabulary"),
+        ([1] * 64, {}, "64 tokens, but this server's contexts have at most 64"),
+        ([1], {"max_tokens": 0}, "max_tokens = 0"),
+        ([1], {"temperature": -1.0}, "temperature = -1.0"),
+        ([1], {"top_p": 0.0}, "top_p = 0.0"),
+        ([1], {"stop": [""]}, "none of them empty"),
+        ([1], {"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(
+    server: tuple[str, str], prompt: list[int], content: dict[str, Any], sentence: str
+) -> None:
+    async def sample(client: Client, model: str) -> Any:
+        created = await client.post(
+            "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=MODEL
+        )
+        return await client.sample(created["sampling_session_id"], prompt, **content)
+
+    _refused(server, sentence, sample)
+
+
+def test_bodies_that_are_too_long_or_malformed_are_refused(server: tuple[str, str]) -> None:
+    bodies = {
+        b"x" * (9 << 20): "longer than 8388608 bytes",
+        b"{": "not JSON",
+        b"[]": "must be a JSON object",
+        b'{"model_id": 3, "seq_id": 1, "adam_params": {}}': "model_id",
+        b'{"model_id": "m", "seq_id": 1, "adam_params": {"learning_rate": NaN}}': "not a finite number",
+    }
+    for body, sentence in bodies.items():
+        _refused(
+            server, sentence, lambda client, model, body=body: client.send("POST", "optim_step", data=io.BytesIO(body))
+        )
+    _refused(server, "there is no POST", lambda client, model: client.post("unknown"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server in another thread, and a model, which requests that are refused leave as they are."""
+    import threading
+
+    ready: dict[str, Any] = {}
+    has_started, directory = threading.Event(), tmp_path_factory.mktemp("server")
+
+    async def work() -> None:
+        ready["stop"], ready["loop"] = asyncio.Event(), asyncio.get_running_loop()
+        async with serving(server_config(directory)) as (address, service):
+            async with Client(address) as client:
+                ready["server"] = address, await client.model()
+            has_started.set()
+            await ready["stop"].wait()
+            (model,) = service.models.values()
+            assert (model.next_sequence, model.waiting) == (1, {})
+
+    thread = threading.Thread(target=asyncio.run, args=(work(),))
+    thread.start()
+    assert has_started.wait(60)
+    yield ready["server"]
+    ready["loop"].call_soon_threadsafe(ready["stop"].set)
+    thread.join()
+
+
+def _refused(server: tuple[str, str], sentence: str, call: Callable[[Client, str], Awaitable[Any]]) -> None:
+    """A request gets an HTTP error of the client's with a sentence."""
+
+    async def work() -> None:
+        async with Client(server[0]) as client:
+            with pytest.raises(Refused, match=sentence) as refusal:
+                await call(client, server[1])
+            assert refusal.value.status in (400, 404, 413)
+
+    run(work)
+
+
+def test_a_server_needs_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = server_config(tmp_path)
+    for key in ("", "short", "tml-short"):
+        monkeypatch.setenv("ALICE", key)
+        with pytest.raises(ConfigError, match="ALICE holds no key"):
+            read_keys(config)
+    monkeypatch.setenv("ALICE", KEY)
+    monkeypatch.setenv("BOB", KEY)
+    with pytest.raises(ConfigError, match="hold the same key"):
+        read_keys(config)
+    monkeypatch.setenv("BOB", OTHER_KEY)
+    assert read_keys(config) == {KEY: "ALICE", OTHER_KEY: "BOB"}
