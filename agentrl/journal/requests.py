@@ -8,7 +8,7 @@ Rows are written once. The bodies are the clients' own bytes: JSON, or protocol 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agentrl.core.clock import Clock
-    from agentrl.journal.store import GroupCommitWriter, WriterDatabase
 
 REQUESTS_FILE = "requests.db"
 _ENCODER = msgspec.msgpack.Encoder()
@@ -60,31 +59,39 @@ class RequestLog:
     Args:
         path: the database.
         run: id of the run.
-        database: the database in the process's writer.
-        writer: the process's writer.
+        put: queues rows, each with its table, to be written in one transaction.
+        flush: waits until everything queued is on disk.
         clock: clock of the labels.
     """
 
-    def __init__(self, path: Path, run: str, database: WriterDatabase, writer: GroupCommitWriter, clock: Clock) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        *,
+        put: Callable[..., None],
+        flush: Callable[[], Awaitable[None]],
+        clock: Clock,
+    ) -> None:
         self._path = path
-        self._database = database
-        self._writer = writer
+        self._put = put
+        self._flush = flush
         self._clock = clock
         self._reader = open_database_to_read(path, "requests", run)
 
     def receive(self, request: ClientRequest) -> None:
         """Queue an accepted request."""
-        self._writer.put(self._database, ("requests", request._replace(received_at=self._clock.wall())))
+        self._put(("requests", request._replace(received_at=self._clock.wall())))
 
     def record(self, request: ClientRequest, result: RequestResult) -> None:
         """Queue a request with its result; both reach the disk, or neither."""
         now = self._clock.wall()
         rows = (("requests", request._replace(received_at=now)), ("results", result._replace(finished_at=now)))
-        self._writer.put(self._database, *rows)
+        self._put(*rows)
 
     def finish(self, result: RequestResult) -> None:
         """Queue a result."""
-        self._writer.put(self._database, ("results", result._replace(finished_at=self._clock.wall())))
+        self._put(("results", result._replace(finished_at=self._clock.wall())))
 
     async def flush(self) -> None:
         """Wait until everything queued is on disk.
@@ -92,7 +99,7 @@ class RequestLog:
         Raises:
             StorageError: writing failed.
         """
-        await self._writer.wait()
+        await self._flush()
 
     def requests(self, *routes: str) -> Iterator[ClientRequest]:
         """Yield the requests of some routes on disk, in the order in which they were accepted.

@@ -22,6 +22,7 @@ after a failed write nothing more is written and every later wait raises.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sqlite3
 import threading
@@ -325,7 +326,8 @@ class SqliteJournal(RunJournal):
         connection = open_database_to_write(path, "requests", {"run": self._run}, run=self._run)
         database = WriterDatabase(path, connection, write_request_rows, order=2)  # results name rows of the others
         self._writer.add(database)
-        return RequestLog(path, self._run, database, self._writer, self._clock)
+        put = functools.partial(self._writer.put, database)
+        return RequestLog(path, self._run, put=put, flush=self._writer.wait, clock=self._clock)
 
     def record(self, *records: ControlRecord) -> None:
         self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learners))
