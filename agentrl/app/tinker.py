@@ -53,9 +53,10 @@ from agentrl.core.ids import is_safe_name
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.journal.port import ControlRecord, StepRow, VersionPublication
+from agentrl.journal.port import StepRow
 from agentrl.journal.requests import ClientRequest, RequestLog, RequestResult
 from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.versions import record_published_version
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
@@ -544,7 +545,7 @@ class TinkerService:
             content = messages.read_request(request.route, request.body)
             await self._make_resident(model)
             outcome = await loop.run_in_executor(self._thread, self._apply, model, request, content)
-            self._record(model, request, content, outcome)
+            await self._record(model, request, content, outcome)
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - its client gets the reason
@@ -595,11 +596,11 @@ class TinkerService:
     def _publish(self, model: ClientModel) -> WeightsRef:
         """Publish a model's weights as its next version, unless they are those of its newest."""
         if model.newest is None:
-            return model.base.trainer.publish(model.id, PolicyVersion(model.base.policy, model.number, 0))
+            return model.base.trainer.write_version(model.id, PolicyVersion(model.base.policy, model.number, 0))
         if model.newest_step == model.base.trainer.step(model.id):
             return model.newest
         version = model.newest.version._replace(step=model.newest.version.step + 1)
-        return model.base.trainer.publish(model.id, version)
+        return model.base.trainer.write_version(model.id, version)
 
     def _forward_backward(
         self, model: ClientModel, request: ClientRequest, content: messages.ForwardBackwardRequest
@@ -644,7 +645,7 @@ class TinkerService:
         model.has_gradient = False
         model.has_loaded = True
 
-    def _record(self, model: ClientModel, request: ClientRequest, content: Any, outcome: _Outcome) -> None:
+    async def _record(self, model: ClientModel, request: ClientRequest, content: Any, outcome: _Outcome) -> None:
         """Enter what a request did in the tables and the control log, whose rows are on disk before its result."""
         match content:
             case messages.SaveWeights():
@@ -652,14 +653,14 @@ class TinkerService:
             case messages.SaveForSampler():
                 assert outcome.weights is not None
                 if outcome.weights != model.newest:
-                    self._record_version(model, outcome.weights)
+                    await self._record_version(model, outcome.weights)
                 self._add_published(request, content, outcome.content, outcome.weights)
 
-    def _record_version(self, model: ClientModel, weights: WeightsRef) -> None:
+    async def _record_version(self, model: ClientModel, weights: WeightsRef) -> None:
         """Record a version, and the step from the one before it, in which the client may have taken several."""
         version, past = weights.version, model.unpublished
         parent = None if model.newest is None else model.newest.version
-        records: list[ControlRecord] = [VersionPublication(weights, parent)]
+        step = None
         if parent is not None:
             report = StepReport(
                 step_id=version.step,
@@ -674,8 +675,8 @@ class TinkerService:
                 input_digest=past.digest.hex(),
             )
             batch = TrainBatch(step_id=version.step, policy=version.policy, units=(), normalizer=1.0)
-            records.append(StepRow(report=report, version=version, batch=batch))
-        self._store.record(*records)
+            step = StepRow(report=report, version=version, batch=batch)
+        await record_published_version(self._store, weights, parent, step)
         model.unpublished = UnpublishedSteps()
 
     def _keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:

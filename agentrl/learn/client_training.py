@@ -325,7 +325,7 @@ class AdapterTrainer:
         learner.step += 1
         return norm
 
-    def publish(self, name: str, version: PolicyVersion) -> WeightsRef:
+    def write_version(self, name: str, version: PolicyVersion) -> WeightsRef:
         """Write the weights as an immutable version, which engines load."""
         model = self._learners[name].model
         model.activate()
