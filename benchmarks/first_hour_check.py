@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.processes import command_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-SMOLLM2 = ROOT / "examples" / "08_smollm2.toml"
+SMOLLM2 = ROOT / "examples" / "07_smollm2.toml"
 READINGS = 3
 
 

@@ -30,7 +30,7 @@ COMMANDS = (
     ("train", EXAMPLE, "--dry-run"),
     ("doctor", EXAMPLE),
     ("demo",),
-    ("env", "check", str(ROOT / "examples" / "08_smollm2.py")),
+    ("env", "check", str(ROOT / "examples" / "07_smollm2.py")),
     ("evaluate", EXAMPLE),
     ("run", "list"),
     ("run", "view", "sample", "--once"),

@@ -10,9 +10,9 @@ The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with r
 
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
 random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of the embedded
-engine and of vLLM. `adapter`, `full`, `masks`, `routing`: steps of examples/08_smollm2.toml with vLLM: adapter updates,
+engine and of vLLM. `adapter`, `full`, `masks`, `routing`: steps of examples/07_smollm2.toml with vLLM: adapter updates,
 full weights by the device plan's transport, top-p's kept sets, recorded experts; `speculative`: the same with drafts of
-n-grams. `k3` and `max_difference` compare vLLM's log-probabilities with the trainer's. `example_08`, `example_11`: the
+n-grams. `k3` and `max_difference` compare vLLM's log-probabilities with the trainer's. `example_07`, `example_10`: the
 examples as they are, for some steps. `suite`: `pytest -m gpu`.
 """
 
@@ -148,7 +148,7 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
 
 
 def _by_vllm(bench: Bench, *overrides: str, model: Path | None = None) -> None:
-    _train(bench, "08_smollm2.toml", "--engine.vllm={}", *overrides, model=model, steps=2 if bench.small else 4)
+    _train(bench, "07_smollm2.toml", "--engine.vllm={}", *overrides, model=model, steps=2 if bench.small else 4)
 
 
 def _full(bench: Bench) -> None:
@@ -167,11 +167,11 @@ def _speculative(bench: Bench) -> None:
     _by_vllm(bench, f"--engine.vllm.speculative_config={drafts}")
 
 
-def _example_11(bench: Bench) -> None:
+def _example_10(bench: Bench) -> None:
     qwen3 = MODELS / "Qwen3-0.6B"
     model = qwen3 if qwen3.is_dir() and not bench.small else bench.random_qwen3()
     overrides = ["--sampling.top_p=1.0"] if bench.small else []  # kept sets need vLLM on a GPU
-    _train(bench, "11_gpu.toml", *overrides, model=model, steps=1 if bench.small else 4)
+    _train(bench, "10_gpu.toml", *overrides, model=model, steps=1 if bench.small else 4)
 
 
 def _learner(bench: Bench) -> None:
@@ -279,7 +279,7 @@ def _engine(bench: Bench) -> None:
 
     async def measure(vllm: str) -> None:
         settings = [f"--model.path={path}", f"--engine.max_context={prompt + new + 1}", f"--engine.vllm={vllm}"]
-        config = load(ROOT / "examples" / "08_smollm2.toml", [*settings, "--model.dtype=auto"])
+        config = load(ROOT / "examples" / "07_smollm2.toml", [*settings, "--model.dtype=auto"])
         began = time.perf_counter()
         engine: Any = await make_engine(config.engine_plan, {"solver": PolicyVersion("solver", 0, 0)}, print)
         bench.put(engine=config.engine.kind, start_s=time.perf_counter() - began)
@@ -324,7 +324,7 @@ class Piece(NamedTuple):
 
 
 PIECES = {
-    "start": Piece(lambda bench: _train(bench, "08_smollm2.toml", "--engine.vllm=false", steps=1), 45),
+    "start": Piece(lambda bench: _train(bench, "07_smollm2.toml", "--engine.vllm=false", steps=1), 45),
     "learner": Piece(_learner, 80),
     "engine": Piece(_engine, 80),
     "adapter": Piece(_by_vllm, 50, vllm=True),
@@ -332,8 +332,8 @@ PIECES = {
     "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True, card=True),
     "routing": Piece(_routing, 45, vllm=True, card=True),
     "speculative": Piece(_speculative, 40, vllm=True, card=True),
-    "example_08": Piece(lambda bench: _train(bench, "08_smollm2.toml", steps=12), 60),
-    "example_11": Piece(_example_11, 60, vllm=True),
+    "example_07": Piece(lambda bench: _train(bench, "07_smollm2.toml", steps=12), 60),
+    "example_10": Piece(_example_10, 60, vllm=True),
     "suite": Piece(_suite, 45, card=True),
 }
 """Pieces in the order of their worth; the limits add up to ten minutes."""

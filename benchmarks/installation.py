@@ -141,7 +141,7 @@ def wheel_demo(work: Path) -> dict[str, float | None]:
 def documentation(work: Path) -> dict[str, float | None]:
     """The pages: their words, and their links."""
     del work
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [page for page in PAGES if page.parent.name not in ("decisions", "results")]
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in pages}
     broken = [f"{page.name}: {target}" for page in PAGES for target in broken_links(page)]
     long = [name for name in NEWCOMERS_WAY if words[name] > 1000]

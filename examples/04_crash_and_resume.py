@@ -62,7 +62,7 @@ def follow(process: subprocess.Popen[str], until: str = "never") -> None:
 
 
 def ask(query: str, database: str = "control.db") -> list[tuple]:
-    """Query the run's journal: two SQLite databases, described in docs/journal_format.md."""
+    """Query the run's journal: two SQLite databases, described in docs/reference/journal_format.md."""
     connection = sqlite3.connect(RUN / "journal" / database)
     try:
         return connection.execute(query).fetchall()

@@ -1,4 +1,4 @@
-"""Recompute the advantages of a journal (docs/journal_format.md) bit for bit; imports nothing of agentrl.
+"""Recompute the advantages of a journal (docs/reference/journal_format.md) bit for bit; imports nothing of agentrl.
 
 `step_units` has for each trajectory its `reward`, `advantage` and `baseline`. `reward` is that in `trajectories`, plus
 `weight` × weight of the member × score of each row in `group_scores` that scored the agent (correctly rounded; a reward

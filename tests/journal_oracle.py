@@ -1,4 +1,4 @@
-"""A second reader of a run's journal, written from docs/journal_format.md: it imports nothing of agentrl.
+"""A second reader of a run's journal, written from docs/reference/journal_format.md: it imports nothing of agentrl.
 
 `judge(run)` reads a run directory, also one that is being written, and returns a sentence for each rule of that page
 that does not hold; the word in front of the colon names the rule:

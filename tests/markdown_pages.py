@@ -9,7 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 NOT_EXECUTED = re.compile(r"<!-- not executed: \S.* -->")

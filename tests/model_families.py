@@ -283,7 +283,7 @@ FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-"""Families that docs/models.md does not list, whose runs start or are refused by name."""
+"""Families that docs/reference/models.md does not list, whose runs start or are refused by name."""
 
 
 def family_config(name: str, **shape: Any) -> PretrainedConfig:

@@ -125,7 +125,8 @@ class RunControl:
         if fixed := [difference.key for difference in differences if not difference.rule.is_live]:
             raise InputError(
                 f"{', '.join(fixed)}: cannot change while the run runs; stop it with Ctrl-C, and resume it with "
-                f"--resume --{setting}, if docs/configuration.md allows that. While it runs, these may change: "
+                f"--resume --{setting}, if docs/reference/configuration.md allows that. While it runs, these may "
+                "change: "
                 f"{', '.join(live_settings())}"
             )
         for name, taken in self._store.newest_steps().items():

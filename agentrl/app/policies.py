@@ -214,7 +214,7 @@ def check_branches(
         f"trainer.loss.name = {loss.name!r}": (
             bool(root.branches) and (mark.divergence or grouping not in WITHIN_TURN),
             f"it weighs a token by others of the same {grouping}, and a branch has only the end of a conversation: "
-            "set a loss that groups by token or turn (docs/algorithms.md), such as 'truncated'"
+            "set a loss that groups by token or turn (docs/reference/algorithms.md), such as 'truncated'"
             if grouping not in WITHIN_TURN
             else "a branch point would multiply the weight of the tokens behind it: set a loss that learns from "
             "advantages",

@@ -1,7 +1,7 @@
 """Settings by model size: the learning rate of policies that set none, and what `agentrl doctor FILE --suggest` shows.
 
 Each row of `RECIPES` names the run it was taken from: measured runs of this repository for small models, published
-configurations of other libraries for large ones. docs/settings.md explains the table.
+configurations of other libraries for large ones. docs/how-to/settings.md explains the table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
 RECIPES = (
     Recipe(1e7, 2e-3, 3e-4, 8, 8, 64, "examples/01, 05 and 06: 0.84 M parameters"),
-    Recipe(3e8, 3e-4, 3e-5, 8, 8, 64, "examples/08: SmolLM2-135M, held-out reward 0.15 to 0.98"),
+    Recipe(3e8, 3e-4, 3e-5, 8, 8, 64, "examples/07: SmolLM2-135M, held-out reward 0.15 to 0.98"),
     Recipe(1.2e9, 3e-5, 3e-6, 16, 16, 128, "prime-rl examples/basic/reverse-text: Qwen3-0.6B, full weights, 3e-6"),
     Recipe(5e9, 1e-5, 1e-6, 32, 16, 256, "prime-rl examples/basic/alphabet-sort: Qwen3-4B, rank 32, 1e-5"),
     Recipe(math.inf, 1e-5, 1e-6, 32, 16, 512, "prime-rl examples/advanced/qwen3-30b-a3b/math: full weights, 1e-6"),
@@ -107,7 +107,7 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
         largest = recipe_for(max(count_parameters(Path(config.base_of(name))) for name in config.trained))
         yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
         unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
-        yield Suggestion("engine.slots", str(config.slots), str(unset.slots), "docs/settings.md")
+        yield Suggestion("engine.slots", str(config.slots), str(unset.slots), "docs/how-to/settings.md")
 
 
 def _learning_rate(policy: PolicyConfig, base: Path) -> float:

@@ -446,7 +446,11 @@ def _report_conclusion(
         suggestions = difflib.get_close_matches(orchestrator.best.metric, metric_names, 1)
         observer.warn(
             f"best.metric: {orchestrator.best.metric!r} was never measured for {orchestrator.best.policy}"
-            + (f"; did you mean {suggestions[0]!r}?" if suggestions else "; docs/metrics.md lists all metrics")
+            + (
+                f"; did you mean {suggestions[0]!r}?"
+                if suggestions
+                else "; docs/reference/metrics.md lists all metrics"
+            )
         )
     observer.finish(summary)
     return Run(

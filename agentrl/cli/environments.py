@@ -359,7 +359,7 @@ def test_no_held_out_task_is_trained_on() -> None:
     assert questions[0].isdisjoint(questions[1])
 ''',
     "train.toml": """# agentrl train train.toml
-# Every field, with its default and why: docs/configuration.md, or `agentrl train train.toml --dry-run`.
+# Every field, with its default and why: docs/reference/configuration.md, or `agentrl train train.toml --dry-run`.
 name = "NAME"
 steps = 40            # optimizer steps
 

@@ -271,8 +271,8 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
         return await connect(where)
     except OSError as error:
         raise OSError(
-            f"port {where.port} of node {where.host} cannot be reached ({error}); docs/security.md says which "
-            "connections the network must allow"
+            f"port {where.port} of node {where.host} cannot be reached ({error}); docs/reference/security.md says "
+            "which connections the network must allow"
         ) from error
 
 

@@ -164,7 +164,7 @@ class StreamedTurnLog:
         except (OSError, TimeoutError) as error:
             raise EngineLostError(
                 f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
-                f"{where.host} ({error}); docs/security.md says which connections the network must allow"
+                f"{where.host} ({error}); docs/reference/security.md says which connections the network must allow"
             ) from error
         return StreamedTurnLog(f"turns-{worker}.db", reader, writer)
 

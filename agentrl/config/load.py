@@ -739,7 +739,8 @@ def check_settings_unchanged(
         also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
             f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "
-            f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
+            "environment and model in the same place; docs/reference/configuration.md lists the settings that may "
+            f"differ{also}. "
             f"Restore the original ({restore}), or start a new run with --name"
         )
     return differences

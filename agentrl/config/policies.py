@@ -94,7 +94,7 @@ class PolicyConfig(LocalPolicy):
     """Frozen weights with the same tokenizer, loaded by every trainer rank: the target of `trainer.loss.kl` and the
     teacher of `distillation`. A model, in the form of `model.path`, or an adapter of this policy's base model, such as
     another run's `policies/NAME`. Empty: the base model without the adapter."""
-    learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/settings.md")] = Field(
+    learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/how-to/settings.md")] = Field(
         default_factory=_learning_rate
     )
     """AdamW learning rate after warm-up. A run prints it at startup."""
@@ -104,7 +104,7 @@ class PolicyConfig(LocalPolicy):
     """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
     """Upper bound on the staleness of every trained token, in optimizer steps; null: none. It drops no episodes:
-    admission pauses while a slow episode could exceed the bound (docs/off_policy.md)."""
+    admission pauses while a slow episode could exceed the bound (docs/explanation/off_policy.md)."""
 
     @property
     def served_adapter(self) -> LoraConfig | None:

@@ -94,7 +94,7 @@ class RunConfig(Section):
     besides."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
-    (docs/processes.md)."""
+    (docs/how-to/processes.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
     """Maximum time between two turns of an episode: tools, effects, sleeps and the environment's own code. Sampling,
     waiting for child episodes, and parked time do not count. On timeout, an episode is truncated (`time_limit`) if its
@@ -112,7 +112,7 @@ class RunConfig(Section):
     alternate from group to group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     freeze: Free[Label[tuple[tuple[str | tuple[str, ...], Steps], ...]]] = ()
     """Repeating phases in which policies do not learn: `[["solver", 5], ["proposer", 15]]` freezes the solver for 5
-    steps of the proposer, then the proposer for 15 steps of the solver (docs/policies.md)."""
+    steps of the proposer, then the proposer for 15 steps of the solver (docs/how-to/policies.md)."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()

@@ -1,4 +1,5 @@
-"""The scorers of a run: functions and judges that give turns or conversations a named reward (docs/scores.md)."""
+"""The scorers of a run: functions and judges that give turns or conversations a named reward
+(docs/how-to/scores.md)."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class ScoreLimitConfig(Section):
 
 
 class ScorerConfig(Section):
-    """A scorer gives turns or conversations a reward under its name while episodes run (docs/scores.md)."""
+    """A scorer gives turns or conversations a reward under its name while episodes run (docs/how-to/scores.md)."""
 
     function: WaveFixed[Code[str]] = ""
     """A function marked with `agentrl.scorer`: `module:function`, an installed name, or `path/to/file.py:function`."""

@@ -38,7 +38,7 @@ from agentrl.core.json_data import copy_json
 
 
 class RecordedTurnsConfig(Section):
-    """Starts some of the groups at turns that another run recorded (docs/branches.md)."""
+    """Starts some of the groups at turns that another run recorded (docs/how-to/branches.md)."""
 
     run: Fixed[Location[str]]
     """Directory of the other run, relative to the current directory. Keep its journal until training ends."""
@@ -57,14 +57,14 @@ class EnvironmentConfig(Section):
 
     id: Fixed[Code[str | dict[str, Rate]]]
     """A registered name, `module:Class`, or `path/to/env.py:Class`. A table of environments and sampling rates makes a
-    mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
+    mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/how-to/selection.md)."""
     options: Fixed[Code[Options]] = {}
     """Arguments of the environment's task source. In a mixture: one table per class name."""
     start_from: Fixed[RecordedTurnsConfig | None] = None
     """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
     selection: Fixed[Label[dict[str, float]]] = {}
     """Choose tasks by the results of earlier groups: `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
-    (docs/selection.md). Empty: repeated passes over all tasks, in seeded random order."""
+    (docs/how-to/selection.md). Empty: repeated passes over all tasks, in seeded random order."""
 
     @property
     def recorded_share(self) -> float:
@@ -99,10 +99,10 @@ class ModelConfig(Section):
     policy is remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Data type of the engine, the trainer and published full weights. `auto`: the checkpoint's, but float32 for a
-    float16 checkpoint (docs/engines.md)."""
+    float16 checkpoint (docs/reference/engines.md)."""
     reply_format: Fixed[ReplyFormatName] = "auto"
-    """Syntax of tool calls and thinking in replies (docs/models.md). `auto`: detected from the chat template. Policies
-    that name their own `model` always use `auto`."""
+    """Syntax of tool calls and thinking in replies (docs/reference/models.md). `auto`: detected from the chat template.
+    Policies that name their own `model` always use `auto`."""
     history: Fixed[Literal["keep", "fork"]] = "keep"
     """What to do when the chat template rewrites earlier turns, for example by removing their thinking. `keep`: the
     model continues to see what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
@@ -144,7 +144,7 @@ class EngineConfig(Section):
     vllm: WaveFixed[Machine[dict[str, Any] | Literal[False] | None]] = None
     """A table, even an empty one, selects vLLM; false: the embedded engine; null: vLLM on a GPU if it is installed and
     serves the run, otherwise the embedded engine; a resumed run keeps its engine. Keys are vLLM's engine arguments,
-    such as `tensor_parallel_size = 2` (docs/engines.md)."""
+    such as `tensor_parallel_size = 2` (docs/reference/engines.md)."""
     replicas: Free[Machine[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = 0
     """Number of engines, each in its own process. 0: one engine, in the run's process where possible. vLLM always has
     its own process, and so does any engine with several `workers` or with `cluster.address`."""
@@ -155,14 +155,14 @@ class EngineConfig(Section):
     """Maximum length of a conversation. 0: the model's maximum, or less if memory is short; a resumed run keeps the
     length."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """When a running conversation switches to newer weights (docs/engines.md). `auto`: `lazy` for adapters, `token` for
-    full weights."""
+    """When a running conversation switches to newer weights (docs/reference/engines.md). `auto`: `lazy` for adapters,
+    `token` for full weights."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
     memory_share: Free[Machine[Annotated[float, Field(ge=0, le=0.97)]]] = 0.0
     """Share of a GPU's memory for the engine. 0: 0.9 of a GPU of its own, or 0.45 of a GPU shared with a trainer rank
-    (docs/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0: enough for
-    `slots` contexts."""
+    (docs/how-to/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0:
+    enough for `slots` contexts."""
 
     @field_validator("vllm")
     @classmethod
@@ -234,8 +234,8 @@ LOSSES: dict[str, FunctionDeclaration] = {
     "dpo": FunctionDeclaration("loss", groups="group", reference=True),
 }
 """The built-in losses (`learn.losses`), keyed by name, with what each groups by and reads. Refusals, the exchange
-between ranks and the table in docs/algorithms.md follow from it. Losses by token without a reference have no gradient
-where the advantage is 0."""
+between ranks and the table in docs/reference/algorithms.md follow from it. Losses by token without a reference have no
+gradient where the advantage is 0."""
 NORMALIZERS: dict[str, Grouping] = {"tokens": "token", "sequences": "agent"}
 """Divisors of the loss that are no number, with the tokens on which a token's weight depends, apart from a factor that
 all tokens of the step share."""
@@ -282,7 +282,7 @@ class AdvantageConfig(FunctionConfig):
     name: Free[Code[str]] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
     `role_mean` compares with the policy's mean reward in that seat, for zero-sum games; `none` uses the raw reward. See
-    docs/algorithms.md for others and your own."""
+    docs/reference/algorithms.md for others and your own."""
 
     @property
     def gae(self) -> GaeConfig | None:
@@ -333,12 +333,12 @@ class CreditConfig(Section):
     """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`. Empty: 1 for
     each; otherwise every name needs a weight. Rewards recorded before a resume keep their weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """When a group's episodes become available for training (docs/scheduling.md). `group`: when all have ended. `late`:
-    the first half together, then each as it ends, with the first half as its baseline. `episode`: each as it ends, with
-    earlier groups as its baseline."""
+    """When a group's episodes become available for training (docs/explanation/scheduling.md). `group`: when all have
+    ended. `late`: the first half together, then each as it ends, with the first half as its baseline. `episode`: each
+    as it ends, with earlier groups as its baseline."""
     dynamic_sampling: Fixed[bool] = False
     """Drop groups whose advantages are all 0 (`no_signal`) and sample others instead (DAPO, arXiv:2503.14476;
-    docs/selection.md). Needs `release = "group"`."""
+    docs/how-to/selection.md). Needs `release = "group"`."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Which tokens a turn's reward (`agent.reward(x, turn=…)`) credits. `sum`: the agent's whole trajectory. `to_go`:
     that turn and the turns before it; each turn is compared with the group's rewards from that turn on."""
@@ -431,22 +431,22 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class LossConfig(FunctionConfig):
-    """The loss and its divisor (docs/algorithms.md). Other keys are arguments of the loss, such as `clip_high = 0.3`
-    for `ppo`, and may change on resume."""
+    """The loss and its divisor (docs/reference/algorithms.md). Other keys are arguments of the loss, such as `clip_high
+    = 0.3` for `ppo`, and may change on resume."""
 
     kind = "loss"
     built_in = tuple(LOSSES)
     name: Free[Code[str]] = "truncated"
     """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
-    weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
+    weights per token: bounded at any staleness, but not unbiased (docs/explanation/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
-    """Divisor of a step's summed token losses (docs/algorithms.md). `tokens`: the step's sampled tokens. `sequences`:
-    each conversation's tokens, then the conversations. A number: this number per unit, such as the sampled tokens of a
-    typical episode; required with `credit.release = "late"` or `"episode"`."""
+    """Divisor of a step's summed token losses (docs/reference/algorithms.md). `tokens`: the step's sampled tokens.
+    `sequences`: each conversation's tokens, then the conversations. A number: this number per unit, such as the sampled
+    tokens of a typical episode; required with `credit.release = "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
     """Weight of the KL divergence from the reference (`policies.NAME.reference`)."""
     kl_estimator: Free[KLEstimator] = "k3"
-    """Estimator of a token's KL divergence (Schulman 2020; docs/algorithms.md)."""
+    """Estimator of a token's KL divergence (Schulman 2020; docs/reference/algorithms.md)."""
 
     @property
     def normalizer_grouping(self) -> Grouping:
@@ -478,15 +478,16 @@ class TrainerConfig(Section):
     ranks, and any rank with `cluster.address`, are Ray actors."""
     context_ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of ranks that divide the tokens of a micro-batch, for contexts whose activations do not fit one rank; it
-    does not change the update. It divides `ranks` and the model's key-value heads (docs/several_gpus.md)."""
+    does not change the update. It divides `ranks` and the model's key-value heads (docs/how-to/several_gpus.md)."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """Sharding of weights, gradients and optimizer state (docs/processes.md); it does not change the update. `none`:
-    each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many ranks.
-    `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
+    """Sharding of weights, gradients and optimizer state (docs/how-to/processes.md); it does not change the update.
+    `none`: each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many
+    ranks. `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else
+    `full`."""
     experts: Free[Literal["auto", "gathered", "dispatched"]] = "auto"
     """Experts of a mixture of experts whose weights are sharded; it does not change the update. `gathered`: each rank
     gathers the weights, as of other layers. `dispatched`: each rank computes the experts that it holds, and tokens
-    travel to them. `auto`: what sends fewer bytes (docs/several_gpus.md)."""
+    travel to them. `auto`: what sends fewer bytes (docs/how-to/several_gpus.md)."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
@@ -498,7 +499,7 @@ class TrainerConfig(Section):
     the same update."""
     compile: Free[bool] = False
     """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Requires unsharded
-    weights (docs/several_gpus.md)."""
+    weights (docs/how-to/several_gpus.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
@@ -515,7 +516,7 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster of trainer ranks, engines and workers (docs/cluster.md)."""
+    """The Ray cluster of trainer ranks, engines and workers (docs/how-to/cluster.md)."""
 
     address: Free[Machine[str]] = ""
     """`auto`: the Ray instance on this machine. HOST:PORT: the head of a cluster. `local`: a Ray instance for this run
@@ -607,7 +608,7 @@ class CheckpointConfig(Section):
 
 
 class SandboxConfig(Section):
-    """The sandboxes of the environments (docs/sandboxes.md)."""
+    """The sandboxes of the environments (docs/how-to/sandboxes.md)."""
 
     driver: Free[Machine[Literal["bubblewrap", "podman", "docker"]]] = "bubblewrap"
     """Program that isolates commands. `podman` and `docker` give weaker guarantees, and need `unproved = "accept"`."""
@@ -621,7 +622,7 @@ class JournalConfig(Section):
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
     """`all`, or a number N: each checkpoint deletes tokens of training episodes and step columns that are older than
-    their policy's last N steps and no longer needed (docs/operations.md)."""
+    their policy's last N steps and no longer needed (docs/how-to/operations.md)."""
     budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
     """Maximum size of `journal/` and `steps/` together. If pruning to `keep` frees too little, the run writes a
     checkpoint and ends with exit code 74. 0: no limit."""

@@ -8,7 +8,8 @@ weight 1.
 This is unbiased, because a member's comparison set depends only on the others, whether it finished early or late. An
 early member is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one with
 the first m - 1 of all. Its baseline is therefore independent of its own samples, and E[score · baseline] = 0. Comparing
-a late member with all m would break this: its baseline would then depend on how long it took (docs/scheduling.md).
+a late member with all m would break this: its baseline would then depend on how long it took
+(docs/explanation/scheduling.md).
 
 Invariant: a member is released once.
 """

@@ -252,7 +252,7 @@ class EpisodeContext(ABC):
 
         It belongs to the episode, not to an agent: with several policies, it is reported once, at the steps of the
         first learning policy, by name, that acted in the episode. The exception is `turns/illegal`, which counts for
-        the agent that acted last. Names of agentrl's own metrics (docs/metrics.md) are refused.
+        the agent that acted last. Names of agentrl's own metrics (docs/reference/metrics.md) are refused.
         """
 
     # --- rarely ------------------------------------------------------------------------------------------------------

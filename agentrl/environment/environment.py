@@ -69,7 +69,7 @@ class Environment(ABC):
     only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
     selects: ClassVar[tuple[str, ...]] = ()
     """Keys of a task's data that name what the environment runs, opens or connects to: programs, files, addresses.
-    Commands that act on a recorded run take them from the user alone (docs/security.md)."""
+    Commands that act on a recorded run take them from the user alone (docs/reference/security.md)."""
     own_random: ClassVar[bool] = False
     """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
     declared, a draw in the first 32 episodes of a process, or a re-executed one, is detected: that episode restarts,

@@ -1,8 +1,8 @@
 """Environments whose agent is an existing program: a loop over a model client, a graph, a command line.
 
 `HarnessEnvironment` starts the program, gives it the address and the keys of a model endpoint, and rewards the outcome.
-Each request of the program is a turn of a seat. The program has the rights of this user (docs/security.md), unless it
-is given a sandbox.
+Each request of the program is a turn of a seat. The program has the rights of this user (docs/reference/security.md),
+unless it is given a sandbox.
 
 A program that is restarted, because it or this process was killed, begins in its initial state: an empty working
 directory. It gets the recorded replies as long as its requests are the same as before, and new ones after that.

@@ -100,9 +100,9 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Number of training episodes that `ctx.roulette` stopped (weight 0) or that survived it, by the weight of their
     rewards at the end."""
     caveats: list[str]
-    """Settings of scorers that bias the gradient estimate or change the objective; see docs/scorers.md."""
+    """Settings of scorers that bias the gradient estimate or change the objective; see docs/reference/scorers.md."""
     controls: list[str]
-    """What was asked of the run while it ran, with time and user; see docs/operations.md."""
+    """What was asked of the run while it ran, with time and user; see docs/how-to/operations.md."""
 
 
 def run_statistics(reader: RunReader) -> RunStatistics:

@@ -1,8 +1,8 @@
 """Policy losses: pure functions of a `LossBatch`, one value per token, chosen by name; and their derivatives.
 
 Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi / mu, sg = stop-gradient. Every loss
-corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/algorithms.md lists them
-with their names in TRL and verl, and says when to use which.
+corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/reference/algorithms.md
+lists them with their names in TRL and verl, and says when to use which.
 
 A loss is evaluated on leaf columns, detached from the model: `evaluate` gives the derivative of the sum by each
 log-probability and entropy, and the trainer propagates these through the model in micro-batches. A loss that couples
@@ -15,7 +15,8 @@ The gradient of a token's loss with respect to its log pi is bounded by |A| time
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
 ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
-The other bounds are in docs/off_policy.md; gspo, decoupled_ppo, clip_cov and kl_cov are bounded only by the ratio.
+The other bounds are in docs/explanation/off_policy.md; gspo, decoupled_ppo, clip_cov and kl_cov are bounded only by the
+ratio.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ MEANINGS = {
     "mirror_behind": "the copy made by `agentrl run mirror` is more than `--every` seconds plus "
     f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer",
 }
-"""Condition that raises each alarm, for docs/metrics.md; over the newest `WINDOW` steps unless it names others."""
+"""Condition that raises each alarm, for docs/reference/metrics.md; over the newest `WINDOW` steps unless it names
+others."""
 _REASON = re.compile(r"--where '(?:metric\.(?P<metric>\S+) > 0|\w+_reason = (?P<reason>\w+))'")
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")

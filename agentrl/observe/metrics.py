@@ -52,7 +52,7 @@ METRICS: tuple[Metric, ...] = (
         "reward_agreement/<name>",
         "fraction",
         "share of the step's pairs of conversations with different `reward` that this named reward puts in the same "
-        "order; ½ is chance (docs/scores.md)",
+        "order; ½ is chance (docs/how-to/scores.md)",
     ),
     Metric(
         "score_spread/<name>",
@@ -211,7 +211,7 @@ METRICS: tuple[Metric, ...] = (
         SCORES_EXPOSED,
         "s",
         "seconds per episode from the end of its program to its last score: the scoring time that sampling does not "
-        "hide (docs/scores.md)",
+        "hide (docs/how-to/scores.md)",
     ),
     Metric(
         "scores/requests/<name>",
@@ -226,7 +226,9 @@ METRICS: tuple[Metric, ...] = (
         "final reward weights of the survivors of `ctx.roulette`, per episode; about 1 if every episode calls it",
     ),
     Metric("parked", "times", "times per episode that it was parked"),
-    Metric("no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/scheduling.md)"),
+    Metric(
+        "no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/explanation/scheduling.md)"
+    ),
     Metric("turns/illegal", "turns", "turns per episode that the environment could not read"),
     Metric(
         "turns/demonstrated",
@@ -257,13 +259,13 @@ METRICS: tuple[Metric, ...] = (
         "advantage/variance_ratio",
         "1",
         "with `credit.release` = `late` or `episode`: mean squared advantage of newly completed groups, relative to "
-        "leave-one-out over the same groups (docs/scheduling.md)",
+        "leave-one-out over the same groups (docs/explanation/scheduling.md)",
     ),
     Metric(
         "selection_bias/length_ratio",
         "1",
         "mean tokens of trained episodes divided by that of all episodes, over the newest 20 steps' worth of episodes "
-        "that were all trained or dropped (docs/scheduling.md)",
+        "that were all trained or dropped (docs/explanation/scheduling.md)",
     ),
     Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
     Metric(

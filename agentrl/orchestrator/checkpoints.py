@@ -437,7 +437,7 @@ class JournalRetention:
 
     def _forecast(self, used_bytes: int, steps_left: int) -> None:
         usage = f"journal and step columns take {_mib(used_bytes)} of journal.budget_mib = {self._budget // MIB}"
-        advice = "raise it, or prune more with journal.keep (docs/operations.md, Disk)"
+        advice = "raise it, or prune more with journal.keep (docs/how-to/operations.md, Disk)"
         if used_bytes > 0.9 * self._budget and "full" not in self._warnings_given:
             self._warnings_given |= {"full", "growth"}
             self._warn(f"{usage}; {advice}")

@@ -13,9 +13,9 @@
 | evaluation      | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
 | `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
-To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit_groups` → `orchestrator/dispatch.py` →
-`rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/turn/agent.py` →
-`orchestrator/buffer.py` → `learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
+To follow one episode (docs/explanation/follow_one_episode.md): `Orchestrator._admit_groups` →
+`orchestrator/dispatch.py` → `rollout/worker.py` → `rollout/runner.py` → the environment's `run` →
+`rollout/turn/agent.py` → `orchestrator/buffer.py` → `learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
 
 Only headers pass through here. Errors that are no episode's fault end the run through `RunStop.fail`; all others stay
 with their episode. `StepMetrics` (`step_metrics.py`) measures the steps.
@@ -421,7 +421,7 @@ class Orchestrator:
     async def _step_with(self, policy: str, ready_units: Sequence[ReadyUnit]) -> bool:
         """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
 
-        The way of a version, in this order (docs/follow_one_update.md follows it through the files):
+        The way of a version, in this order (docs/explanation/follow_one_update.md follows it through the files):
 
         1. optimizer step: the trainer applies the gradient (`_train_on`).
         2. write: the trainer writes the weights as files (`publish`).

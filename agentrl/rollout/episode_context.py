@@ -407,7 +407,7 @@ class LiveEpisodeContext(EpisodeContext):
         if (why := why_reserved(name)) is not None:
             raise EnvironmentDefinitionError(
                 f"ctx.metric() cannot record {name!r}, because {why}. Choose another name; reserved are "
-                f"{', '.join(RESERVED_NAMES)} and the names in docs/metrics.md"
+                f"{', '.join(RESERVED_NAMES)} and the names in docs/reference/metrics.md"
             )
         self.episode.metric(name, value, self.episode.speaker() if name == ILLEGAL_TURNS else None)
 

@@ -66,7 +66,7 @@ Choices:
 
 What differs in the word problems:
 
-* The problems are those of `examples/08_smollm2.py`. The model answers with the calculation alone (`412 * 37`): TRL
+* The problems are those of `examples/07_smollm2.py`. The model answers with the calculation alone (`412 * 37`): TRL
   parses no tool calls of this model, and its answers in numbers are right in 0 to 2% of attempts.
 * Every prompt has a system prompt and two examples, about 95 tokens; a reply has at most 12. `contestants/words.py`
   makes the messages and the reward for all contestants, which render them to the same tokens.

@@ -1,4 +1,4 @@
-"""Generates docs/cli.md from the command line: `python -m docs.generators.commands > docs/cli.md`.
+"""Generates docs/reference/cli.md from the command line: `python -m docs.generators.commands > docs/reference/cli.md`.
 
 Owns the layout of the page. Commands, options and help texts are those of `agentrl.cli.commands`.
 """

@@ -1,4 +1,5 @@
-"""docs/configuration.md, generated from the models: `python -m docs.generators.configuration > docs/configuration.md`.
+"""docs/reference/configuration.md, generated from the models: `python -m docs.generators.configuration >
+docs/reference/configuration.md`.
 
 Owns the layout of the page. The text about a field is the field's docstring.
 """
@@ -49,7 +50,8 @@ settings marked
 * *new episodes*: episodes in flight keep their value;
 * ¹: fixed with `deterministic = true`.
 
-[`agentrl run set`](operations.md#controlling-a-running-run) changes settings marked *live* while the run runs.
+[`agentrl run set`](../how-to/operations.md#controlling-a-running-run) changes settings marked *live* while
+the run runs.
 """
 
 
@@ -177,7 +179,7 @@ def _flat(text: str) -> str:
 
 def linked(text: str) -> str:
     """Make links of the pages that a text names."""
-    return re.sub(r"docs/((\w+)\.md)", lambda match: f"[{match[2].replace('_', ' ')}]({match[1]})", text)
+    return re.sub(r"docs/(([\w-]+/)?(\w+)\.md)", lambda match: f"[{match[3].replace('_', ' ')}](../{match[1]})", text)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ EXHIBITS = (
         "openai_client",
         "An external agent",
         "A loop over the OpenAI client, trained without changes.",
-        example("09_openai_client.py"),
+        example("08_openai_client.py"),
         "runs/openai_client",
     ),
     Exhibit(

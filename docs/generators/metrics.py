@@ -1,4 +1,5 @@
-"""Generates docs/metrics.md from the registry: `python -m docs.generators.metrics > docs/metrics.md`.
+"""Generates docs/reference/metrics.md from the registry: `python -m docs.generators.metrics >
+docs/reference/metrics.md`.
 
 Owns the layout of the page. Names, units and meanings are those of `metrics.py` and `alarms.py`.
 """

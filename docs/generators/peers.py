@@ -3,8 +3,8 @@
     python -m benchmarks.peers --output docs/peers.json
     python -m docs.generators.peers [docs/peers.json]
 
-Rewrites what stands between the two `peers` comments in README.md, and all of docs/benchmarks.md. A quick run is
-refused, since its goal is low and its steps are few.
+Rewrites what stands between the two `peers` comments in README.md, and all of docs/results/benchmarks.md. A quick run
+is refused, since its goal is low and its steps are few.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
         "with the same vLLM but a merged LoRA instead of an adapter, and in "
         f"{ratio('calculator', 'wall_over_naive')} of that of a naive loop; with SmolLM2-135M, it took "
         f"{ratio('word_problems', 'wall_over_naive')} times as long as the loop. "
-        "[All figures, and settings that differ](docs/benchmarks.md).\n"
+        "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
 
 
@@ -165,7 +165,7 @@ def ratios(report: Mapping[str, Any]) -> str:
 
 
 def page(line: Mapping[str, Any]) -> str:
-    """All of docs/benchmarks.md."""
+    """All of docs/results/benchmarks.md."""
     text = (
         "# agentrl and its peers\n\n"
         "`python -m benchmarks.peers` installs each library from the package index, pinned, and gives all of them the "
@@ -210,7 +210,7 @@ def main() -> None:
     if replaced != 1:
         raise SystemExit("README.md needs one line `<!-- peers -->` and after it one line `<!-- /peers -->`")
     readme.write_text(text, encoding="utf-8")
-    (ROOT / "docs" / "benchmarks.md").write_text(page(line), encoding="utf-8")
+    (ROOT / "docs/results/benchmarks.md").write_text(page(line), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -601,7 +601,7 @@ continues its training by reward. Other configurations accept it as `--model {pa
 """
 TRAIN = """\
 # {command}
-# Trains the warmed-up model in this directory by reward. Every field: docs/configuration.md.
+# Trains the warmed-up model in this directory by reward. Every field: docs/reference/configuration.md.
 name = {name}
 steps = 40            # optimizer steps
 

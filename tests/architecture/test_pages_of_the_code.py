@@ -30,7 +30,7 @@ def has_symbol(body: list[ast.stmt], dotted: str) -> bool:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_symbol_exists(repository: Path, name: str) -> None:
-    page = (repository / "docs" / name).read_text(encoding="utf-8")
+    page = (repository / "docs" / "explanation" / name).read_text(encoding="utf-8")
     symbols = SYMBOL.findall(page)
     files = {path for path, _ in symbols}
 
@@ -39,9 +39,9 @@ def test_every_symbol_exists(repository: Path, name: str) -> None:
     assert not [f"{path}::{symbol}" for path, symbol in symbols if not has_symbol(trees[path].body, symbol)]
 
 
-@pytest.mark.parametrize("name", [*PAGES, "architecture.md", "../CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", [*PAGES, "architecture.md", "../../CONTRIBUTING.md"])
 def test_every_file_it_names_exists(repository: Path, name: str) -> None:
-    page = (repository / "docs" / name).read_text(encoding="utf-8")
+    page = (repository / "docs" / "explanation" / name).read_text(encoding="utf-8")
     paths = re.findall(r"`((?:agentrl|environments|examples|docs|tests)/[\w./-]+\.\w+)", page)
     assert paths
     assert not [path for path in paths if not (repository / path).exists()]

@@ -120,7 +120,7 @@ def test_branches_run_in_ray_actors(tmp_path: Path) -> None:
 def test_probes_are_played_in_worker_processes_and_never_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "def vine_ppo(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if "def vine_ppo(" in text]
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     settings = config(
         tmp_path,

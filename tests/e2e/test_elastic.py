@@ -1,4 +1,4 @@
-"""Nodes that are drained: a worker leaves before its machine does, by the command in docs/cluster.md."""
+"""Nodes that are drained: a worker leaves before its machine does, by the command in docs/how-to/cluster.md."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ evaluation.tasks = 0
 
 
 def drain_command(repository: Path) -> str:
-    """The shell command of the pod's `preStop` hook in docs/cluster.md."""
-    page = (repository / "docs" / "cluster.md").read_text()
+    """The shell command of the pod's `preStop` hook in docs/how-to/cluster.md."""
+    page = (repository / "docs/how-to/cluster.md").read_text()
     found = re.search(r"^ *(ray drain-node .*)$", page, re.MULTILINE)
     assert found is not None
     return found[1]

@@ -33,7 +33,7 @@ def functions_of(page: Path) -> set[tuple[str, str]]:
 
 
 def test_an_episode_and_its_update_enter_every_function_of_the_pages(repository: Path, tmp_path: Path) -> None:
-    pages = {name: functions_of(repository / "docs" / name) for name in PAGES}
+    pages = {name: functions_of(repository / "docs" / "explanation" / name) for name in PAGES}
     assert all(len(functions) >= 6 for functions in pages.values())
     (script := tmp_path / "traced.py").write_text(TRACED)
     traced = warm.script(repository, script, str(tmp_path))

@@ -1,5 +1,5 @@
-"""Every command of docs/inspection.md and docs/replaying.md runs on a sample run, and prints what the page shows, up to
-numbers."""
+"""Every command of docs/how-to/inspection.md and docs/how-to/replaying.md runs on a sample run, and prints what the
+page shows, up to numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.markdown_pages import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-PAGES = [ROOT / "docs" / name for name in ("inspection.md", "replaying.md")]
+PAGES = [ROOT / "docs" / "how-to" / name for name in ("inspection.md", "replaying.md")]
 
 
 def test_every_command_prints_what_the_page_shows(

@@ -32,7 +32,7 @@ def run_example(name: str, directory: Path) -> str:
 @pytest.mark.exhaustive
 def test_the_loop_over_the_openai_client_learns(tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    before, after = re.findall(r"\d\.\d\d", run_example("09_openai_client.py", tmp_path).splitlines()[-1])
+    before, after = re.findall(r"\d\.\d\d", run_example("08_openai_client.py", tmp_path).splitlines()[-1])
     assert float(after) >= 0.9 > float(before)
 
 
@@ -41,7 +41,7 @@ def test_the_loop_over_the_openai_client_learns(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("mini") is None, reason="needs the command `mini`: pipx install mini-swe-agent")
 def test_mini_swe_agent_is_trained_on_repairs(tmp_path: Path) -> None:
-    said = run_example("10_harness.py", tmp_path)
+    said = run_example("09_harness.py", tmp_path)
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in steps] == [f"step {n}: 24 episodes" for n in range(1, 9)]
     rewards = [float(line.rpartition(" ")[2]) for line in steps]
@@ -50,7 +50,7 @@ def test_mini_swe_agent_is_trained_on_repairs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def repairs() -> dict[str, Any]:
-    return runpy.run_path(str(EXAMPLES / "10_harness.py"))
+    return runpy.run_path(str(EXAMPLES / "09_harness.py"))
 
 
 def test_a_repair_is_rewarded_by_its_test_alone(repairs: dict[str, Any], tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_the_model_is_shown_is_what_mini_asks_for(repairs: dict[str, Any], 
         if message.role == "assistant":
             (call,) = chat.parse([*chat.encode(message.content), chat.stop_token_ids[0]]).tool_calls
             assert (call.name, list(call.arguments)) == ("bash", ["command"])
-    assert repairs["config"](tmp_path).environment.id.endswith("10_harness.py:Repair")
+    assert repairs["config"](tmp_path).environment.id.endswith("09_harness.py:Repair")
 
 
 def test_a_missing_mini_is_named(repairs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="nee
 
 @pytest.fixture(scope="module")
 def code_reward() -> dict[str, Any]:
-    return runpy.run_path(str(EXAMPLES / "13_code_reward.py"))
+    return runpy.run_path(str(EXAMPLES / "12_code_reward.py"))
 
 
 @needs_bubblewrap
@@ -55,7 +55,7 @@ def test_every_task_needs_parentheses_and_is_in_one_split(code_reward: dict[str,
 def test_the_warmed_up_model_can_be_loaded(code_reward: dict[str, Any], tmp_path: Path) -> None:
     code_reward["build_model"](tmp_path, steps=2)
     assert TemplateChatFormat.load(tmp_path).encode("def f(x):\n")
-    assert code_reward["config"](tmp_path).environment.id.endswith("13_code_reward.py:Functions")
+    assert code_reward["config"](tmp_path).environment.id.endswith("12_code_reward.py:Functions")
 
 
 @needs_bubblewrap
@@ -63,7 +63,7 @@ def test_the_warmed_up_model_can_be_loaded(code_reward: dict[str, Any], tmp_path
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_model_learns_where_parentheses_belong(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "13_code_reward.py")]
+    command = [sys.executable, str(EXAMPLES / "12_code_reward.py")]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     before, after = ran.stdout.splitlines()[-2].split(": ")[1].split(", ")
@@ -72,7 +72,7 @@ def test_the_model_learns_where_parentheses_belong(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def harbor() -> dict[str, Any]:
-    return runpy.run_path(str(EXAMPLES / "14_harbor.py"))
+    return runpy.run_path(str(EXAMPLES / "13_harbor.py"))
 
 
 def harbor_tasks(harbor: dict[str, Any], directory: Path) -> dict[str, agentrl.Task]:
@@ -109,6 +109,6 @@ def test_smollm2_learns_to_use_the_shell(tmp_path: Path, monkeypatch: pytest.Mon
     if not (ROOT / "models/SmolLM2-135M-Instruct").is_dir():
         pytest.skip("the model is not there: make smollm2")
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, str(EXAMPLES / "14_harbor.py"), "harbor_tasks"], check=True)
-    run = agentrl.train(load(EXAMPLES / "14_harbor.toml", [f"--directory={tmp_path / 'runs'}"]), quiet=True)
+    subprocess.run([sys.executable, str(EXAMPLES / "13_harbor.py"), "harbor_tasks"], check=True)
+    run = agentrl.train(load(EXAMPLES / "13_harbor.toml", [f"--directory={tmp_path / 'runs'}"]), quiet=True)
     assert run.summary["reward_end"] > run.summary["reward_start"] + 0.2

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
     ("script", "run", "needs"),
     [
         ("06_self_play.py", "self_play", "textarena"),
-        ("09_openai_client.py", "openai_client", "openai"),
-        ("12_scores.py", "scores", "reasoning_gym"),
-        ("15_branches.py", "branches", "reasoning_gym"),
+        ("08_openai_client.py", "openai_client", "openai"),
+        ("11_scores.py", "scores", "reasoning_gym"),
+        ("14_branches.py", "branches", "reasoning_gym"),
     ],
 )
 def test_a_script_whose_run_exists_says_so(

@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.exhaustive, py
 def test_the_curve_of_an_own_environment_moves_on_the_first_day(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shop of docs/own_model.md: rewards that are 0 with random weights rise by warm-up, then by learning."""
-    (block,) = [text for text in python_of(ROOT / "docs" / "own_model.md") if text.startswith("# shop.py")]
+    """The shop of docs/tutorials/own_model.md: rewards that are 0 with random weights rise by warm-up, then by
+    learning."""
+    (block,) = [text for text in python_of(ROOT / "docs/tutorials/own_model.md") if text.startswith("# shop.py")]
     (tmp_path / "shop.py").write_text(block)
     out = tmp_path / "models" / "shop"
     assert main([f"{tmp_path}/shop.py:Shop", "--out", str(out), "--until=0.6"]) == 0

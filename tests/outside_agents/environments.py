@@ -1,6 +1,6 @@
 """Agents written for libraries of others, unmodified, as environments: a clerk with a tool that adds.
 
-A class holds what its library needs to be set; docs/outside_agents.md shows the same lines.
+A class holds what its library needs to be set; docs/tutorials/outside_agents.md shows the same lines.
 """
 
 from __future__ import annotations

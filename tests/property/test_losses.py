@@ -136,14 +136,19 @@ BOUNDS: list[tuple[Loss, float]] = [
     (loss_named("topr"), 1.0),
     (loss_named("vespo"), 1.2416),
 ]
-"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/off_policy.md."""
+"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/explanation/off_policy.md."""
 UNBOUNDED = {"gspo", "decoupled_ppo", "clip_cov", "kl_cov"}
 NOT_BY_ADVANTAGE = {"dpo", "distillation"}
 
 
 def test_of_every_loss_the_docs_say_how_large_its_gradient_gets() -> None:
     assert {loss.name for loss, _ in BOUNDS} | UNBOUNDED | NOT_BY_ADVANTAGE == BUILT_IN.keys()
-    table = (ROOT / "docs" / "off_policy.md").read_text(encoding="utf-8").partition("| bound |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "docs/explanation/off_policy.md")
+        .read_text(encoding="utf-8")
+        .partition("| bound |")[2]
+        .partition("\n\n")[0]
+    )
     named = {
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1:2][0] if row else "")
     }

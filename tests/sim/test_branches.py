@@ -222,7 +222,7 @@ class Probing(agentrl.Environment):
 
 
 def probing_run(directory: FilePath, **changes: Any) -> SmallRun:
-    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "def vine_ppo(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if "def vine_ppo(" in text]
     mine = directory / "mine.py"
     mine.write_text(text, encoding="utf-8")
     settings = {
@@ -477,7 +477,7 @@ def test_survivors_of_roulette_weigh_more(simulated_loop: SeededSimulation) -> N
 
 
 def test_the_page_s_program_branches_and_stops_by_a_score(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "class Prove(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/how-to/branches.md") if "class Prove(" in text]
     mine = tmp_path / "mine.py"
     mine.write_text(text, encoding="utf-8")
     scope: dict[str, Any] = {"__name__": __name__}
@@ -711,7 +711,7 @@ def test_resampled_episodes_are_compared_with_each_other(simulated_loop: SeededS
 
 
 def test_the_page_s_program_samples_failed_turns_again(simulated_loop: SeededSimulation) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "class DeepGrpo(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if "class DeepGrpo(" in text]
     scope: dict[str, Any] = {"__name__": __name__}
     exec(text, scope)
 

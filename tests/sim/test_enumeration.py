@@ -238,8 +238,8 @@ CASES: dict[str, Case] = {
 
 
 def write_vine_ppo(directory: Path) -> str:
-    """Write the estimator of docs/trees.md to a file; returns its reference."""
-    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "def vine_ppo(" in text]
+    """Write the estimator of docs/reference/trees.md to a file; returns its reference."""
+    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if "def vine_ppo(" in text]
     (directory / "mine.py").write_text(text, encoding="utf-8")
     return f"{directory / 'mine.py'}:vine_ppo"
 

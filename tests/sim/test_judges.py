@@ -400,10 +400,10 @@ def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() 
 
 def test_the_pages_judge_is_paid_for_right_verdicts(repository: Path) -> None:
     """The judge says yes to even digits, and the right answer is 4."""
-    page = (repository / "docs/scorers.md").read_text(encoding="utf-8")
+    page = (repository / "docs/reference/scorers.md").read_text(encoding="utf-8")
     code = page[page.index("class Judged(") :].partition("```")[0]
     scope: dict[str, Any] = {"agentrl": agentrl, "__name__": __name__}
-    exec(compile(code, "docs/scorers.md", "exec"), scope)
+    exec(compile(code, "docs/reference/scorers.md", "exec"), scope)
 
     def play(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         if policy == "solver":

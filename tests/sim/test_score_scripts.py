@@ -1,6 +1,6 @@
 """Scripts that users of scores and branches write, run as they stand but for the engine, which follows a script.
 
-The others are in docs/trees.md (`tests/unit/test_tree_credit.py`, `test_branches.py`: TreeRL, VinePPO) and in
+The others are in docs/reference/trees.md (`tests/unit/test_tree_credit.py`, `test_branches.py`: TreeRL, VinePPO) and in
 `tests/e2e/test_reward_model_run.py` (a reward model).
 """
 

@@ -41,7 +41,7 @@ def test_weights_over_the_conversation_are_exact_without_branches_and_have_the_w
 
 
 def test_the_page_has_the_groupings_of_the_code() -> None:
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/algorithms.md").read_text(encoding="utf-8")
     table = page.partition("### What a loss groups by")[2].partition("###")[0]
     rows = {row.split("`")[1]: row.split(" | ") for row in table.splitlines() if row.startswith("| `")}
     found = {(name, grouping) for grouping, row in rows.items() for name in re.findall(r"`(\w+)`", row[1])}

@@ -30,12 +30,16 @@ def test_commands_print_what_the_pages_say() -> None:
         ("README.md", "0.384 of the time", "0.284 of the time"),
         ("README.md", "is another project", "is this project"),
         (
-            "docs/coming_from.md",
+            "docs/how-to/coming_from.md",
             'normalizer = "sequences", clip_high = 0.2,',
             'normalizer = "sequences", clip_high = 0.28,',
         ),
-        ("docs/comparison.md", "3589 is merged, the others are open", "all are open"),
-        ("docs/durability.md", "Every admitted episode is trained once", "Every admitted episode is trained"),
+        ("docs/explanation/comparison.md", "3589 is merged, the others are open", "all are open"),
+        (
+            "docs/explanation/durability.md",
+            "Every admitted episode is trained once",
+            "Every admitted episode is trained",
+        ),
     ],
 )
 def test_a_sentence_altered_on_purpose_is_found(page: str, sentence: str, altered: str) -> None:

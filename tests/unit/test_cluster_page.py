@@ -1,4 +1,4 @@
-"""The files in docs/cluster.md are what their tools read; tests/e2e/test_cluster_page.py runs the script."""
+"""The files in docs/how-to/cluster.md are what their tools read; tests/e2e/test_cluster_page.py runs the script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def block(repository: Path, kind: str, begin: str) -> str:
-    page = (repository / "docs" / "cluster.md").read_text()
+    page = (repository / "docs/how-to/cluster.md").read_text()
     found = [text for text in re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) if text.startswith(begin)]
     assert len(found) == 1
     return str(found[0])

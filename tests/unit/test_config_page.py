@@ -17,18 +17,18 @@ from docs.generators.configuration import configuration_page, documented_keys
 
 
 def test_the_page_is_up_to_date(repository: Path) -> None:
-    assert (repository / "docs/configuration.md").read_text(encoding="utf-8") == configuration_page(), (
+    assert (repository / "docs/reference/configuration.md").read_text(encoding="utf-8") == configuration_page(), (
         "run `make docs-config`"
     )
 
 
 def test_the_page_of_the_command_line_is_up_to_date(repository: Path) -> None:
-    page = (repository / "docs/cli.md").read_text(encoding="utf-8")
+    page = (repository / "docs/reference/cli.md").read_text(encoding="utf-8")
     assert page == render_commands_page(), "run `make docs-config`"
 
 
 def test_the_page_of_the_python_api_has_every_public_name_once(repository: Path) -> None:
-    lines = (repository / "docs/api.md").read_text(encoding="utf-8").splitlines()
+    lines = (repository / "docs/reference/api.md").read_text(encoding="utf-8").splitlines()
     names = [line.removeprefix("::: agentrl.") for line in lines if line.startswith(":::")]
     assert sorted(names) == sorted(agentrl.__all__)
 

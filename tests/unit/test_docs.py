@@ -15,6 +15,7 @@ from agentrl.cli.commands import make_parser as _parser
 from agentrl.config.load import all_keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import find_registered_metric
+from benchmarks.figures import read_bounds
 from tests.markdown_pages import LINK, PAGES, ROOT, blocks, broken_links, prose, python_of
 from tests.outside_agents.environments import LIBRARIES, REQUIREMENTS
 
@@ -45,12 +46,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_promise_names_tests_that_exist_and_that_make_test_runs() -> None:
-    page = ROOT / "docs" / "durability.md"
+    page = ROOT / "docs/explanation/durability.md"
     rows = [line for line in prose(page).splitlines() if line.startswith("| ") and "tests/" in line]
     assert len(rows) > 20
     for row in rows:
         proofs = [(text, path) for text, path in LINK.findall(row) if re.match("test_|Test", text)]
-        proofs += [("", f"../{path}") for path in re.findall(r"`(tests/[\w/]+\.py)`", row)]
+        proofs += [("", f"../../{path}") for path in re.findall(r"`(tests/[\w/]+\.py)`", row)]
         assert proofs, row
         sources = [source_of(page.parent / path, test) for test, path in proofs]
         assert not any(source.startswith("@pytest.mark.exhaustive") for source in sources), f"not in make test: {row}"
@@ -126,7 +127,7 @@ def test_files_named_in_the_text_exist() -> None:
 
 
 def test_the_page_of_agent_libraries_is_what_is_trained() -> None:
-    page = (ROOT / "docs/outside_agents.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/tutorials/outside_agents.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1:-1] for line in page.partition("| to be set |")[2].split("\n\n")[0].split("\n")[2:]]
     assert len(rows) == len(LIBRARIES)
     for (library, environment), (title, settings, tool) in zip(LIBRARIES.items(), rows, strict=True):
@@ -146,3 +147,13 @@ def test_nothing_is_promised_for_later() -> None:
         r"\b(coming soon|planned|roadmap|TODO|not yet implemented|in a future|upcoming)\b", re.IGNORECASE
     )
     assert not [(name(page), found[0]) for page in PAGES for found in later.finditer(page.read_text(encoding="utf-8"))]
+
+
+def test_every_example_and_benchmark_has_its_line_and_numbers_have_no_gap() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    files = sorted(path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml", ".yaml"))
+    assert not [name for name in files if f"`{name}`" not in listed]
+    numbers = sorted({int(name[:2]) for name in files if name[:2].isdecimal()})
+    assert numbers == list(range(1, len(numbers) + 1))
+    listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert not [benchmark.name for benchmark in read_bounds()[1] if f"| `{benchmark.name}` |" not in listed]

@@ -1,5 +1,5 @@
-"""examples/11_gpu.toml and the set-ups of docs/gpu.md and docs/several_gpus.md, on the machines they describe: doctor
-accepts and explains each."""
+"""examples/10_gpu.toml and the set-ups of docs/tutorials/gpu.md and docs/how-to/several_gpus.md, on the machines they
+describe: doctor accepts and explains each."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def write_tokenizer(directory: Path, *, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("source", "model"),
     [
-        ("examples/11_gpu.toml", "Qwen3-0.6B"),
-        ("docs/gpu.md", "Qwen3-0.6B"),
-        pytest.param("docs/several_gpus.md", "Qwen3-8B", marks=pytest.mark.exhaustive),
-        pytest.param("docs/several_gpus.md", "Qwen3-32B", marks=pytest.mark.exhaustive),
+        ("examples/10_gpu.toml", "Qwen3-0.6B"),
+        ("docs/tutorials/gpu.md", "Qwen3-0.6B"),
+        pytest.param("docs/how-to/several_gpus.md", "Qwen3-8B", marks=pytest.mark.exhaustive),
+        pytest.param("docs/how-to/several_gpus.md", "Qwen3-32B", marks=pytest.mark.exhaustive),
     ],
 )
 def test_doctor_accepts_and_explains_a_set_up(
@@ -91,7 +91,7 @@ def test_doctor_names_all_that_the_gpu_example_lacks_here(
 ) -> None:
     monkeypatch.setattr("agentrl.core.machine.gpus", lambda: ())
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    example = repository / "examples/11_gpu.toml"
+    example = repository / "examples/10_gpu.toml"
     absent = tmp_path / "Qwen3-0.6B"
     assert main(["doctor", str(example), f"--model.path={absent}", "--json"]) == 1
     sections = json.loads(capsys.readouterr().out)["sections"]

@@ -1,4 +1,5 @@
-"""The commands of docs/inspection.md and docs/replaying.md whose output they do not show, on the sample run."""
+"""The commands of docs/how-to/inspection.md and docs/how-to/replaying.md whose output they do not show, on the sample
+run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_the_commands_of_the_pages_run(
     shown = [
         block.text
         for page in ("inspection.md", "replaying.md")
-        for block in blocks(ROOT / "docs" / page)
+        for block in blocks(ROOT / "docs" / "how-to" / page)
         if block.language == "sh" and block.executed
     ]
     lines = [line for text in shown for line in text.split("\n")]

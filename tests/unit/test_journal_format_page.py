@@ -1,4 +1,4 @@
-"""docs/journal_format.md: its tables are the tables, and its SQL runs."""
+"""docs/reference/journal_format.md: its tables are the tables, and its SQL runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from agentrl.journal.schema import open_database_to_read
 from tests.journal_cases import write_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "journal_format.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/journal_format.md"
 
 
 @pytest.fixture(scope="module")

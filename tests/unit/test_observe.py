@@ -497,7 +497,7 @@ def test_sparklines_and_durations() -> None:
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
-    written = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    written = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
     assert written == render_metrics_page(), "run `make docs-config`"
     assert not re.findall(r"\{[A-Z].*?\}", written), "a name stands where its value belongs"
 

@@ -108,7 +108,7 @@ def test_a_word_problem_is_answered_by_its_calculation() -> None:
 
 def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = summary.report("calculator", quick=False, goal=0.9, records=RECORDS, conditions=CONDITIONS)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "README.md").write_text("Before.\n<!-- peers -->\nold\n<!-- /peers -->\nAfter.\n")
     (tmp_path / "docs" / "peers.json").write_text(json.dumps(line))
     monkeypatch.setattr(peers, "ROOT", tmp_path)
@@ -120,7 +120,7 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert "old" not in readme
     assert "On 8 CPU cores (Abacus)" in readme
     assert "in 0.55 of the time of TRL" in readme
-    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    page = (tmp_path / "docs/results/benchmarks.md").read_text()
     assert "| AGENTRL_VLLM | 5 | 12 (11 to 13) | 8 | 50 |" in page
     assert "| 5 | 0.55 (0.5 to 0.6) |" in page
     assert "Measured on 1 May 2026, on 8 CPU cores (Abacus), with agentrl at commit 0123abcd" in page
@@ -159,7 +159,7 @@ def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
 
 def test_the_pages_are_what_the_saved_line_says(repository: Path) -> None:
     line = json.loads((repository / "docs" / "peers.json").read_text(encoding="utf-8"))
-    assert (repository / "docs" / "benchmarks.md").read_text(encoding="utf-8") == peers.page(line)
+    assert (repository / "docs/results/benchmarks.md").read_text(encoding="utf-8") == peers.page(line)
     assert peers.readme_section(line) in (repository / "README.md").read_text(encoding="utf-8")
     for part, report in peers.parts_of(line).items():
         again = {name: report[name] for name in ("quick", "goal", "records", "conditions")}

@@ -1,4 +1,5 @@
-"""The SAO preset (docs/algorithms.md, arXiv:2607.07508) against verl's formulas, written down from their descriptions.
+"""The SAO preset (docs/reference/algorithms.md, arXiv:2607.07508) against verl's formulas, written down from their
+descriptions.
 
 verl, `trainer/ppo/core_algos.py`: generalized advantages over a padded matrix, whose observation tokens pass on the
 value and the trace behind them; a value loss of 0.5 · mean over trained tokens of max((V − G)², (clip(V) − G)²); in

@@ -202,7 +202,7 @@ def test_settings_that_bias_the_estimate_are_named(advantage: str, scorer: dict[
 
 
 def test_the_example_scores_the_next_partial_sum(repository: Path) -> None:
-    next_step = runpy.run_path(str(repository / "examples" / "12_scores.py"))["next_step"]
+    next_step = runpy.run_path(str(repository / "examples" / "11_scores.py"))["next_step"]
     task = agentrl.Task(id="t", data={"question": "State the final answer to the following problem: 54 - 97 + 3 ="})
 
     def score(number: int, **arguments: Any) -> float | None:

@@ -78,7 +78,7 @@ def estimator(name: str) -> AdvantageEstimator:
 
 def of_the_page(name: str, directory: FilePath) -> str:
     """Reference of a function of the page, in a file of its own."""
-    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if f"def {name}(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if f"def {name}(" in text]
     (directory / "mine.py").write_text(text, encoding="utf-8")
     return f"{directory / 'mine.py'}:{name}"
 

@@ -1,4 +1,4 @@
-"""Every `loss_type` of TRL is in docs/coming_from.md: as settings that compute the same, or as not built in."""
+"""Every `loss_type` of TRL is in docs/how-to/coming_from.md: as settings that compute the same, or as not built in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = {
 
 def rows(repository: Path) -> dict[str, str]:
     """The tables' second column by each name in the first."""
-    text = (repository / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    text = (repository / "docs/how-to/coming_from.md").read_text(encoding="utf-8")
     part = text[text.index("Values of `GRPOConfig.loss_type`") : text.index("## verifiers")]
     found: dict[str, str] = {}
     for line in part.splitlines():
@@ -71,7 +71,7 @@ def test_pasted_settings_compute_the_losses_of_trl(trl: Path, repository: Path) 
     rows_of_step = recorded("trl")["rows"]
     lengths = np.array([len(row["logprobs"]) for row in rows_of_step])
     cases = {}
-    for line in (repository / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines():
+    for line in (repository / "docs/how-to/coming_from.md").read_text(encoding="utf-8").splitlines():
         found = re.match(r"\| `(\w+)`(.*?) \| `(\{ name = .*?\})`", line)
         if found and found[1] in GRPO:
             options = tomllib.loads("\n".join(re.findall(r"`(\w+ = .*?)`", found[2])))

@@ -315,8 +315,8 @@ def test_the_check_passes_every_built_in_loss(name: str) -> None:
 
 
 def from_the_page(name: str, directory: Path) -> str:
-    """The reference of a function that docs/own_losses.md shows."""
-    (text,) = [text for text in python_of(ROOT / "docs" / "own_losses.md") if f"def {name}(" in text]
+    """The reference of a function that docs/how-to/own_losses.md shows."""
+    (text,) = [text for text in python_of(ROOT / "docs/how-to/own_losses.md") if f"def {name}(" in text]
     script = directory / "mine.py"
     script.write_text(f"import torch\nimport agentrl\n{text}", encoding="utf-8")
     return f"{script}:{name}"
@@ -366,7 +366,9 @@ def test_the_page_s_advantage_over_the_step_is_above_the_mean_of_each_group(tmp_
 def test_the_page_has_every_option_with_its_default() -> None:
     """In the table of losses, in its column; in that of advantages, beside the formula."""
     rows = [
-        line for line in (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines() if line[:3] == "| `"
+        line
+        for line in (ROOT / "docs/reference/algorithms.md").read_text(encoding="utf-8").splitlines()
+        if line[:3] == "| `"
     ]
     functions = BUILT_IN | {name: function for name, (function, _) in GROUP_ESTIMATORS.items()}
     for name, function in functions.items():

@@ -193,7 +193,7 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
         elif not on_gpu:
             yield (
                 "speculative decoding is refused on CPUs: of the tokens it samples, vLLM 0.32 reports wrong "
-                "log-probabilities for some, up to several nats off, or none (docs/engines.md)"
+                "log-probabilities for some, up to several nats off, or none (docs/reference/engines.md)"
             )
 
 

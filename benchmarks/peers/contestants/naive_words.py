@@ -11,7 +11,7 @@ from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from benchmarks.naive_loop import Episode, Game, end_turn
 from benchmarks.peers.contestants import words
 
-PROBLEMS = resolve(f"{Path(__file__).resolve().parents[3]}/examples/08_smollm2.py:WordProblems")
+PROBLEMS = resolve(f"{Path(__file__).resolve().parents[3]}/examples/07_smollm2.py:WordProblems")
 
 
 def tasks(split: str, seed: int) -> TaskSource:
