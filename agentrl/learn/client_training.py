@@ -206,7 +206,7 @@ class AdapterTrainer:
         self._base = AdaptedBase.load(plan, path, device)
         self._publisher = Publisher(run_directory, plan.model)
         self._canary = CanaryBuilder(self._base.bare(), max_context=plan.max_context)
-        self._learners: dict[str, Learner] = {}
+        self.learners: dict[str, Learner] = {}
         self.vocabulary = int(self._base.model.config.get_text_config().vocab_size)
 
     def layers(self, *, attention: bool, mlp: bool) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class AdapterTrainer:
         """
         model = self._base.add(name, lora, seed=seed)
         model.train(offload=self._plan.offloads_masters)
-        self._learners[name] = Learner(
+        self.learners[name] = Learner(
             name,
             model,
             PolicyConfig(lora=lora),
@@ -240,15 +240,15 @@ class AdapterTrainer:
 
     def remove(self, name: str) -> None:
         """Forget an adapter, its optimizer and its gradient."""
-        self._base.remove(self._learners.pop(name).model)
+        self._base.remove(self.learners.pop(name).model)
 
     def has(self, name: str) -> bool:
         """Whether an adapter is in memory."""
-        return name in self._learners
+        return name in self.learners
 
     def step(self, name: str) -> int:
         """Return the number of changes of an adapter's weights."""
-        return self._learners[name].step
+        return self.learners[name].step
 
     def forward(
         self, name: str, rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, backward: bool
@@ -258,7 +258,7 @@ class AdapterTrainer:
         Raises:
             NonFiniteError: the loss or its gradient is NaN or infinite; nothing was added.
         """
-        learner = self._learners[name]
+        learner = self.learners[name]
         parameters = list(learner.model.parameters.values())
         before = [parameter.grad for parameter in parameters]
         if backward:
@@ -312,7 +312,7 @@ class AdapterTrainer:
 
     def optim_step(self, name: str, settings: AdamSettings) -> float:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping."""
-        learner = self._learners[name]
+        learner = self.learners[name]
         gradients = learner.gradients()
         norm = float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])))
         if settings.max_grad_norm and norm > settings.max_grad_norm:
@@ -327,19 +327,19 @@ class AdapterTrainer:
 
     def write_version(self, name: str, version: PolicyVersion) -> WeightsRef:
         """Write the weights as an immutable version, which engines load."""
-        model = self._learners[name].model
+        model = self.learners[name].model
         model.activate()
         return self._publisher.publish(version, model, self._canary.of(model))
 
     def save(self, name: str, directory: Path) -> None:
         """Write weights and optimizer state into a directory that does not exist."""
-        learner = self._learners[name]
+        learner = self.learners[name]
         progress = LearnerProgress(step=learner.step, version=learner.version, report=None)
         save_checkpoint(directory, _named_parameters(learner.model), learner.optimizer, progress)
 
     def restore(self, name: str, directory: Path) -> None:
         """Continue from a directory of `save`, bit for bit."""
-        learner = self._learners[name]
+        learner = self.learners[name]
         learner.step = self._read(learner, directory).step
 
     def load(self, name: str, directory: Path, *, optimizer: bool) -> None:
@@ -350,7 +350,7 @@ class AdapterTrainer:
             directory: a directory of `save`.
             optimizer: whether to load the optimizer's state; otherwise it starts empty.
         """
-        learner = self._learners[name]
+        learner = self.learners[name]
         self._read(learner, directory)
         if not optimizer:
             learner.optimizer.state.clear()

@@ -669,7 +669,13 @@ class AdaptedBase:
         """Remove the adapter of a policy, whose view may no longer be used."""
         assert self._peft is not None
         assert policy_model.adapter is not None
-        self._peft.delete_adapter(policy_model.adapter)
+        others = self._peft.peft_config.keys() - {policy_model.adapter}
+        if others:
+            self._peft.set_adapter(min(others))  # PEFT fails later if the active adapter is gone
+            self._peft.delete_adapter(policy_model.adapter)
+        else:
+            self._peft.unload()
+            self._peft = None
 
 
 def _dispatched_experts(

@@ -1,0 +1,177 @@
+"""What clients train has the gradient that each row alone would have, by formulas written down a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.config.policies import LoraConfig
+from agentrl.config.sections import EngineConfig, TrainerConfig
+from agentrl.config.server import ServedModelConfig, ServerConfig
+from agentrl.core.errors import NonFiniteError
+from agentrl.learn.client_training import AdamSettings, AdapterTrainer, ClientRow
+from tests.learn_cases import VOCABULARY, write_model
+
+ADAM = AdamSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, max_grad_norm=0.5)
+SETTINGS = {"ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}, "cispo": {}, "dro": {"beta": 0.3}}
+
+Numbers = torch.Tensor
+NAIVE: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
+    "cross_entropy": lambda p, q, a, w: -(p * w),
+    "importance_sampling": lambda p, q, a, w: -((p - q).exp() * a),
+    "ppo": lambda p, q, a, w: torch.maximum(-(p - q).exp() * a, -(p - q).exp().clip(0.5, 1.1) * a),
+    "cispo": lambda p, q, a, w: -((p - q).exp().clip(0.8, 1.2).detach() * a * p),
+    "dro": lambda p, q, a, w: 0.15 * (p - q).square() - a * p,
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> AdapterTrainer:
+    directory = tmp_path_factory.mktemp("server")
+    config = ServerConfig(
+        models={"tiny": ServedModelConfig(path=str(write_model(directory / "model")))},
+        engine=EngineConfig(max_context=32, vllm=False),
+        trainer=TrainerConfig(micro_batch_tokens=24),  # several micro-batches
+    )
+    return AdapterTrainer(config.run.trainer_plan, directory / "model", directory, torch.device("cpu"))
+
+
+def client_rows(seed: int = 0) -> list[ClientRow]:
+    """Rows that share prefixes, and whose targets are not always the next tokens."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for length in (9, 12, 5, 17, 1):
+        tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
+        tokens[:4] = [7, 8, 9, 10][:length]
+        targets = np.append(tokens[1:], 3).astype(np.int64)
+        targets[: length // 2] = 0
+        columns = {
+            "logprobs": -random.random(length).astype(np.float32) * 6,
+            "advantages": random.standard_normal(length).astype(np.float32),
+            "weights": random.random(length).astype(np.float32),
+        }
+        rows.append(ClientRow(token_ids=tokens, targets=targets, columns=columns))
+    return rows
+
+
+def gradient(trainer: AdapterTrainer, name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.concatenate([each.numpy().ravel() for each in trainer.learners[name].gradients()])
+
+
+@pytest.mark.parametrize("loss", NAIVE)
+def test_gradients_are_those_of_each_row_alone(trainer: AdapterTrainer, loss: str) -> None:
+    rows = client_rows()
+    trainer.add(loss, LoraConfig(rank=4), seed=5)
+    model = trainer.learners[loss].model
+    with torch.no_grad():  # B is zero at the start, so A would have no gradient
+        for parameter in model.parameters.values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    result = trainer.forward(loss, rows, loss, SETTINGS.get(loss, {}), backward=True)
+    found = gradient(trainer, loss)
+    trainer.learners[loss].discard()
+    total = 0.0
+    model.activate()
+    model.model.set_attn_implementation("eager")
+    for row, logprobs in zip(rows, result.logprobs, strict=True):
+        logits = model.model(torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
+        computed = logits.log_softmax(-1)[torch.arange(len(logits)), torch.from_numpy(row.targets)]
+        assert np.abs(computed.detach().numpy() - logprobs).max() < 1e-5
+        columns = (torch.from_numpy(row.columns[name]) for name in ("logprobs", "advantages", "weights"))
+        summed = NAIVE[loss](computed, *columns).sum()
+        summed.backward()
+        total += float(summed.detach())
+    expected = gradient(trainer, loss)
+    assert result.loss == pytest.approx(total, rel=1e-4)
+    assert np.abs(expected).max() > 0.01
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-5
+    trainer.remove(loss)
+
+
+def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: AdapterTrainer) -> None:
+    trainer.add("sum", LoraConfig(rank=4), seed=1)
+    for seed in (1, 2):
+        trainer.forward("sum", client_rows(seed), "ppo", {}, backward=True)
+    both = gradient(trainer, "sum")
+    bad = client_rows(3)
+    bad[1].columns["logprobs"][:] = -1e5  # type: ignore[index]  # its ratio overflows
+    with pytest.raises(NonFiniteError, match="NaN or infinite"):
+        trainer.forward("sum", bad, "importance_sampling", {}, backward=True)
+    trainer.forward("sum", client_rows(4), "ppo", {}, backward=False)
+    assert np.array_equal(gradient(trainer, "sum"), both)
+    trainer.learners["sum"].discard()
+    apart = []
+    for seed in (1, 2):
+        trainer.forward("sum", client_rows(seed), "ppo", {}, backward=True)
+        apart.append(gradient(trainer, "sum"))
+        trainer.learners["sum"].discard()
+    assert np.allclose(both, apart[0] + apart[1], atol=1e-6)
+    trainer.remove("sum")
+
+
+def test_adapters_come_and_go_in_any_order(trainer: AdapterTrainer) -> None:
+    """What one adapter computes does not depend on others, nor on those that were removed."""
+    expected: dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]] = {}
+    for order in ("a+ a b+ b a b-", "b+ b a+ a b b- a c+ c a- c c- a+ a"):
+        for act in order.split():
+            name = act[0]
+            if act.endswith("+"):
+                trainer.add(name, LoraConfig(rank=2 + ord(name) % 3), seed=ord(name))
+            elif act.endswith("-"):
+                trainer.remove(name)
+            else:
+                trainer.forward(name, client_rows(1), "cross_entropy", {}, backward=True)
+                found = gradient(trainer, name)
+                assert np.array_equal(found, expected.setdefault(name, found))
+                trainer.learners[name].discard()
+        for name in [name for name in "abc" if trainer.has(name)]:
+            trainer.remove(name)
+
+
+def test_a_step_is_that_of_adamw(trainer: AdapterTrainer) -> None:
+    trainer.add("adam", LoraConfig(rank=4), seed=1)
+    parameters = trainer.learners["adam"].model.parameters
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters.values()]
+    reference = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)
+    for seed in range(3):
+        trainer.forward("adam", client_rows(seed), "cross_entropy", {}, backward=True)
+        for copy, found in zip(copies, trainer.learners["adam"].gradients(), strict=True):
+            copy.grad = found.clone()
+        norm = torch.nn.utils.clip_grad_norm_(copies, 0.5)
+        assert trainer.optim_step("adam", ADAM) == pytest.approx(float(norm), rel=1e-5)
+        reference.step()
+    for copy, parameter in zip(copies, parameters.values(), strict=True):
+        assert torch.allclose(copy, parameter, atol=1e-5)
+    trainer.remove("adam")
+
+
+def test_an_adapter_continues_from_its_checkpoint_bit_for_bit(trainer: AdapterTrainer, tmp_path: Path) -> None:
+    def steps(name: str, seeds: range) -> None:
+        for seed in seeds:
+            trainer.forward(name, client_rows(seed), "cross_entropy", {}, backward=True)
+            trainer.optim_step(name, ADAM)
+
+    trainer.add("first", LoraConfig(rank=4), seed=1)
+    steps("first", range(2))
+    trainer.save("first", tmp_path / "two")
+    steps("first", range(2, 4))
+    trainer.add("second", LoraConfig(rank=4), seed=2)
+    trainer.restore("second", tmp_path / "two")
+    assert trainer.step("second") == 2
+    steps("second", range(2, 4))
+    ends = [list(trainer.learners[name].model.parameters.values()) for name in ("first", "second")]
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    for name in ("first", "second"):
+        trainer.remove(name)
+
+
+def test_layers_are_chosen_by_part(trainer: AdapterTrainer) -> None:
+    assert trainer.layers(attention=True, mlp=True) == ()
+    attention, mlp = trainer.layers(attention=True, mlp=False), trainer.layers(attention=False, mlp=True)
+    assert attention
+    assert all("attn" in name for name in attention)
+    assert mlp
+    assert all("mlp" in name for name in mlp)
