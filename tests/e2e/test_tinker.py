@@ -133,6 +133,7 @@ def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> 
     run(work)
 
 
+@pytest.mark.exhaustive
 def test_custom_losses_in_two_passes_have_the_gradient_of_the_built_in_one(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
@@ -165,9 +166,10 @@ async def copied(directory: Path, name: str) -> AsyncIterator[Path]:
     yield copy
 
 
-def test_what_was_acknowledged_survives_at_any_moment(tmp_path: Path) -> None:
-    """Copies of the directory between requests, as a kill would leave it, lead to the same weights, bit for bit: after
-    accepted requests without a result, with a gradient that no step took, before and after checkpoints."""
+@pytest.mark.parametrize("moment", [2, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_what_was_acknowledged_survives_at_any_moment(tmp_path: Path, moment: int) -> None:
+    """A copy of the directory between requests, as a kill would leave it, leads to the same weights, bit for bit: with
+    an accepted request that has no result, a gradient that no step took, after a checkpoint and before the first."""
     copies: list[tuple[Path, int]] = []
 
     async def live() -> dict[str, Any]:
@@ -177,7 +179,7 @@ def test_what_was_acknowledged_survives_at_any_moment(tmp_path: Path) -> None:
             for step in range(4):
                 await train(client, model, 1, first=step)
                 promise = await client.forward_backward(model, policy_rows(9), "ppo", clip_low_threshold=0.5)
-                if step in (0, 2):
+                if step == moment:
                     async with copied(tmp_path, f"at{step}") as copy:
                         copies.append((copy, step))
                 results.append(await client.result(promise))
@@ -251,6 +253,7 @@ def test_requests_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     run(work)
 
 
+@pytest.mark.exhaustive
 def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None:
     """Three models by turns, of which two fit in memory, end with the weights that each has alone."""
 
@@ -273,6 +276,7 @@ def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None
     assert asyncio.run(trained(tmp_path / "one", [1]))[1] == together[1]
 
 
+@pytest.mark.exhaustive
 def test_weights_are_saved_listed_loaded_and_deleted(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
