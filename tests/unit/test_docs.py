@@ -14,6 +14,7 @@ import pytest
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.config.load import all_keys
 from agentrl.config.run import RunConfig
+from agentrl.config.server import ServerConfig
 from agentrl.observe.metrics import find_registered_metric
 from benchmarks.figures import read_bounds
 from tests.markdown_pages import LINK, PAGES, ROOT, blocks, broken_links, prose, python_of
@@ -103,7 +104,11 @@ def test_every_command_parses(page: Path) -> None:
 def test_every_piece_of_toml_is_a_configuration(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml" and block.executed:
-            RunConfig.model_validate(NEEDED | tomllib.loads(block.text))
+            data = tomllib.loads(block.text)
+            if "models" in data:
+                ServerConfig.model_validate(data)
+            else:
+                RunConfig.model_validate(NEEDED | data)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name)
