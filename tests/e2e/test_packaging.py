@@ -39,6 +39,7 @@ def test_the_wheel_holds_models_examples_and_types_and_no_tests_of_ours(wheel: P
         "agentrl/inspection/viewer/viewer.css",
         "agentrl/inspection/viewer/main.js",
     } <= set(names)
+    assert not [name for name in names if Path(name).name.startswith("test_")]
     tops = {name.split("/")[0] for name in names}
     assert {name for name in tops if not name.endswith(".dist-info")} == {"agentrl"}
 
