@@ -147,6 +147,8 @@ class ParamWrapper(peft_layers.ParamWrapper):  # PEFT recognizes wrappers by thi
             experts.forward = _AdaptedForward(experts)
         self._active: dict[str, ExpertFactors] = experts.forward.adapters
 
+    forward = torch.compiler.disable(peft_layers.ParamWrapper.forward)  # grouped products compile in bfloat16 alone
+
     @contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
         for adapter in active_adapters:  # one, which may be on other layers alone

@@ -1,6 +1,6 @@
 """Steps of a trainer with and without compiled layers, as one line of JSON.
 
-    python -m tests.support.compiled_steps [lora] [recompute]
+    python -m tests.support.compiled_steps [lora] [experts] [recompute]
 
 runs in a process of its own, because pytest makes errors of the warnings that torch hides while it compiles.
 """
@@ -21,10 +21,11 @@ from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
 
 def main(options: list[str]) -> None:
     """Take two steps over rows of many lengths, without and with compiled layers."""
-    policies = {"policy": PolicyConfig(learning_rate=1e-2, lora=LORA if "lora" in options else None)}
+    lora = LORA.model_copy(update={"experts": "experts" in options}) if "lora" in options else None
+    policies = {"policy": PolicyConfig(learning_rate=1e-2, lora=lora)}
     rows, steps = make_rows(0, 12, longest=400), []
     with tempfile.TemporaryDirectory() as place:
-        base = write_model(Path(place) / "model")
+        base = write_model(Path(place) / "model", kind="moe" if "experts" in options else "qwen3")
         for compiled in (False, True):
             recompute = "recompute" in options
             config = run_config(base, policies=policies, compile=compiled, recompute=recompute, micro_batch_tokens=900)

@@ -20,7 +20,7 @@ from tests.learn_cases import run_config, write_model
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
-@pytest.mark.parametrize("options", [[], ["lora", "recompute"]])
+@pytest.mark.parametrize("options", [[], ["lora", "recompute"], ["lora", "experts"]])
 def test_steps_are_the_same_and_no_length_is_compiled_anew(repository: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "tests.support.compiled_steps", *options]
     ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)

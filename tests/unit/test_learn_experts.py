@@ -92,38 +92,34 @@ def test_ranks_need_equally_many_passes_where_rows_are_computed_whole(root: Path
         assert gradient_error(tmp_path / kind / "2", tmp_path / kind / "1") <= 1e-5
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_adapters_of_experts_compute_what_peft_computes(
-    root: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PEFT loads the published files; outputs and gradients are its own, and B A is never formed."""
+def expert_lora_error(path: Path, place: Path) -> float:
+    """The largest difference of log-probabilities and gradients of a model with adapters on experts from PEFT's, which
+    loads the published files; that of gradients over their norm."""
     policies = {
         "policy": PolicyConfig(lora=LORA.model_copy(update={"experts": True})),
         "other": PolicyConfig(lora=LORA),
     }
-    model = models.load_models(run_config(root / kind, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
+    model = models.load_models(run_config(path, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters.values():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    version = Publisher(tmp_path).publish(PolicyVersion("policy", 0, 1), model)
-    base = AutoModelForCausalLM.from_pretrained(root / kind, attn_implementation="eager")
+    version = Publisher(place).publish(PolicyVersion("policy", 0, 1), model)
+    base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     served: Any = peft.PeftModel.from_pretrained(base, version.path, is_trainable=True)
-    monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", None)  # as PEFT would add B A
     model.activate()
     sample = make_samples(0, 2)[1]
     (batch,) = pack([sample], max_tokens=1000, share=model.shared_prefixes)
-    found = model.token_logprobs(batch).logprob
-    found.sum().backward()
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as forbidden:
+        forbidden.setattr(torch.nn.utils.parametrize, "register_parametrization", None)  # with it PEFT adds B A
+        found = model.token_logprobs(batch).logprob
+        found.sum().backward()
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
     rows = served(input_ids=ids).logits[0].log_softmax(-1)
     expected = rows[:-1].gather(1, ids[0, 1:, None])[torch.from_numpy(batch.position - 1), 0]
     expected.sum().backward()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    theirs = {
-        name.replace(".default.", "."): each.grad for name, each in served.named_parameters() if each.requires_grad
-    }
+    named = served.named_parameters()
+    theirs = {name.replace(".default.", "."): each.grad for name, each in named if each.requires_grad}
     mine = {name: parameter.grad for name, parameter in model._unique_tensors().items()}
     assert mine.keys() == theirs.keys()
     assert sum(".experts." in name for name in mine) == 4 * len(find_experts(base))
@@ -131,7 +127,12 @@ def test_adapters_of_experts_compute_what_peft_computes(
         torch.cat([each.flatten() for each in gradients])
         for gradients in ((mine[name] - theirs[name] for name in mine), theirs.values())
     )
-    assert off.norm() <= 1e-5 * whole.norm()
+    return max(float((found - expected).abs().max()), float(off.norm() / whole.norm()))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_of_experts_compute_what_peft_computes(root: Path, tmp_path: Path, kind: str) -> None:
+    assert expert_lora_error(root / kind, tmp_path) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "mixtral", "qwen3"])

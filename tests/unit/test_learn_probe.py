@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl.config.policies import LoraConfig
 from agentrl.config.run import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import TrainerError
@@ -21,6 +22,7 @@ from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 
 FIRST = PolicyVersion("policy", 0, 1)
+EXPERTS = LORA.model_copy(update={"experts": True})
 
 
 @pytest.fixture
@@ -52,11 +54,15 @@ def stepped(trainer: PolicyTrainer, episodes: Episodes, resume: Path | None = No
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "with_adapter"), [("qwen3", False), ("qwen3", True), ("moe", False)])
-def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, kind: str, with_adapter: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", None), ("moe", EXPERTS), ("gpt_oss", EXPERTS)]
+)
+def test_it_is_what_the_published_files_say(
+    tmp_path: Path, episodes: Episodes, kind: str, lora: LoraConfig | None
+) -> None:
     path = write_model(tmp_path / "model", kind=kind)
     write_tokenizer(path)
-    trained = PolicyConfig(lora=LORA if with_adapter else None, learning_rate=1e-2)
+    trained = PolicyConfig(lora=lora, learning_rate=1e-2)
     untrained = PolicyConfig(lora=LORA if kind == "qwen3" else None)
     policies = {"policy": trained, "other": untrained}
     config = run_config(path, policies=policies)
@@ -68,17 +74,19 @@ def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, 
     assert canary.is_exact
     np.testing.assert_allclose(canary.start_logprobs, plain(start, canary), atol=1e-4)
     np.testing.assert_allclose(probe_in(other).logprobs, canary.start_logprobs, atol=1e-5)
-    served = peft.PeftModel.from_pretrained(start, reference.path) if with_adapter else None
+    served = peft.PeftModel.from_pretrained(start, reference.path) if lora is not None else None
     model = served or AutoModelForCausalLM.from_pretrained(reference.path)
     np.testing.assert_allclose(canary.logprobs, plain(model, canary), atol=1e-4)
     assert np.abs(canary.logprobs - canary.start_logprobs).mean() > 1e-3
 
 
-@pytest.mark.parametrize("with_adapter", [False, True])
-def test_a_resumed_trainer_publishes_the_same_file(tmp_path: Path, episodes: Episodes, with_adapter: bool) -> None:
-    path = write_model(tmp_path / "model")
+@pytest.mark.parametrize(("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", EXPERTS)])
+def test_a_resumed_trainer_publishes_the_same_file(
+    tmp_path: Path, episodes: Episodes, kind: str, lora: LoraConfig | None
+) -> None:
+    path = write_model(tmp_path / "model", kind=kind)
     write_tokenizer(path)
-    config = run_config(path, policies={"policy": PolicyConfig(lora=LORA if with_adapter else None)})
+    config = run_config(path, policies={"policy": PolicyConfig(lora=lora)})
     undisturbed = stepped(PolicyTrainer(config.trainer_plan, tmp_path, read=episodes.read), episodes)
     undisturbed.save(tmp_path / "checkpoint")
     resumed = PolicyTrainer(config.trainer_plan, tmp_path / "again", read=episodes.read)

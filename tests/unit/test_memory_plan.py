@@ -25,6 +25,7 @@ from agentrl.app.memory_estimate import (
 from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT
 from agentrl.config.load import load
+from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import GIB, Gpu, Memory
@@ -35,7 +36,7 @@ from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter, TrainerMemoryPredictor, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
-from tests.learn_cases import plans, predict_trainer_memory
+from tests.learn_cases import plans, predict_trainer_memory, run_config, write_model
 from tests.support.reward_models import save_reward_model
 
 OVERRIDES = ("--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
@@ -81,6 +82,20 @@ def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, 
         if part.name.startswith("activations")
     )
     assert planned == allocated(config)
+
+
+@pytest.mark.parametrize("kind", ["moe", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
+def test_adapters_of_experts_are_planned(tmp_path: Path, kind: str) -> None:
+    path = write_model(tmp_path / kind, kind=kind)
+    adapted = {"solver": PolicyConfig(lora=LoraConfig(rank=8, experts=True), max_staleness=0)}
+    config = run_config(path, policies=adapted, micro_batch_tokens=300)
+    (model,) = load_models(config.trainer_plan, torch.device("cpu")).values()
+    plan = {part.name: part.bytes for part in estimate_memory(*plans(config)).parts}
+    (activations,) = (size for name, size in plan.items() if name.startswith("activations"))
+    assert activations == allocated(config)
+    sizes = {name: 4 * parameter.numel() for name, parameter in model.parameters.items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert plan["3 adapters"] == 3 * sum(sizes.values()) + of_experts, "one on the experts changes nothing"
 
 
 def test_what_further_value_updates_hold_is_planned(repository: Path) -> None:

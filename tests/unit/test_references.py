@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from agentrl.app.policies import check_tokenizers
 from agentrl.config.policies import FrozenPolicy, PolicyConfig
@@ -20,6 +23,7 @@ from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.learn.losses import dpo
+from agentrl.learn.models import load_models, load_references
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import (
     LORA,
@@ -36,8 +40,6 @@ from tests.loss_cases import batch_of, conversations, evaluated, loss_named
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher with other weights."""
-    from transformers import AutoModelForCausalLM
-
     place = tmp_path_factory.mktemp("models")
     student, teacher = write_model(place / "student"), place / "teacher"
     model = AutoModelForCausalLM.from_pretrained(student)
@@ -142,9 +144,10 @@ def test_micro_batches_change_nothing(models: tuple[Path, Path], tmp_path: Path,
     assert split["reference_kl"] == pytest.approx(whole["reference_kl"], rel=1e-5)
 
 
-def trained_adapter(student: Path, place: Path) -> Path:
+def trained_adapter(student: Path, place: Path, *, experts: bool = False) -> Path:
     """The directory of an adapter after one step."""
-    config = run_config(student, policies={"policy": PolicyConfig(lora=LORA, learning_rate=0.1)})
+    lora = LORA.model_copy(update={"experts": experts})
+    config = run_config(student, policies={"policy": PolicyConfig(lora=lora, learning_rate=0.1)})
     episodes = Episodes(make_rows(0, 8))
     trainer = PolicyTrainer(config.trainer_plan, place, read=episodes.read)
     trainer.start()
@@ -157,6 +160,19 @@ def test_an_adapter_of_the_base_is_a_reference(models: tuple[Path, Path], tmp_pa
     trained = trained_adapter(models[0], tmp_path / "first")
     found = steps(config_of(models[0], trained), tmp_path / "second", 12)
     assert abs(found[-1]["reference_kl"]) < 0.5 * abs(found[0]["reference_kl"])
+
+
+def test_an_adapter_of_experts_is_a_reference(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", kind="moe")
+    trained = trained_adapter(base, tmp_path / "first", experts=True)
+    plan = config_of(base, trained).trainer_plan
+    device = torch.device("cpu")
+    policies = load_models(plan, device)
+    tensors = load_references(plan, policies, device)["policy"].model.state_dict()
+    served: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), trained)
+    torch.testing.assert_close(tensors, served.merge_and_unload().state_dict())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert not torch.equal(tensors[name], policies["policy"].model.state_dict()[name])
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_the_adapter_uses_no_other_private_name_of_vllm() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
 @pytest.mark.parametrize("kind", ["moe", "deepseek", "gpt_oss"])
 def test_vllm_reads_adapters_of_experts_as_they_are_computed(tmp_path: Path, kind: str) -> None:
     """Its own reader, and its conversion to matrices of single experts, find what the trainer published."""
