@@ -488,7 +488,6 @@ class TinkerService:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     async def _sample(self, request: ClientRequest) -> None:
-        content = messages.read_request(request.route, request.body)
         sampler = self._samplers[request.subject]
         weights = sampler.weights
         if sampler.follows and sampler.model is not None:
@@ -506,6 +505,7 @@ class TinkerService:
                     f"the weights of sampler {sampler.id} were removed: a server keeps the newest "
                     f"{self._config.checkpoint.versions} unnamed samplers of a model (checkpoint.versions)"
                 )
+            content = messages.read_request(request.route, request.body)
             body = await self._sampler.sample(request.id, content, source)
         except StorageError:
             raise
@@ -1139,10 +1139,10 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
     from agentrl.journal.store import SqliteJournal
 
     check_local_models(config.run)
-    plan, line = await asyncio.to_thread(with_chosen_settings, config.run, {})
+    path, clock = Path(config.directory) / config.name, SystemClock()
+    plan, line = await asyncio.to_thread(with_chosen_settings, config.run, RunDirectory.config(path))
     if line:
         tell(line)
-    path, clock = Path(config.directory) / config.name, SystemClock()
     is_new = not (path / "journal").is_dir()
     directory = RunDirectory.create(path, plan.model_dump_json(indent=1)) if is_new else RunDirectory.reopen(path)
     info = {"name": config.name, "config": plan.model_dump(mode="json"), "code": {}}

@@ -253,6 +253,27 @@ def test_requests_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_small_client_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    """Models take turns by tokens: three small requests end among the first of ten large ones that came before."""
+
+    async def work() -> None:
+        ended: list[str] = []
+
+        async def note(client: Client, name: str, promise: Any) -> None:
+            await client.result(promise)
+            ended.append(name)
+
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            large, small = await client.model(0), await client.model(1)
+            queue = [("large", await client.forward_backward(large, ROWS * 8)) for _ in range(10)]
+            queue += [("small", await client.forward_backward(small, ROWS[2:])) for _ in range(3)]
+            await asyncio.gather(*(note(client, name, promise) for name, promise in queue))
+        assert len(ended) == 13
+        assert "small" not in ended[-4:]
+
+    run(work)
+
+
 @pytest.mark.exhaustive
 def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None:
     """Three models by turns, of which two fit in memory, end with the weights that each has alone."""
