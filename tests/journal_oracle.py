@@ -187,8 +187,6 @@ class _Judge:
         """By partition, episode, attempt."""
         self.named: dict[Version, str] = {}
         """Versions that tokens name, and one place each."""
-        self.partial: dict[tuple[int, int], str] = {}
-        """Lineage and step of partials, whose policy is not written."""
 
     def say(self, rule: str, what: str) -> None:
         self.found.append(f"{rule}: {what}")
@@ -261,8 +259,9 @@ class _Judge:
                     continue
                 content = msgspec.msgpack.decode(body)
                 if table == "partials":
-                    for _, _, lineage, step in content[3]:
-                        self.partial.setdefault((lineage, step), where)
+                    _, (_, spans, _) = content
+                    for _, _, version in spans:
+                        self.named.setdefault(tuple(version), where)
                     continue
                 own = self.recorded[partition, episode, attempt]
                 own.count += 1
@@ -451,9 +450,6 @@ class _Judge:
                 and version not in self.stepped
             ):
                 self.say("unknown version", f"{_name(version)} has no row in `steps`; {where}")
-        at = {(lineage, step) for _, lineage, step in self.known} | {(0, 0)}
-        for lineage, step in self.partial.keys() - at:
-            self.say("unknown version", f"{lineage}.{step} of no policy, {self.partial[lineage, step]}")
 
     def first_steps(self) -> dict[tuple[str, int], int]:
         """The smallest step of each (policy, lineage)."""

@@ -87,6 +87,20 @@ def test_a_run_that_lost_its_trainer_holds_and_so_do_its_forks(run: Path) -> Non
     connection.close()
 
 
+@pytest.mark.parametrize(("step", "found"), [(0, set()), (77, {"unknown version"})])
+def test_versions_of_partials_are_known_too(run: Path, step: int, found: set[str]) -> None:
+    """A kill leaves the tokens of unfinished turns."""
+    tokens = [bytes(4), [[0, 1, ["solver", 0, step]]], {"logprobs": bytes(4)}]
+    body = msgspec.msgpack.encode([0, tokens])
+    row = ("e1", 0, "r#0", b"")
+    connection = sqlite3.connect(run / "journal" / "turns-0.db")
+    with connection:
+        statement = "INSERT INTO partials (episode, attempt, call, asked, body, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+        connection.execute(statement, (*row, body, entry_checksum(*row, body)))
+    connection.close()
+    assert rules(run) == found
+
+
 NAMED = "(lineage, step) IN (SELECT lineage, oldest_step FROM trajectories WHERE policy = 'solver')"
 """A version that a token names."""
 FIRST = "(SELECT min(episode) FROM step_units WHERE policy = 'solver')"
