@@ -43,7 +43,7 @@ def read_step_file(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]
     return json.loads(metadata["rows"]), {name: np.asarray(column) for name, column in columns.items()}
 
 
-def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2) -> Path:
+def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2, num_experts: int = 4) -> Path:
     """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
     import torch
     from transformers import (
@@ -86,7 +86,7 @@ def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2) -> 
             case "sliding":
                 model = MistralForCausalLM(MistralConfig(**shape, sliding_window=6))
             case "moe":
-                experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+                experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
                 model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
             case "deepseek":
                 experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2}

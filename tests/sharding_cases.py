@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
 from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
 from agentrl.core.tokens import ExpertRouting, KeptSets, TrajectoryRow
+from agentrl.engines.experts import find_experts
 from agentrl.learn import context, experts
 from agentrl.learn.exchange import exchange_rows
 from agentrl.learn.loss_batch import LossBatch
@@ -33,6 +35,7 @@ from agentrl.learn.ranks import (
 )
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
+from tests.rank_costs import measured_costs
 from tests.rank_processes import on_ranks
 
 FUNCTION = "tests.sharding_cases:on_rank"
@@ -71,13 +74,15 @@ def case(
     unused: str = "",
     routed: bool = False,
     detailed: bool = False,
+    measured: bool = False,
+    rows: Mapping[str, int] | None = None,
     fault: str = "",
     **trainer: Any,
 ) -> dict[str, Any]:
     """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0, in the second
     step no token uses the weights that are named `unused`, with `routed` the rows name the experts of their tokens,
-    with `detailed` they have kept sets, an advantage for each turn and cut ends, and a `fault` of `FAULTS` is
-    planted."""
+    with `detailed` they have kept sets, an advantage for each turn and cut ends, a step can be `measured`, `rows` are
+    arguments of `make_rows`, and a `fault` of `FAULTS` is planted."""
     return {
         "model": str(model),
         "directory": str(directory),
@@ -93,6 +98,8 @@ def case(
         "unused": unused,
         "routed": routed,
         "detailed": detailed,
+        "measured": measured,
+        "rows": rows or {},
         "fault": fault,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
@@ -113,8 +120,8 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         `losses` and `norms` of the steps, how far each `moved` the weights, their metric `zero_gradients`, the
-        `tokens` of each pass of this rank, `bytes` that it holds of weights, gradients and optimizer states,
-        `checkpoint`, and the `versions` by policy.
+        `tokens` of each pass of this rank, their `costs` (`measured_costs`), the share of the `experts` and the `bytes`
+        that it holds of weights, gradients and optimizer states, `checkpoint`, and the `versions` by policy.
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -159,6 +166,7 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
     started = trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
     gradients: dict[str, Tensor] = {}
     tokens: list[int] = []
+    costs: dict[str, float] = {}
 
     def count_tokens(embeddings: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         tokens.append(inputs[0].numel())
@@ -174,8 +182,10 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
         for name in policies:
             batch = _batch_of(case, episodes[name], step)
             # In two calls, as units come in, unless the loss sees a whole step.
-            for part in (batch.units,) if "loss" in case["trainer"] else (batch.units[:3], batch.units):
-                trainer.forward_backward(replace(batch, units=part))
+            whole = case["measured"] or "loss" in case["trainer"]
+            with measured_costs(_tensors(trainer), costs) if case["measured"] else nullcontext():
+                for units in (batch.units,) if whole else (batch.units[:3], batch.units):
+                    trainer.forward_backward(replace(batch, units=units))
         for name in policies:
             before = _weights(trainer._learner(name))
             if step == 2 and case["unused"]:
@@ -198,6 +208,8 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
         "norms": norms,
         "moved": moved,
         "tokens": computed,
+        "costs": costs,
+        "experts": _experts_held(trainer, policies),
         "zero_gradients": zero_gradients,
         "bytes": _held_bytes(trainer, list(policies)),
         "checkpoint": str(directory / "checkpoint"),
@@ -220,7 +232,7 @@ def _config_of(case: Mapping[str, Any], ranks: int) -> RunConfig:
 def _episodes_of(case: Mapping[str, Any]) -> dict[str, Episodes]:
     episodes = {}
     for at, name in enumerate(case["policies"]):
-        rows = make_rows(at, EPISODES[name])
+        rows = make_rows(at, EPISODES[name], **case["rows"])
         if case["routed"]:
             shape = AutoConfig.from_pretrained(case["model"])
             rows = [_routed(row, shape) for row in rows]
@@ -290,6 +302,23 @@ def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
         apply(rate, grad_norm)
 
     learner.apply = captured
+
+
+def _tensors(trainer: PolicyTrainer) -> list[Tensor]:
+    """What exists before a step: weights, and gradients to add to."""
+    tensors = []
+    for learner in trainer._learners.values():
+        tensors += [local_shard(parameter) for parameter in learner.model.model.parameters()]
+        if not learner.model.sharded:
+            tensors += learner.gradients()
+    return tensors
+
+
+def _experts_held(trainer: PolicyTrainer, policies: Sequence[str]) -> float | None:
+    """The share of the experts' weights on this rank; None without experts."""
+    modules = [each for name in policies for each in find_experts(trainer._learner(name).model.model).values()]
+    weights = [weight for module in modules for weight in module.parameters()]
+    return sum(local_shard(weight).numel() for weight in weights) / sum(map(Tensor.numel, weights)) if weights else None
 
 
 def _held_bytes(trainer: PolicyTrainer, policies: Sequence[str]) -> int:
