@@ -20,6 +20,7 @@ from agentrl.config.policies import AnyPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
+from agentrl.core.files import read_bytes
 from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
 from agentrl.core.tokens import ExpertRouting, KeptSets, TrajectoryRow
 from agentrl.engines.experts import find_experts
@@ -121,7 +122,8 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         `losses` and `norms` of the steps, how far each `moved` the weights, their metric `zero_gradients`, the
         `tokens` of each pass of this rank, their `costs` (`measured_costs`), the share of the `experts` and the `bytes`
-        that it holds of weights, gradients and optimizer states, `checkpoint`, and the `versions` by policy.
+        that it holds of weights, gradients and optimizer states, `checkpoint`, the bytes `read`
+        of the one it resumed from, and the `versions` by policy.
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -130,10 +132,18 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
 
+    counts: list[int] = []
+
+    def read_file(path: Path, start: int, count: int) -> bytes:
+        data = read_bytes(path, start, count)
+        counts.append(len(data))
+        return data
+
     with pytest.MonkeyPatch.context() as planted:
         if case["fault"]:
             planted.setattr(*FAULTS[case["fault"]])
-        return _run(PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read), case, episodes)
+        trainer = PolicyTrainer(config.trainer_plan, directory, ranks=ranks, read=read, read_file=read_file)
+        return _run(trainer, case, episodes) | {"read": sum(counts)}
 
 
 def _without_others(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

@@ -33,6 +33,7 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
+from agentrl.core.files import read_bytes
 from agentrl.core.futures import retrieve_exception
 from agentrl.core.machine import rare_collections
 from agentrl.core.records import ProcessStatus
@@ -113,10 +114,9 @@ class RunFileServer:
         """Return the trajectories of each unit's episode."""
         return self._read(units)
 
-    def checkpoint(self, directory: str) -> dict[str, bytes]:
-        """Return the files of a checkpoint, by relative path."""
-        root = Path(directory)
-        return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    def read_bytes(self, path: Path, start: int, count: int) -> bytes:
+        """Return a part of a file of a checkpoint."""
+        return read_bytes(path, start, count)
 
 
 class TrainerRank:
@@ -150,7 +150,7 @@ class TrainerRank:
         self._plan, self._loss, self._memory_share = plan, loss, memory_share
         self._rank, self._addresses = rank, addresses
         self._files = files
-        # A rank on another host unpacks its checkpoint files here; they are temporary.
+        # The run directory is on another host, from which this one reads.
         self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
         self._directory = Path(run_directory if self._private is None else self._private.name)
 
@@ -192,6 +192,7 @@ class TrainerRank:
             self._directory,
             ranks=ranks,
             read=None if self._files is None else self._read,
+            read_file=read_bytes if self._files is None else self._read_file,
             loss=self._loss,
         )
 
@@ -199,11 +200,15 @@ class TrainerRank:
         trajectories: Sequence[Sequence[Trajectory]] = self._fetch(self._files.units.remote(units))
         return trajectories
 
+    def _read_file(self, path: Path, start: int, count: int) -> bytes:
+        data: bytes = self._fetch(self._files.read_bytes.remote(path, start, count))
+        return data
+
     def _fetch(self, reference: ObjectRef[Any]) -> Any:
         """Fetch a result from the actor on the run's host.
 
         Raises:
-            AgentRLError: the actor raised it.
+            AgentRLError, OSError: the actor raised it.
             TrainerLostError: the actor does not answer.
         """
         import ray
@@ -211,7 +216,7 @@ class TrainerRank:
         try:
             return ray.get(reference, timeout=60.0)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, AgentRLError):
+            if isinstance(error.cause, AgentRLError | OSError):
                 raise error.cause from None
             raise
         except ray.exceptions.RayError as error:
@@ -222,13 +227,7 @@ class TrainerRank:
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
         """Start the rank's trainer. Returns the process id and the result of `PolicyTrainer.start`."""
-        directory = None if resume_from is None else Path(resume_from)
-        if resume_from is not None and self._files is not None:
-            directory = self._directory / "checkpoint"
-            for name, content in self._fetch(self._files.checkpoint.remote(resume_from)).items():
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                (directory / name).write_bytes(content)
-        return os.getpid(), self._trainer.start(directory)
+        return os.getpid(), self._trainer.start(None if resume_from is None else Path(resume_from))
 
     def forward_backward(self, batch: TrainBatch) -> None:
         self._trainer.forward_backward(batch)

@@ -71,18 +71,32 @@ def read_files_in_pieces(
     yield read, True
 
 
-def read_safetensors_header(path: Path) -> bytes:
+ReadBytes = Callable[[Path, int, int], bytes]
+"""Reads a file, perhaps on another host, as `read_bytes` does."""
+
+
+def read_bytes(path: Path, start: int, count: int) -> bytes:
+    """Return `count` bytes of a file from `start` on, fewer at its end; -1: all.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(count)
+
+
+def read_safetensors_header(path: Path, read: ReadBytes = read_bytes) -> bytes:
     """Return the first bytes of a safetensors file: the length of its JSON header, in 8 bytes, and the header.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it has no header.
     """
-    with path.open("rb") as file:
-        length = file.read(SAFETENSORS_LENGTH_BYTES)
-        size = int.from_bytes(length, "little")
-        if size > _MAX_HEADER_BYTES or len(header := file.read(size)) < size:
-            raise ValueError(f"a header of {size:,} bytes")
+    length = read(path, 0, SAFETENSORS_LENGTH_BYTES)
+    size = int.from_bytes(length, "little")
+    if size > _MAX_HEADER_BYTES or len(header := read(path, SAFETENSORS_LENGTH_BYTES, size)) < size:
+        raise ValueError(f"a header of {size:,} bytes")
     return length + header
 
 

@@ -12,14 +12,16 @@ advantages (`credit.advantages`), the layout of checkpoints (`storage.py`).
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.records import PolicyVersion, StepReport, WeightsRef
-from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
+from agentrl.learn.storage import STATE_FILE, LearnerProgress, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,15 +180,17 @@ class Learner:
         if self.value_head is not None:
             self.value_head.add_curvature(torch.from_numpy(weights).to(self.value_head.bias.device))
 
-    def load(self, directory: Path) -> LearnerProgress:
+    def load(self, directory: Path, read: ReadBytes = read_bytes) -> LearnerProgress:
         """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`.
 
         The value head is reinitialized if the checkpoint was written with an advantage other than `gae`.
         """
-        state = load_checkpoint(directory, self.model.parameters, self.optimizer)
+        state = load_checkpoint(directory, self.model.parameters, self.optimizer, read)
         self.model.round_masters()
-        if self.value_head is not None and (directory / _VALUE_HEAD).is_dir():
-            load_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer)
+        if self.value_head is not None:
+            with suppress(FileNotFoundError):
+                read(directory / _VALUE_HEAD / STATE_FILE, 0, 1)
+                load_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer, read)
         return state
 
     def save(self, directory: Path, *, writes: bool) -> None:

@@ -22,11 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from agentrl.core.errors import StorageError, TrainerError
-from agentrl.core.files import os_error_advice
+from agentrl.core.files import (
+    SAFETENSORS_LENGTH_BYTES,
+    ReadBytes,
+    os_error_advice,
+    read_bytes,
+    read_safetensors_header,
+)
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard
 
@@ -35,6 +41,9 @@ if TYPE_CHECKING:
 
 SYNC_BYTES = 1 << 26
 """Number of bytes after which a file is synced while writing continues, so that little is left to sync at the end."""
+PIECE_BYTES = 1 << 26
+"""Maximum number of bytes of a checkpoint that are read at once, unless a row of a tensor is larger."""
+STATE_FILE = "state.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _DTYPES = {
     torch.float64: "F64",
@@ -51,6 +60,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in safetensors files."""
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @contextmanager
@@ -116,45 +126,43 @@ def save_checkpoint(
             write_tensors(directory / "weights.safetensors", parameters, tensors)
             write_tensors(directory / "optimizer.safetensors", moments, tensors)
             (directory / "rng.json").write_text(json.dumps(rng))
-            (directory / "state.json").write_bytes(msgspec.json.encode(state))
+            (directory / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
 
 def load_checkpoint(
-    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None
+    directory: Path,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer | None,
+    read: ReadBytes = read_bytes,
 ) -> LearnerProgress:
-    """Restore a learner's state; the next step is bit-identical to the one that would have followed.
+    """Restore a learner's state; the next step is bit-identical to the one that would have followed. Of sharded
+    tensors, only the rows of this rank are read.
 
     Raises:
         TrainerError: the directory lacks a file, or holds another policy's or another configuration's state.
     """
     moments_by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     try:
-        rng = json.loads((directory / "rng.json").read_text())
-        state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerProgress)
-        with (
-            safe_open(directory / "weights.safetensors", framework="pt") as weights,
-            safe_open(directory / "optimizer.safetensors", framework="pt") as moments,
-        ):
-            if optimizer is not None and moments.keys():
-                moments_by_parameter = {parameter: _no_moments(parameter) for parameter in parameters.values()}
-            moments_by_name = zip(parameters, moments_by_parameter.values(), strict=False)
-            states = {
-                f"{name}|{moment}": tensor
-                for name, moments_of in moments_by_name
-                for moment, tensor in moments_of.items()
-            }
-            if _shapes(weights) != _shapes(parameters) or (
-                moments_by_parameter and _shapes(moments) != _shapes(states)
-            ):
-                raise TrainerError(
-                    f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
-                    "the model and policy sections that the run was started with"
-                )
-            for name, parameter in parameters.items():
-                _read_into(parameter, weights, name)
-            for name, tensor in states.items():
-                _read_into(tensor, moments, name)
-    except (OSError, SafetensorError, ValueError) as error:
+        rng = json.loads(read(directory / "rng.json", 0, -1))
+        state = msgspec.json.decode(read(directory / STATE_FILE, 0, -1), type=LearnerProgress)
+        weights = _StoredTensors(directory / "weights.safetensors", read)
+        moments = _StoredTensors(directory / "optimizer.safetensors", read)
+        if optimizer is not None and moments.shapes:
+            moments_by_parameter = {parameter: _no_moments(parameter) for parameter in parameters.values()}
+        moments_by_name = zip(parameters, moments_by_parameter.values(), strict=False)
+        states = {
+            f"{name}|{moment}": tensor for name, moments_of in moments_by_name for moment, tensor in moments_of.items()
+        }
+        if weights.shapes != _shapes(parameters) or (moments_by_parameter and moments.shapes != _shapes(states)):
+            raise TrainerError(
+                f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
+                "the model and policy sections that the run was started with"
+            )
+        for name, parameter in parameters.items():
+            weights.read_into(parameter, name)
+        for name, tensor in states.items():
+            moments.read_into(tensor, name)
+    except (OSError, ValueError) as error:
         raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
     if optimizer is not None:
         optimizer.state.clear()
@@ -163,27 +171,64 @@ def load_checkpoint(
     return state
 
 
-def _shapes(tensors: Any) -> dict[str, list[int]]:
-    """Return the shapes of tensors, or of an open file's tensors, by name."""
-    if isinstance(tensors, Mapping):
-        return {name: list(tensor.shape) for name, tensor in tensors.items()}
-    return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+class _StoredTensor(msgspec.Struct, frozen=True):
+    """Entry of a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _StoredTensors:
+    """The tensors of a safetensors file, which is read in pieces.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
+
+    def __init__(self, path: Path, read: ReadBytes) -> None:
+        self._path, self._read = path, read
+        try:
+            header = read_safetensors_header(path, read)
+            self._tensors = msgspec.json.decode(header[SAFETENSORS_LENGTH_BYTES:], type=dict[str, _StoredTensor])
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+        self._start = len(header)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shapes by name."""
+        return {name: stored.shape for name, stored in self._tensors.items()}
+
+    @torch.no_grad()
+    def read_into(self, tensor: Tensor, name: str) -> None:
+        """Copy a tensor of the file, or the rows of it that this rank holds, into `tensor`."""
+        stored, shard = self._tensors[name], local_shard(tensor)
+        (start, end), dtype = stored.data_offsets, _TORCH_DTYPES.get(stored.dtype)
+        if dtype is None or end - start != tensor.numel() * dtype.itemsize:
+            raise ValueError(f"{self._path.name} does not hold {name} as its header says")
+        if not shard.numel():
+            return
+        rows, first = (shard, local_row_slice(tensor).start) if tensor.ndim else (shard[None], 0)
+        row_bytes = rows[0].numel() * dtype.itemsize
+        start += self._start + first * row_bytes
+        for piece in rows.split(max(1, PIECE_BYTES // row_bytes)):
+            data = self._read(self._path, start, len(piece) * row_bytes)
+            if len(data) < len(piece) * row_bytes:
+                raise ValueError(f"{self._path.name} ends within {name}")
+            piece.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(piece.shape))
+            start += len(data)
 
 
 def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return AdamW's initial state of a parameter, all zeros, sharded like it."""
     step = torch.zeros((), device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-
-@torch.no_grad()
-def _read_into(tensor: Tensor, file: Any, name: str) -> None:
-    """Copy a tensor of an open file, or the rows of it that this rank holds, into `tensor`."""
-    shard = local_shard(tensor)
-    if not tensor.ndim:
-        shard.copy_(file.get_tensor(name))
-    elif shard.numel():
-        shard.copy_(file.get_slice(name)[local_row_slice(tensor)])
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
+from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
@@ -97,6 +98,7 @@ class PolicyTrainer:
         *,
         ranks: RankGroup | None = None,
         read: ReadUnits | None = None,
+        read_file: ReadBytes = read_bytes,
         publishes: bool = True,
         loss: FunctionCode | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class PolicyTrainer:
             run_directory: directory with journal, versions and step columns.
             ranks: the data-parallel group; None: this process alone.
             read: reads token data; None: from the run's journal.
+            read_file: reads the files of a checkpoint.
             publishes: whether versions are published, each with a canary; the trainer then keeps the initial weights'
                 answers.
             loss: code of the user's loss that another process found; None: this process finds it.
@@ -120,6 +123,7 @@ class PolicyTrainer:
         self._context: ContextGroup | None = None
         """Ranks that divide the tokens of this rank's micro-batches; None: this rank computes all of them."""
         self._read = read if read is not None else make_unit_reader(run_directory)
+        self._read_file = read_file
         self._loss = make_loss(plan.trainer, loss)
         self._gae = plan.credit.advantage.gae
         self._publisher = Publisher(run_directory, plan.model)
@@ -176,7 +180,7 @@ class PolicyTrainer:
                     self._canaries[model.base] = CanaryBuilder(model, max_context=self._plan.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
-                state = learner.load(resume_from / name)
+                state = learner.load(resume_from / name, self._read_file)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         sharing_lines = [f"{name}: {_sharing_text(model)}" for name, model in models.items()]
         if device.type == "cuda" and mesh is None and not self._plan.trainer.compile:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.core.errors import StorageError
+from agentrl.core.errors import StorageError, TrainerError
+from agentrl.core.files import read_bytes, read_safetensors_header
 from agentrl.core.records import PolicyVersion
 from agentrl.learn import storage
 from agentrl.learn.publish import Publisher
@@ -128,6 +129,64 @@ def test_a_checkpoint_that_cannot_be_written_is_named(model: Path, tmp_path: Pat
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file/policy"):
         trainer.save(tmp_path / "file")
+
+
+@pytest.fixture
+def checkpoint(model: Path, tmp_path: Path, episodes: Episodes) -> Path:
+    """A checkpoint after one step."""
+    trainer = started(model, tmp_path / "run", episodes)
+    trainer.publish("policy", START)
+    trainer.forward_backward(episodes.batch())
+    trainer.optim_step("policy", 1)
+    trainer.save(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_a_checkpoint_is_read_in_pieces_and_once(
+    model: Path, tmp_path: Path, episodes: Episodes, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another host reads pieces of it as messages."""
+    monkeypatch.setattr(storage, "PIECE_BYTES", 1000)
+    pieces: list[int] = []
+
+    def read(path: Path, start: int, count: int) -> bytes:
+        data = read_bytes(path, start, count)
+        if path.suffix == ".safetensors":
+            pieces.append(len(data))
+        return data
+
+    plan = run_config(model).trainer_plan
+    trainer = PolicyTrainer(plan, tmp_path / "resumed", read=episodes.read, read_file=read)
+    trainer.start(checkpoint)
+    assert sum(pieces) == sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors"))
+    headers = [len(read_safetensors_header(file)) for file in checkpoint.rglob("*.safetensors")]
+    assert max(pieces) <= max(1000, *headers)
+    trainer.save(tmp_path / "again")
+    for name in ("weights", "optimizer"):
+        again, before = (folder / f"policy/{name}.safetensors" for folder in (tmp_path / "again", checkpoint))
+        assert again.read_bytes() == before.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["short", "offsets", "dtype", "header", "missing"])
+def test_a_damaged_checkpoint_is_named(
+    model: Path, tmp_path: Path, episodes: Episodes, checkpoint: Path, damage: str
+) -> None:
+    file = checkpoint / "policy/optimizer.safetensors"
+    data = file.read_bytes()
+    match damage:
+        case "short":
+            file.write_bytes(data[:-1])
+        case "offsets":
+            file.write_bytes(data.replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1))
+        case "dtype":
+            file.write_bytes(data.replace(b'"F32"', b'"F33"', 1))
+        case "header":
+            file.write_bytes(b"\xff" * 8 + data[8:])
+        case _:
+            file.unlink()
+    trainer = PolicyTrainer(run_config(model).trainer_plan, tmp_path / "resumed", read=episodes.read)
+    with pytest.raises(TrainerError, match=r"checkpoint .*policy cannot be read: .*optimizer"):
+        trainer.start(checkpoint)
 
 
 def test_writing_continues_while_the_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
