@@ -706,7 +706,7 @@ def _dispatched_experts(
         weights=sum(parameter.numel() for parameter in module.parameters()),
         width=shape.hidden_size,
         top_k=getattr(shape, "num_experts_per_tok", None) or 1,
-        tokens=trainer.micro_batch_tokens,
+        tokens=trainer.micro_batch_tokens // trainer.context_ranks,
         ranks=ranks,
         itemsize=model.dtype.itemsize,
         trained=trained,

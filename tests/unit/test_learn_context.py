@@ -93,7 +93,7 @@ def check(root: Path, place: Path, ranks: int, every: Mapping[str, dict[str, Any
 
 def test_two_ranks_give_the_update_of_one(root: Path, tmp_path: Path) -> None:
     every = cases(root, 2)
-    check(root, tmp_path, 2, {name: every[name] for name in ("dense", "values", "dispatched", "planted")})
+    check(root, tmp_path, 2, {name: every[name] for name in ("values", "dispatched", "planted")})
 
 
 @pytest.mark.slow
@@ -142,9 +142,7 @@ def test_models_that_compute_whole_rows_are_refused(root: Path, tmp_path: Path) 
 
 
 def test_the_predicted_activations_of_a_rank_are_those_of_its_tokens(root: Path) -> None:
-    one, two, four = (
-        predict_trainer_memory(run_config(root / "qwen3", ranks=4, context_ranks=ranks)).activations
-        for ranks in (1, 2, 4)
+    one, four = (
+        predict_trainer_memory(run_config(root / "qwen3", ranks=4, context_ranks=ranks)).activations for ranks in (1, 4)
     )
-    assert two < 0.6 * one
-    assert four < 0.6 * two
+    assert four < 0.3 * one

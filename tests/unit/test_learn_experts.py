@@ -150,6 +150,17 @@ def test_bytes_of_published_models() -> None:
     assert predict_layer_bytes(**deepseek, tokens=16_384, trained=True).gathered == pytest.approx(90e9, rel=0.01)
 
 
+def test_context_ranks_send_their_part_of_the_tokens_to_experts(root: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(root / "moe")
+    mesh: Any = SimpleNamespace(ndim=1, size=lambda dimension: 4)
+    sent = []
+    for context_ranks in (1, 4):
+        trainer = run_config(root / "moe", experts="dispatched", ranks=4, context_ranks=context_ranks).trainer
+        _, described = models._dispatched_experts(trainer, model, mesh, trained=True)
+        sent.append(float(described.split(" about ")[1].split()[0]))
+    assert sent == pytest.approx([4 * 8192 * 2 * 32 * 4 * 0.75 / 1e6, 8192 * 2 * 32 * 4 * 0.75 / 1e6], abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "ranks", "reason"),
     [
