@@ -80,7 +80,7 @@ def _costs(models: Path, place: Path) -> dict[str, float]:
     found = compared(models, place, RANKS, cases)
     # In processes of their own, which hold no memory of a case before.
     many = {
-        name: compared(models, place / name, RANKS, {"many": made("many", experts=name, **LONG)})["many"]
+        name: compared(models, place / name, RANKS, {"many": made("many", experts=name, measured=True)})["many"]
         for name in ("gathered", "dispatched")
     }
     num_tokens = sum(found["tokens"].one["tokens"])
