@@ -8,11 +8,11 @@ run leaves out four ranks.
 `ep_gradient_error`, `cp_gradient_error`: largest difference of the gradient in float32 over its norm.
 `ep_control`, `cp_control`: smallest of these errors with a fault planted in the exchange: outputs of experts in another
 order, gradients of copies not added up; attention that does not see the tokens of other ranks.
-`collective_bytes`: largest deviation of the bytes that all ranks send from the formulas of docs/several_gpus.md, as a
-share of them, for gathered experts, dispatched experts and context ranks. `experts_held`: share of the experts' weights
-on a rank of two. `context_peak`: peak of the tensors that a rank of two allocates in a step over long rows, relative to
-one rank that computes all tokens. `experts_peak`: growth of a rank's resident memory in a step whose experts are
-dispatched, relative to gathered ones.
+`collective_bytes`: largest deviation of the bytes that all ranks send from the formulas of
+docs/how-to/several_gpus.md, as a share of them, for gathered experts, dispatched experts and context ranks.
+`experts_held`: share of the experts' weights on a rank of two. `context_peak`: peak of the tensors that a rank of two
+allocates in a step over long rows, relative to one rank that computes all tokens. `experts_peak`: growth of a rank's
+resident memory in a step whose experts are dispatched, relative to gathered ones.
 """
 
 from __future__ import annotations
