@@ -124,4 +124,4 @@ def test_commands_offered_for_requests_elsewhere_show_what_is_said(workplace: Pa
     assert len(said) > 8
     assert "environment_error" in said["agentrl run ledger sample"]
     assert "identical" in said["agentrl episode replay sample e0"]
-    assert "can be played" in said["agentrl env import harbor DIR"]
+    assert "can be played" in said["agentrl env import harbor DIR --root ubuntu:24.04=/"]
