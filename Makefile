@@ -42,7 +42,7 @@ help:  ## this list
 setup: $(RUN_STAMP)  ## create .venv and install what running needs
 	@$(if $(HAS_GPU),$(ADVISE_VLLM))
 
-demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minutes
+demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about 100 CPU seconds
 	@rm -rf runs/demo
 	@$(DEMO)
 

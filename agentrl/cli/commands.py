@@ -546,7 +546,7 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(
-        commands, "demo", "train a small language model to use a tool, in half a minute", "training:demo"
+        commands, "demo", "train a small language model to use a tool, in about 100 CPU seconds", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")

@@ -216,7 +216,7 @@ def env_new(options: argparse.Namespace) -> int:
         "Next:\n"
         f"  cd {name}\n"
         "  agentrl env check env.py      # is it sound?\n"
-        "  agentrl train train.toml      # the first curve, in half a minute\n"
+        "  agentrl train train.toml      # the first curve, in one to two CPU minutes\n"
     )
     return 0
 
@@ -398,7 +398,7 @@ Describe the task, the tools, the reward and the options here.
 ```
 pytest                        # its tests
 agentrl env check env.py      # plays it with a random policy, kills and resumes it, explains failures
-agentrl train train.toml      # trains on it; half a minute on two cores
+agentrl train train.toml      # trains on it, in one to two CPU minutes
 agentrl episode list NAME     # what the agent did
 ```
 
