@@ -8,6 +8,7 @@ run leaves out four ranks.
 `ep_gradient_error`, `cp_gradient_error`: largest difference of the gradient in float32 over its norm.
 `ep_control`, `cp_control`: smallest of these errors with a fault planted in the exchange: outputs of experts in another
 order, gradients of copies not added up; attention that does not see the tokens of other ranks.
+`expert_lora_error`: largest difference of log-probabilities and gradients of adapters on experts from PEFT's own.
 `collective_bytes`: largest deviation of the bytes that all ranks send from the formulas of
 docs/how-to/several_gpus.md, as a share of them, for gathered experts, dispatched experts and context ranks.
 `experts_held`: share of the experts' weights on a rank of two. `context_peak`: peak of the tensors that a rank of two
@@ -30,7 +31,7 @@ from tests.sharding_cases import Compared, compared, dispatched, made
 from tests.unit import test_learn_context, test_learn_experts
 
 FIGURES = (
-    *("ep_gradient_error", "ep_control", "cp_gradient_error", "cp_control"),
+    *("ep_gradient_error", "ep_control", "cp_gradient_error", "cp_control", "expert_lora_error"),
     *("collective_bytes", "experts_held", "context_peak", "experts_peak"),
 )
 LONG: dict[str, Any] = {"rows": {"prefix": 200, "longest": 200}, "micro_batch_tokens": 1 << 14, "measured": True}
@@ -54,6 +55,10 @@ def figures(quick: bool) -> dict[str, float | None]:
         return {
             **dict(zip(("ep_gradient_error", "ep_control"), expert_errors, strict=True)),
             **dict(zip(("cp_gradient_error", "cp_control"), context_errors, strict=True)),
+            "expert_lora_error": max(
+                test_learn_experts.expert_lora_error(experts / kind, place / "adapters" / kind)
+                for kind in test_learn_experts.FAMILIES
+            ),
             **_costs(experts, place / "costs"),
         }
 
