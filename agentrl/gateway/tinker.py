@@ -224,7 +224,10 @@ def _tar(directory: Path) -> list[bytes]:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for file in sorted(directory.iterdir()):
-            archive.add(file, arcname=file.name)
+            entry = tarfile.TarInfo(file.name)  # without times and owners, so that equal weights give equal archives
+            entry.size = file.stat().st_size
+            with file.open("rb") as content:
+                archive.addfile(entry, content)
     return [stream.getvalue()]
 
 
