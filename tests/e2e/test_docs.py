@@ -105,6 +105,7 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     assert ("passed" if page.stem == "getting_started" else "evaluation/reward") in said
 
 
+@pytest.mark.exhaustive
 def test_commands_offered_for_requests_elsewhere_show_what_is_said(workplace: Path) -> None:
     text = (ROOT / "docs/explanation/comparison.md").read_text(encoding="utf-8")
     offered = [line.replace("demo 60", "demo 2") for line in re.findall(r"`(agentrl [^`]+)`", text)]
