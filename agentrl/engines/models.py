@@ -22,8 +22,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
@@ -65,6 +67,8 @@ _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batc
 if the package `kernels` is installed."""
 _LAYERS_WITHOUT_KV = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers, as transformers names them, that keep a state instead of keys and values, or nothing."""
+_TEXT_CLASS = {"llama4"}
+"""Model types whose whole model contains a text model with its own head, which cannot be called from outside."""
 _WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
 """Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
 one, and RG-LRU keeps its state in the layer."""
@@ -189,9 +193,9 @@ def read_model(
             cannot serve contexts of `max_context`.
     """
     _check_directory(path)
-    load: Any = AutoModelForCausalLM.from_pretrained
     try:
         config = _read_config(path)
+        load = language_model_class(config).from_pretrained
         if to_sample:
             _check_layers(config, path)
             _check_positions(config, max_context, path, stretched=True)
@@ -219,6 +223,13 @@ def read_model(
     pretrained: PreTrainedModel = model
     fix_rotary_positions(pretrained, max_context)
     return pretrained
+
+
+def language_model_class(config: PretrainedConfig) -> Any:
+    """Return the auto class of the model that a checkpoint is released as: for images and text, the whole model, of
+    which agentrl calls the text part. Its tensors and adapters then have the names that other programs read."""
+    is_whole = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in _TEXT_CLASS
+    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 
 def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -312,9 +323,9 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
     """
     _check_directory(path)
     _check_alone(Path(path))
-    make: Any = AutoModelForCausalLM.from_config
     try:
         config = _read_config(path)
+        make = language_model_class(config).from_config
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
             model: PreTrainedModel = make(config, trust_remote_code=False, **options)

@@ -29,11 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
@@ -57,7 +56,7 @@ from agentrl.engines.embedded.forward import (
     prepare_for_sampling,
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
-from agentrl.engines.models import model_dtype
+from agentrl.engines.models import language_model_class, model_dtype
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
@@ -496,7 +495,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             return spare
         template = self.base.model
         with torch.random.fork_rng(devices=[]):
-            make: Any = AutoModelForCausalLM.from_config
+            make = language_model_class(template.config).from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
         model_copy = ServedModelCopy.of(prepare_for_sampling(model, template.device))
         if self._engine.tap is not None:
