@@ -969,6 +969,13 @@ class _AdaptedProduct(torch.autograd.Function):
 class _AdaptedLinear(peft.tuners.lora.Linear):
     """PEFT's linear layer with an adapter, computed by `_AdaptedProduct`."""
 
+    def update_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter of the whole layer, whose weights may be shards: PEFT takes those of a mesh of two dimensions
+        for tensor parallelism, and would make an adapter of one shard."""
+        base: Any = self.get_base_layer()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        super().update_layer(*args, **kwargs)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the outputs, [..., outputs], of inputs, [..., inputs]."""
         (adapter,) = self.active_adapters

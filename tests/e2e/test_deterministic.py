@@ -137,7 +137,7 @@ def test_weights_of_two_policies_after_real_kills_are_bit_identical(
 def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
     """The main job's, with an adapter."""
     job = calculator_job(tmp_path)
-    undisturbed = digests(job.train("undisturbed", steps=3, kills=0))
-    killed = digests(job.train("killed", steps=3, kills=2))
+    undisturbed = digests(job.train("undisturbed", steps=2, kills=0))
+    killed = digests(job.train("killed", steps=2, kills=2))
     assert set(undisturbed) == {"solver"}
     assert killed == undisturbed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tests.sharding_cases import FUNCTION, alone, case, gradient_error
 
 pytestmark = pytest.mark.timeout(900)
 
+QUICK = {
+    *(
+        "all weights",
+        "all weights, replicated",
+        "all weights, offloaded",
+        "adapters of two policies",
+        "merged adapters",
+    ),
+    *("a loss of whole steps", "values", "experts", "recorded experts", "a silent step", "unused weights"),
+}
+"""Cases that `make test` computes; `make test-all` computes all."""
 GAE = {"group_size": 1, "advantage": {"name": "gae", "discount": 0.97, "trace_decay": 0.8}}
 
 
@@ -87,12 +99,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Of each case: on one rank, then on each of two."""
-    one, two = cases(root, 1), cases(root, 2)
+def results(request: pytest.FixtureRequest, root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each case that a test of the session is about: on one rank, then on each of two."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {*QUICK, *(item.callspec.params.get("name") for item in items)}
+    one, two = ({name: each for name, each in cases(root, ranks).items() if name in names} for ranks in (1, 2))
     every = on_ranks(2, FUNCTION, list(two.values()))
     found = zip(alone(list(one.values())), *every, strict=True)
     return dict(zip(one, map(list, found), strict=True))
+
+
+def named(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in names]
 
 
 SILENT = [name for name in cases(Path(), 1) if name.startswith("a silent step")]
@@ -107,7 +125,7 @@ def test_recorded_experts_are_those_that_train(root: Path, results: dict[str, li
     assert gradient_error(by_itself, recorded) > 0.1
 
 
-@pytest.mark.parametrize("name", [name for name in cases(Path(), 1) if name not in LATER])
+@pytest.mark.parametrize("name", named(name for name in cases(Path(), 1) if name not in LATER))
 def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, *two = results[name]
     rounded = "bfloat16" in name
@@ -127,7 +145,7 @@ def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[di
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-2 if rounded else 1e-5)
 
 
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("name", named(SILENT))
 def test_a_step_without_signal_moves_nothing(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     """The step before it leaves momentum; a divergence from the reference is a signal."""
     one, *_ = results[name]
@@ -136,7 +154,7 @@ def test_a_step_without_signal_moves_nothing(results: dict[str, list[dict[str, A
     assert one["zero_gradients"] == [0.0, float(not pulled), 0.0]
 
 
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", named(LATER))
 def test_steps_after_one_with_fewer_gradients_are_those_of_one_rank(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -151,7 +169,11 @@ def test_steps_after_one_with_fewer_gradients_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize(
-    "name", ["all weights", "all weights, offloaded", "adapters of two policies", "values", "experts"]
+    "name",
+    [
+        *("all weights", "adapters of two policies"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("all weights, offloaded", "values", "experts")),
+    ],
 )
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
     root: Path, results: dict[str, list[dict[str, Any]]], name: str
@@ -184,6 +206,17 @@ def test_checkpoints_go_from_two_ranks_to_four_in_groups_of_two_and_to_one(
     assert losses == pytest.approx(whole["losses"], abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_adapters_in_groups_of_two_of_four_ranks_have_the_gradient_of_one(root: Path, tmp_path: Path) -> None:
+    def made(name: str, **settings: Any) -> dict[str, Any]:
+        return case(root / "qwen3", tmp_path / name, lora=True, **settings)
+
+    alone([made("one")])
+    on_ranks(4, FUNCTION, [made("four", sharding=2)])
+    assert gradient_error(tmp_path / "four", tmp_path / "one") <= 1e-5
+
+
 def test_each_rank_holds_its_part_alone(results: dict[str, list[dict[str, Any]]]) -> None:
     for name in ("all weights", "adapters of two policies", "experts"):
         one, *two = results[name]
@@ -192,12 +225,14 @@ def test_each_rank_holds_its_part_alone(results: dict[str, list[dict[str, Any]]]
     assert [each["bytes"] for each in two] == [one["bytes"]] * 2
 
 
-def test_an_offloaded_rank_gives_the_files_of_one_that_is_not(results: dict[str, list[dict[str, Any]]]) -> None:
-    for plain, offloaded in (("all weights", "all weights, offloaded"), ("bfloat16", "bfloat16, offloaded")):
-        for one, other in zip(results[plain], results[offloaded], strict=True):
-            assert one["losses"] == other["losses"]
-            files = [Path(each["versions"]["policy"]) / "model.safetensors" for each in (one, other)]
-            assert files[0].read_bytes() == files[1].read_bytes()
+@pytest.mark.parametrize("name", named(["all weights", "bfloat16"]))
+def test_an_offloaded_rank_gives_the_files_of_one_that_is_not(
+    results: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    for one, other in zip(results[name], results[f"{name}, offloaded"], strict=True):
+        assert one["losses"] == other["losses"]
+        files = [Path(each["versions"]["policy"]) / "model.safetensors" for each in (one, other)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def half(parameter: nn.Parameter) -> nn.Parameter:
