@@ -35,14 +35,14 @@ from tests.markdown_pages import PAGES, broken_links
 ROOT = Path(__file__).parents[1]
 NEWCOMERS_WAY = (
     "README.md",
-    "index.md",
-    "getting_started.md",
-    "gpu.md",
-    "outside_agents.md",
-    "coevolution.md",
-    "faq.md",
+    "docs/index.md",
+    "docs/tutorials/getting_started.md",
+    "docs/tutorials/gpu.md",
+    "docs/tutorials/outside_agents.md",
+    "docs/tutorials/coevolution.md",
+    "docs/how-to/faq.md",
 )
-"""The README and the tutorials."""
+"""The pages that a newcomer reads first."""
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
 
@@ -142,8 +142,8 @@ def documentation(work: Path) -> dict[str, float | None]:
     """The pages: their words, and their links."""
     del work
     pages = [page for page in PAGES if page.parent.name not in ("decisions", "results")]
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in pages}
-    broken = [f"{page.name}: {target}" for page in PAGES for target in broken_links(page)]
+    words = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    broken = [f"{page.relative_to(ROOT)}: {target}" for page in PAGES for target in broken_links(page)]
     long = [name for name in NEWCOMERS_WAY if words[name] > 1000]
     print("\n".join([*broken, *(f"{name}: {words[name]} words" for name in long)]))
     return {
