@@ -48,7 +48,7 @@ class LoraConfig(Section):
     """Linear layers that get an adapter, by full name or its last part. Empty: all decoder layers that can be trained
     and served. A run prints them at startup."""
     experts: Fixed[bool] = False
-    """Adapt the experts of a mixture of experts, too, each with matrices of its own. They hold most of such a model's
+    """Also adapt the experts of a mixture of experts, each with its own matrices. They hold most of such a model's
     weights."""
     merge: Fixed[bool] = False
     """Publish full weights with the adapter merged in. Engines then sample faster, but serve one version at a time, and

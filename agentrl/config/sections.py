@@ -477,8 +477,9 @@ class TrainerConfig(Section):
     """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
     ranks, and any rank with `cluster.address`, are Ray actors."""
     context_ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Number of ranks that divide the tokens of a micro-batch, for contexts whose activations do not fit one rank; it
-    does not change the update. It divides `ranks` and the model's key-value heads (docs/how-to/several_gpus.md)."""
+    """Number of ranks that divide the tokens of a micro-batch, for contexts whose activations do not fit on one rank;
+    it does not change the update. It must divide `ranks` and the model's key-value heads
+    (docs/how-to/several_gpus.md)."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer state (docs/how-to/processes.md); it does not change the update.
     `none`: each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank with which experts compute: grouped products on GPUs need rows of whole 16 bytes."""
+    """Return the rank with which experts compute: on GPUs, grouped matrix products need rows of whole 16-byte units."""
     return rank + -rank % 8
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
     """Return the modules that hold the weights of several experts, a row for each, as transformers stores them."""
-    found = {}
+    experts = {}
     for name, module in model.named_modules():
         count = getattr(module, "num_experts", None)
         parameters = [each for each in module._parameters.values() if each is not None]
         if count and all(len(each) == count for each in parameters) and any(each.ndim > 2 for each in parameters):
-            found[name] = module
-    return found
+            experts[name] = module
+    return experts
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, Any]:
-    """Return those of `find_experts` that `compute_adapted` can compute."""
+    """Return the modules of `find_experts` that `compute_adapted` supports; transformers marks them."""
     return {name: experts for name, experts in find_experts(model).items() if hasattr(experts, "is_transposed")}
 
 

@@ -288,11 +288,11 @@ def _cause(code: int) -> str:
         return f"signal {-code}"
 
 
-def logged_error(*, besides: str) -> str:
+def logged_error(*, ignore: str) -> str:
     """Return the last error in the log file of this process and its descendants, and the place of that file.
 
     Args:
-        besides: regular expression of messages that only refer to the error.
+        ignore: regular expression of messages that only refer to the error.
     """
     if not os.environ.get(LOG_VARIABLE):
         return "its output above has the cause"
@@ -303,7 +303,7 @@ def logged_error(*, besides: str) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:  # the system has no /proc
         return "the engine's log has the cause"
-    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and not re.search(besides, line)]
+    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and not re.search(ignore, line)]
     return f"{errors[-1][:_ERROR_LENGTH] if errors else 'no error was logged'}; its output is in {log}"
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGroup:
-    """One of the ranks that divide the tokens of each micro-batch."""
+    """This rank's group: consecutive ranks that divide the tokens of each micro-batch."""
 
     rank: int
     """Number of this rank within the group."""
@@ -54,11 +54,11 @@ class ContextSlice:
         """Indices of this rank's trained tokens among those of the micro-batch."""
         ends = np.empty(0, np.int64) if batch.end_index is None else batch.end_index
         self.ends = np.flatnonzero((ends >= start) & (ends < stop))
-        """The same of `MicroBatch.end_index`."""
+        """Indices of this rank's entries of `MicroBatch.end_index`."""
 
     def predictions(self, batch: MicroBatch) -> MicroBatch:
-        """Return all tokens of the micro-batch, and at least one for each rank, with the trained ones of this rank and
-        their indices in its slice."""
+        """Return the micro-batch with all tokens, at least one per rank, but only this rank's trained tokens, whose
+        `hidden_index` and `end_index` count within its slice."""
         here, start = self.trained, self.tokens.start
         kept_counts, kept_ids = batch.kept_counts, batch.kept_ids
         if kept_counts is not None and kept_ids is not None:
@@ -66,7 +66,7 @@ class ContextSlice:
             kept_ids = kept_ids[np.repeat(is_here, kept_counts)]
             kept_counts = kept_counts[here]
         return replace(
-            batch.with_least_tokens(self._group.size),
+            batch.with_min_tokens(self._group.size),
             hidden_index=batch.hidden_index[here] - start,
             targets=batch.targets[here],
             temperature=batch.temperature[here],
@@ -99,5 +99,5 @@ class ContextSlice:
         return returned.view(size, tokens, *rows.shape[1:]).transpose(1, 2).flatten(0, 1)[None]
 
     def gather(self, column: Tensor, places: NDArray[np.int64], count: int) -> Tensor:
-        """Return a column of `count` rows, of which this rank has computed those at `places`."""
+        """Return a column [count, ...] on every rank; `column` has the rows at `places`, which this rank computed."""
         return gather_rows(column, torch.from_numpy(places).to(column.device), count, self._group.processes)

@@ -1,7 +1,7 @@
 """Rows that travel between ranks in a forward pass, and their gradients back.
 
 Owns: the collective operations that autograd sees. Does not own: what is sent (`experts.py`, `context.py`), sums of
-gradients (`ranks.py`). On the meta device nothing is sent, and the results have shapes alone.
+gradients (`ranks.py`). On the meta device nothing is sent; only shapes are computed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Send `sent[i]` rows to rank i of a group and return the rows of all ranks, `received[i]` from rank i."""
+    """Send `sent[i]` consecutive rows of `rows`, [sum(sent), ...], to rank i of a group; return what the ranks send to
+    this one, [sum(received), ...], with `received[i]` rows from rank i."""
     exchanged: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def gather_rows(rows: Tensor, places: Tensor, count: int, group: Any) -> Tensor:
-    """Return `count` rows on every rank of a group, of which this rank has computed those at `places`.
+    """Return [count, ...] on every rank of a group; `rows` are those at `places`, which this rank computed.
 
     Every rank must compute the same loss from them: the gradient of this rank's rows is taken from its own loss alone.
     """

@@ -44,12 +44,12 @@ def predict_layer_bytes(
     tokens and their gradients travel to the experts and back.
 
     Args:
-        weights: numbers in the experts of a layer.
-        width: numbers in a token's hidden state.
-        top_k: experts of a token.
-        tokens: tokens of a rank's micro-batch.
-        ranks: ranks that share the experts.
-        itemsize: bytes of a number as it computes.
+        weights: number of weights in the experts of a layer.
+        width: hidden size.
+        top_k: number of experts per token.
+        tokens: number of tokens that a rank computes per micro-batch.
+        ranks: number of ranks that share the experts.
+        itemsize: bytes per number in the dtype of the computation.
         trained: whether the experts are trained.
     """
     share = (ranks - 1) / ranks

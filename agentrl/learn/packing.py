@@ -59,8 +59,8 @@ class MicroBatch:
             return len(self.token_ids)
         return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
 
-    def with_least_tokens(self, count: int) -> MicroBatch:
-        """Return the batch with at least `count` tokens: further ones are rows of one token that predict nothing."""
+    def with_min_tokens(self, count: int) -> MicroBatch:
+        """Return the batch with at least `count` tokens: added ones are rows of one token that predict nothing."""
         size = len(self.token_ids)
         added = np.arange(size, count)
         if not len(added):

@@ -53,7 +53,7 @@ ValueError: an older one
 def test_the_cause_of_a_death_is_found_in_the_log(tmp_path: Path, logged: str, error: str) -> None:
     log = tmp_path / "engine.log"
     log.write_text("x" * 100_000 + "\n" + logged)
-    code = "from agentrl.engines.process import logged_error; print(logged_error(besides='EngineDeadError'))"
+    code = "from agentrl.engines.process import logged_error; print(logged_error(ignore='EngineDeadError'))"
     for is_log, expected in (("1", f"{error}; its output is in {log}"), ("", "its output above has the cause")):
         with log.open("a") as errors:
             output = subprocess.check_output(

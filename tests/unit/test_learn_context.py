@@ -123,7 +123,7 @@ def test_added_tokens_change_no_prediction(root: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(root / "qwen3", attn_implementation=ATTENTION)
     (batch,) = pack(make_samples(0, 2), max_tokens=1 << 20)
     count = len(batch.token_ids) + 3
-    longer = batch.with_least_tokens(count)
+    longer = batch.with_min_tokens(count)
     assert len(longer.token_ids) == count
     torch.testing.assert_close(token_logprobs(model, longer).logprob, token_logprobs(model, batch).logprob)
 

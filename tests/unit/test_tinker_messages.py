@@ -40,7 +40,7 @@ def test_a_pass_is_read_as_the_sdk_writes_it() -> None:
 
 
 def test_answers_have_the_bytes_that_the_sdk_reads() -> None:
-    """The SDK decoded exactly these bytes; `tests/e2e/test_tinker_sdk.py` asks the installed one."""
+    """The SDK decoded exactly these bytes; `tests/e2e/test_tinker_processes.py` runs the installed one."""
     logprobs = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
     written = messages.write_forward_backward(logprobs, {"loss:sum": 2.5})
     assert written.hex() == (

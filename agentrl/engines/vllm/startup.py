@@ -107,7 +107,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         if re.search(_REFERS_TO_CAUSE, reason):
-            reason = logged_error(besides=_REFERS_TO_CAUSE)
+            reason = logged_error(ignore=_REFERS_TO_CAUSE)
         raise EngineError(f"vLLM does not start on {model_path}: {reason}") from error
 
 
@@ -252,7 +252,7 @@ async def prefill_rate(llm: AsyncLLM, model_path: str) -> float:
     try:
         return await _prefill_rate(llm)
     except EngineDeadError as error:
-        reason = logged_error(besides=_REFERS_TO_CAUSE)
+        reason = logged_error(ignore=_REFERS_TO_CAUSE)
         raise EngineError(f"vLLM dies in its first forward passes of {model_path}: {reason}") from error
 
 
