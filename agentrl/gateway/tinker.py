@@ -6,14 +6,16 @@ sequence number; the repetition gets the same id. `TinkerBackend` executes reque
 
 1. Every request needs a key, which names its owner. What another owner has does not exist.
 2. An invalid request gets an HTTP error with a sentence, and changes nothing.
-3. Bodies are bounded before and after decompression, and read one at a time.
+3. Bodies are bounded before and after decompression, in sum for each owner, and parsed one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,6 +87,8 @@ class TinkerServer:
         self._server = connections.BoundedServer()
         self._reading = asyncio.Lock()
         """Held while a body is decompressed and parsed, so that one body at a time takes memory and time."""
+        self._held_bytes: Counter[str] = Counter()
+        """Bytes of the bodies whose requests are not answered, by owner."""
 
     @asynccontextmanager
     async def listen(self, port: int) -> AsyncIterator[int]:
@@ -161,17 +165,40 @@ class TinkerServer:
             )
         return owner
 
+    @asynccontextmanager
+    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Read a body, which counts among its owner's within the context.
+
+        Raises:
+            RequestRefusedError: it is too long, or too much of its owner's is in memory.
+        """
+        body, owner = bytearray(), self._owner(request)
+        try:
+            async for part in request.content.iter_any():
+                if len(body) + len(part) > bodies.MAX_BODY_BYTES:
+                    raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+                if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
+                    raise RequestRefusedError(f"requests of {bodies.MAX_HELD_BYTES} bytes wait already", "unavailable")
+                self._held_bytes[owner] += len(part)
+                body += part
+            yield bytes(body)
+        finally:
+            self._held_bytes[owner] -= len(body)
+
     async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
-        body = await _read(request)
-        async with self._reading:
-            await asyncio.sleep(0)  # all else runs between two bodies
-            body = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
-            content = tinker_messages.read_request(route, body)
-        return json_response(200, await self._backend.accept(self._owner(request), route, content, body))
+        async with self._body(request) as body:
+            async with self._reading:
+                await asyncio.sleep(0)  # all else runs between two bodies
+                content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+                content = tinker_messages.read_request(route, content_bytes)
+            promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
+        return json_response(200, promise)
 
     async def _question(self, route: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
-        content = tinker_messages.read_json(bodies.parse_json_body(await _read(request)), kind)
-        return json_response(200, await self._backend.answer(self._owner(request), route, content))
+        async with self._body(request) as body:
+            content = tinker_messages.read_json(bodies.parse_json_body(body), kind)
+            answer = await self._backend.answer(self._owner(request), route, content)
+        return json_response(200, answer)
 
     async def _lookup(self, question: str, request: web.Request) -> web.StreamResponse:
         return json_response(200, await self._backend.answer(self._owner(request), question, dict(request.match_info)))
@@ -179,7 +206,8 @@ class TinkerServer:
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        content = tinker_messages.read_json(bodies.parse_json_body(await _read(request)), tinker_messages.Retrieve)
+        async with self._body(request) as body:
+            content = tinker_messages.read_json(bodies.parse_json_body(body), tinker_messages.Retrieve)
         answer = await self._backend.retrieve(self._owner(request), content.request_id, POLL_S)
         if answer is None:
             waiting = {"type": "try_again", "request_id": content.request_id, "queue_state": "active"}
@@ -196,39 +224,27 @@ class TinkerServer:
         )
         response = web.StreamResponse(headers={"Content-Type": "application/x-tar", "Cache-Control": "no-store"})
         await response.prepare(request)
-        for piece in await asyncio.to_thread(_tar, directory):
+        pieces = _tar(directory)
+        while piece := await asyncio.to_thread(next, pieces, b""):
             await response.write(piece)
         await response.write_eof()
         return response
 
 
-async def _read(request: web.Request) -> bytes:
-    """Read a body.
-
-    Raises:
-        RequestRefusedError: it is too long.
-    """
-    body = bytearray()
-    async for part in request.content.iter_any():
-        if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-            raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
-        body += part
-    return bytes(body)
-
-
-def _tar(directory: Path) -> list[bytes]:
-    """Return the files of a directory as pieces of a tar file."""
-    import io
+def _tar(directory: Path) -> Iterator[bytes]:
+    """Yield the files of a directory as pieces of a tar file."""
     import tarfile
 
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for file in sorted(directory.iterdir()):
+    for file in sorted(directory.iterdir()):
+        with file.open("rb") as content:
             entry = tarfile.TarInfo(file.name)  # without times and owners, so that equal weights give equal archives
-            entry.size = file.stat().st_size
-            with file.open("rb") as content:
-                archive.addfile(entry, content)
-    return [stream.getvalue()]
+            entry.size = os.fstat(content.fileno()).st_size
+            yield entry.tobuf()
+            while piece := content.read(1 << 20):
+                yield piece
+        if padding := bytes(-entry.size % tarfile.BLOCKSIZE):
+            yield padding
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _refusal(status: int, sentence: str) -> web.Response:

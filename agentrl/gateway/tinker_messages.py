@@ -10,6 +10,7 @@ something must not get an answer that silently lacks it.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of protocol buffers."""
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _FLOAT32 = 1
+MAX_FIELDS = 1 << 17
+"""Maximum number of fields in a body, with those of its parts. A row of the SDK has about 40."""
 
 
 # --- protocol buffers -------------------------------------------------------------------------------------------------
@@ -49,14 +52,20 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise RequestRefusedError("the body is not a protocol buffer: an integer does not end")
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+def _fields(data: memoryview, count: Iterator[int]) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each field of a message: an integer, or bytes.
 
+    Args:
+        data: the message.
+        count: counts the fields of the whole body.
+
     Raises:
-        RequestRefusedError: the bytes are not a message.
+        RequestRefusedError: the bytes are not a message, or the body has too many fields.
     """
     at = 0
     while at < len(data):
+        if next(count) >= MAX_FIELDS:
+            raise RequestRefusedError(f"the body has more than {MAX_FIELDS} fields; send fewer rows at once", "large")
         tag, at = _varint(data, at)
         kind = tag & 7
         value: Any
@@ -119,49 +128,50 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """
     request = ForwardBackwardRequest()
     legacy: dict[str, float] = {}
-    for number, value in _fields(memoryview(body)):
+    count = itertools.count()
+    for number, value in _fields(memoryview(body), count):
         match number:
             case 1:
                 request.model_id = _text(value, "model_id")
             case 2:
                 request.seq_id = _number(value, "seq_id")
             case 3:
-                request.data.append(_read_datum(_bytes(value, "data"), f"datum {len(request.data)}"))
+                request.data.append(_read_datum(_bytes(value, "data"), f"datum {len(request.data)}", count))
             case 4:
                 request.loss_fn = _text(value, "loss_fn")
             case 5:
-                name, setting = _entry(value, "loss_fn_config")
+                name, setting = _entry(value, "loss_fn_config", count)
                 legacy[name] = _double(setting, name)
             case 6:
                 request.forward_only = bool(_number(value, "forward_only"))
             case 7:
-                name, setting = _entry(value, "loss_fn_config_v2")
-                request.settings[name] = _setting(setting, name)
+                name, setting = _entry(value, "loss_fn_config_v2", count)
+                request.settings[name] = _setting(setting, name, count)
     request.settings = legacy | request.settings
     return request
 
 
-def _read_datum(data: memoryview, where: str) -> Datum:
+def _read_datum(data: memoryview, where: str, count: Iterator[int]) -> Datum:
     import numpy as np
 
     parts: list[NDArray[np.int32]] = []
     inputs: dict[str, NDArray[Any]] = {}
-    for number, value in _fields(data):
+    for number, value in _fields(data, count):
         if number == 1:
-            parts.append(_read_chunk(_bytes(value, where), where))
+            parts.append(_read_chunk(_bytes(value, where), where, count))
         elif number == 2:
-            name, tensor = _entry(value, f"{where}, loss_fn_inputs")
-            inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}")
+            name, tensor = _entry(value, f"{where}, loss_fn_inputs", count)
+            inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}", count)
     return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
 
 
-def _read_chunk(data: memoryview, where: str) -> NDArray[np.int32]:
+def _read_chunk(data: memoryview, where: str, count: Iterator[int]) -> NDArray[np.int32]:
     import numpy as np
 
-    for number, value in _fields(data):
+    for number, value in _fields(data, count):
         if number != 1:
             raise RequestRefusedError(f"{where}: only text is served here, not images or audio")
-        for inner, tokens in _fields(_bytes(value, where)):
+        for inner, tokens in _fields(_bytes(value, where), count):
             if inner == 1:
                 content = _bytes(tokens, where)
                 if len(content) % 4:
@@ -170,11 +180,11 @@ def _read_chunk(data: memoryview, where: str) -> NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
 
-def _read_tensor(data: memoryview, where: str) -> NDArray[Any]:
+def _read_tensor(data: memoryview, where: str, count: Iterator[int]) -> NDArray[Any]:
     import numpy as np
 
     dense, dtype, shape = memoryview(b""), "", []
-    for number, value in _fields(data):
+    for number, value in _fields(data, count):
         match number:
             case 1:
                 dense = _bytes(value, where)
@@ -187,7 +197,7 @@ def _read_tensor(data: memoryview, where: str) -> NDArray[Any]:
             case 4:
                 packed = _bytes(value, where)
                 at = 0
-                while at < len(packed):
+                while at < len(packed) and len(shape) < 8:
                     size, at = _varint(packed, at)
                     shape.append(size)
     if not dtype or len(dense) % int(dtype[2]):
@@ -199,10 +209,10 @@ def _read_tensor(data: memoryview, where: str) -> NDArray[Any]:
     return np.frombuffer(dense, dtype)
 
 
-def _entry(value: Any, where: str) -> tuple[str, Any]:
+def _entry(value: Any, where: str, count: Iterator[int]) -> tuple[str, Any]:
     """Read an entry of a map: its key, and its value as it stands."""
     key, content = "", memoryview(b"")
-    for number, part in _fields(_bytes(value, where)):
+    for number, part in _fields(_bytes(value, where), count):
         if number == 1:
             key = _text(part, where)
         elif number == 2:
@@ -215,8 +225,8 @@ def _double(value: Any, name: str) -> float:
     return float(struct.unpack("<d", content)[0]) if len(content) == 8 else 0.0
 
 
-def _setting(value: Any, name: str) -> float:
-    for number, part in _fields(_bytes(value, name)):
+def _setting(value: Any, name: str, count: Iterator[int]) -> float:
+    for number, part in _fields(_bytes(value, name), count):
         if number == 1:
             return _double(part, name)
         raise RequestRefusedError(f"loss_fn_config.{name[:60]}: the losses here have only settings that are numbers")

@@ -108,3 +108,9 @@ def test_what_is_not_served_is_refused_by_name_unless_it_is_empty() -> None:
         messages.read_json({**sample, "sampling_params": {"beams": 4}}, messages.Sample)
     with pytest.raises(RequestRefusedError, match="seq_id"):
         messages.read_json({**sample, "seq_id": "one"}, messages.Sample)
+
+
+def test_a_body_of_small_fields_is_refused_before_it_takes_memory() -> None:
+    """8 MiB of empty datums would be four million objects, made in the event loop."""
+    with pytest.raises(RequestRefusedError, match="more than 131072 fields"):
+        messages.read_forward_backward(bytes.fromhex("1a00") * (messages.MAX_FIELDS + 1))
