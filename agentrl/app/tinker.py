@@ -19,7 +19,8 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -66,6 +67,12 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 4096
 """Maximum number of accepted requests of one model, or of samples of one owner, that are not finished."""
+MAX_SAMPLING = 256
+"""Maximum number of requests for samples of one owner that are executed at once; others wait on disk."""
+MAX_TTL_S = 1 << 32
+"""Maximum seconds for which weights are saved with `ttl_seconds`."""
+MAX_METADATA_BYTES = 1 << 16
+"""Maximum size of a `user_metadata`, which stays in memory, as JSON."""
 GRADIENT_TOLERANCE = 1e-3
 """Largest relative difference between the gradient norms of a step and of its repetition after a start."""
 MIN_KEY = 24
@@ -217,7 +224,8 @@ class TinkerService:
         self._engine = engine
         self._clock = clock
         self._tell = tell
-        self._sampler = ClientSampler(engine, store, clock, config.seed)
+        waiting = {request.id for request in self._log.unfinished()}
+        self._sampler = ClientSampler(engine, store, clock, config.seed, recorded_samples(store, waiting))
         self._sessions: dict[str, str] = {}
         """Owner of each session."""
         self.models: dict[str, ClientModel] = {}
@@ -226,6 +234,8 @@ class TinkerService:
         """Accepted requests that may not be on disk yet, by id."""
         self._done: dict[str, asyncio.Event] = {}
         """Set when a request has its result, by id; only those that are not finished."""
+        self._sampling: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_SAMPLING))
+        """Bounds the requests for samples in memory, by owner."""
         self._owner_samples: dict[str, int] = {}
         """Number of unfinished requests for samples, by owner."""
         self._ready = asyncio.Event()
@@ -326,17 +336,24 @@ class TinkerService:
             self._receiving[request_id] = known
             self._done[request_id] = asyncio.Event()
             self._log.receive(known)
+            self._spawn(self._begin(known))
         elif known.route != route:
             raise InputError(f"seq_id {sequence} of {subject} was used by a request of {known.route}")
+        elif known.body != body:
+            raise InputError(f"seq_id {sequence} of {subject} was used by another request of {route}, with other data")
         await self._log.flush()
-        if self._receiving.pop(request_id, None) is not None:
-            self._enqueue(known)
         promise: dict[str, Any] = {"request_id": request_id}
         if route == "asample":
             promise["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(request.num_samples)]
         else:
             promise["model_id"] = subject
         return promise
+
+    async def _begin(self, request: ClientRequest) -> None:
+        """Let a request be executed once it is on disk, even if its client has left."""
+        await self._log.flush()
+        del self._receiving[request.id]
+        self._enqueue(request)
 
     def _place(self, owner: str, route: str, request: Any) -> tuple[str, int]:
         """Return what a request acts on, and its sequence number there.
@@ -358,6 +375,7 @@ class TinkerService:
         Raises:
             InputError: the message says what to change.
         """
+        _check_labels(request)
         match request:
             case messages.CreateModel():
                 self._check_model(request)
@@ -381,13 +399,13 @@ class TinkerService:
                 _check_step(request.adam_params)
             case messages.SaveWeights():
                 _check_name(request.path)
-                if f"{WEIGHTS}/{request.path}" in self.models[request.model_id].saved and not request.overwrite:
-                    raise InputError(f"there are weights {request.path!r} already; choose another name, or overwrite")
+                self._check_unused(self.models[request.model_id], request)
             case messages.SaveForSampler():
                 if (request.path is None) == (request.sampling_session_seq_id is None):
                     raise InputError("give either a path or a sampling_session_seq_id")
                 if request.path is not None:
                     _check_name(request.path)
+                self._check_unused(self.models[request.model_id], request)
                 if request.kind not in ("snapshot", "inflight"):
                     raise InputError(f"kind {request.kind[:40]!r} is not served; there are snapshot and inflight")
             case messages.Sample():
@@ -404,6 +422,17 @@ class TinkerService:
         if subject is not None and len(subject.waiting) >= MAX_WAITING:
             raise RequestRefusedError(f"{MAX_WAITING} requests of {subject.id} wait already", "unavailable")
 
+    def _check_unused(self, model: ClientModel, request: messages.SaveWeights | messages.SaveForSampler) -> None:
+        """Refuse to replace saved weights or a sampler that the client did not ask to replace.
+
+        Called again when the request is executed: others may have come before it.
+        """
+        if isinstance(request, messages.SaveForSampler):
+            if request.sampling_session_seq_id is not None and _sampler_id(model, request) in self._samplers:
+                raise InputError(f"sampling_session_seq_id {request.sampling_session_seq_id} was used by a sampler")
+        elif f"{WEIGHTS}/{request.path}" in model.saved and not request.overwrite:
+            raise InputError(f"there are weights {request.path!r} already; choose another name, or overwrite")
+
     def _check_model(self, request: messages.CreateModel) -> None:
         base = self._base_of(request.base_model)
         _check_adam(request.optimizer_config)
@@ -414,6 +443,8 @@ class TinkerService:
                 f"lora_config.rank = {request.lora_config.rank}: adapters of {base.name} may have a rank from 1 to "
                 f"{base.max_rank} here (models.{base.name}.max_rank)"
             )
+        if request.lora_config.seed is not None and not 0 <= request.lora_config.seed < 1 << 63:
+            raise InputError("lora_config.seed: a seed is a number from 0 to 2^63 - 1")
         base.trainer.layers(attention=request.lora_config.train_attn, mlp=request.lora_config.train_mlp)
 
     def _admit_model(self, request: ClientRequest) -> None:
@@ -445,7 +476,7 @@ class TinkerService:
         self._done.setdefault(request.id, asyncio.Event())
         if request.route == "asample":
             self._owner_samples[request.owner] = self._owner_samples.get(request.owner, 0) + 1
-            self._spawn(self._sample(request))
+            self._spawn(self._sample(request._replace(body=b"")))
         elif request.subject in self.models and request.route not in _IMMEDIATE:
             model = self.models[request.subject]
             if not model.is_ready and request.sequence == model.next_sequence:
@@ -488,6 +519,14 @@ class TinkerService:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     async def _sample(self, request: ClientRequest) -> None:
+        """Execute a request for samples, whose body is read when its turn comes."""
+        try:
+            async with self._sampling[request.owner]:
+                await self._execute_sample(request)
+        finally:
+            self._owner_samples[request.owner] -= 1
+
+    async def _execute_sample(self, request: ClientRequest) -> None:
         sampler = self._samplers[request.subject]
         weights = sampler.weights
         if sampler.follows and sampler.model is not None:
@@ -505,7 +544,9 @@ class TinkerService:
                     f"the weights of sampler {sampler.id} were removed: a server keeps the newest "
                     f"{self._config.checkpoint.versions} unnamed samplers of a model (checkpoint.versions)"
                 )
-            content = messages.read_request(request.route, request.body)
+            recorded = self._log.request(request.id)
+            assert recorded is not None
+            content = messages.read_request(request.route, recorded.body)
             body = await self._sampler.sample(request.id, content, source)
         except StorageError:
             raise
@@ -513,8 +554,6 @@ class TinkerService:
             await self._fail(request, error)
         else:
             await self._finish(request, "protobuf", body)
-        finally:
-            self._owner_samples[request.owner] -= 1
 
     def _is_removed(self, weights: WeightsRef) -> bool:
         return not Path(weights.path).is_dir()
@@ -551,6 +590,9 @@ class TinkerService:
         except Exception as error:  # noqa: BLE001 - its client gets the reason
             if request.sequence == 0:
                 model.failure = str(error)
+            if not isinstance(error, InputError) and request.route in ("optim_step", "load_weights"):
+                # It may have changed the weights in part; without it, they are rebuilt from the journal.
+                await loop.run_in_executor(self._thread, self._forget, model)
             await self._fail(request, error)
         else:
             await self._finish(request, outcome.kind, outcome.body)
@@ -571,14 +613,16 @@ class TinkerService:
             case messages.OptimStep():
                 return _Outcome.of({"type": "optim_step", "metrics": {"grad_norm": self._optim_step(model, content)}})
             case messages.SaveWeights():
+                self._check_unused(model, content)
                 directory = self._saved_directory(model, content.path)
-                with staging_directory(directory, depth=3) as staging:
+                with _writing(directory) as staging:
                     trainer.save(model.id, staging / "state")
                     shutil.rmtree(directory, ignore_errors=True)  # overwritten, or left by a process that was killed
                     rename_durably(staging, directory)
                 path = f"tinker://{model.id}/{WEIGHTS}/{content.path}"
                 return _Outcome.of({"type": "save_weights", "path": path})
             case messages.SaveForSampler():
+                self._check_unused(model, content)
                 weights = self._publish(model)
                 result: dict[str, Any] = {
                     "type": "save_weights_for_sampler",
@@ -588,8 +632,7 @@ class TinkerService:
                 if content.path is not None:
                     result["path"] = f"tinker://{model.id}/{SAMPLER_WEIGHTS}/{content.path}"
                 else:
-                    session = model.id.rpartition(":train:")[0]
-                    result["sampling_session_id"] = f"{session}:sample:{content.sampling_session_seq_id}"
+                    result["sampling_session_id"] = _sampler_id(model, content)
                 return _Outcome.of(result, weights)
         raise AssertionError(request.route)
 
@@ -686,7 +729,7 @@ class TinkerService:
         if model.has_gradient or not is_due:
             return
         directory = self._checkpoints(model) / str(request.sequence)
-        with staging_directory(directory, depth=3) as staging:
+        with _writing(directory) as staging:
             model.base.trainer.save(model.id, staging / "state")
             (staging / "unpublished.json").write_bytes(msgspec.json.encode(model.unpublished))
             rename_durably(staging, directory)
@@ -708,12 +751,24 @@ class TinkerService:
             await loop.run_in_executor(self._thread, other.base.trainer.remove, other.id)
         await loop.run_in_executor(self._thread, self._restore, model)
 
+    def _forget(self, model: ClientModel) -> None:
+        """Remove a model from memory, if it is there; its next request rebuilds it."""
+        if model.base.trainer.has(model.id):
+            model.base.trainer.remove(model.id)
+
     def _restore(self, model: ClientModel) -> None:
         """Rebuild a model: its newest checkpoint, and the finished requests since then, executed again.
 
         Raises:
-            TrainerError: a repeated step has another gradient than it had.
+            TrainerError: a repeated step has another gradient than it had. The model is not in memory then.
         """
+        try:
+            self._rebuild(model)
+        except BaseException:
+            self._forget(model)  # a model that is rebuilt in part must not serve the next request
+            raise
+
+    def _rebuild(self, model: ClientModel) -> None:
         trainer = model.base.trainer
         trainer.add(model.id, model.lora, model.seed)
         model.has_gradient = False
@@ -937,7 +992,15 @@ class TinkerService:
         session = self._session_of(owner, request.session_id)
         sampler_id = f"{session}:sample:{_sequence(request.sampling_session_seq_id, least=0)}"
         result = {"type": "create_sampling_session", "sampling_session_id": sampler_id}
-        if sampler_id in self._samplers:
+        if (known := self._samplers.get(sampler_id)) is not None:
+            if (known.base.name if request.base_model else None, known.path) != (
+                request.base_model,
+                request.model_path,
+            ):
+                raise InputError(
+                    f"sampling_session_seq_id {request.sampling_session_seq_id} was used by another sampler"
+                )
+            await self._log.flush()
             return result  # the SDK repeats a request whose answer it did not get
         if request.model_path is not None:
             self._saved_of(owner, request.model_path, SAMPLER_WEIGHTS)
@@ -1041,6 +1104,51 @@ _IMMEDIATE = ("create_session", "create_sampling_session", "delete_checkpoint")
 """Routes whose requests are recorded with their results."""
 _RECORDED = (*_IMMEDIATE, *_CREATES, "save_weights", "save_weights_for_sampler")
 """Routes that change the server's tables."""
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[Path]:
+    """Yield a staging directory for saved weights.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    from agentrl.learn.storage import converting_write_errors
+
+    with converting_write_errors(directory), staging_directory(directory, depth=3) as staging:
+        yield staging
+
+
+def recorded_samples(store: SqliteJournal, requests: Set[str]) -> dict[str, list[str]]:
+    """Return the recorded episodes of requests for samples, in order, by request.
+
+    A process that was killed between the commit of a request's episodes and that of its result leaves them.
+    """
+    recorded: dict[str, list[str]] = {}
+    if not requests:
+        return recorded
+    for task, episode in store.rows("SELECT task, episode FROM episodes ORDER BY length(episode), episode"):
+        if task in requests:
+            recorded.setdefault(task, []).append(episode)
+    return recorded
+
+
+def _sampler_id(model: ClientModel, request: messages.SaveForSampler) -> str:
+    number = _sequence(request.sampling_session_seq_id, least=0)
+    return f"{model.id.rpartition(':train:')[0]}:sample:{number}"
+
+
+def _check_labels(request: Any) -> None:
+    """Refuse a time to live or data about a model that are out of range.
+
+    Raises:
+        InputError: the message names it.
+    """
+    seconds, metadata = getattr(request, "ttl_seconds", None), getattr(request, "user_metadata", None)
+    if seconds is not None and not 1 <= seconds <= MAX_TTL_S:
+        raise InputError(f"ttl_seconds: from 1 to {MAX_TTL_S} are possible")
+    if metadata is not None and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
+        raise InputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes")
 
 
 def _sequence(number: int | None, *, least: int) -> int:

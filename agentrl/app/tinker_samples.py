@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,10 +38,11 @@ from agentrl.journal.entries import (
     JournalEntry,
     SeatSettings,
     TurnEntry,
+    decode_entries,
     encode_body,
     episode_digest,
 )
-from agentrl.journal.port import EpisodeEnd
+from agentrl.journal.port import Admission, ControlRecord, EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.external.agent import cut_at_text
 
@@ -52,6 +53,8 @@ SEAT = "client"
 """Seat of every recorded sample."""
 MAX_SAMPLES = 1024
 """Maximum number of samples of one request."""
+MIN_TEMPERATURE = 1e-6
+"""Minimum temperature above 0, at which logits are divided; its inverse is the maximum."""
 MAX_STOPS = 64
 """Maximum number of stop texts or tokens of one request."""
 
@@ -138,7 +141,6 @@ def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
     Raises:
         InputError: the message says what to change.
     """
-    sampling = request.sampling_params
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise InputError("prompt: only tokens are served here, not images or audio")
     tokens = prompt_tokens(request)
@@ -150,18 +152,29 @@ def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
         raise InputError(f"prompt: {len(tokens)} tokens, but this server's contexts have at most {max_context}")
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise InputError(f"num_samples = {request.num_samples}: from 1 to {MAX_SAMPLES} are possible")
+    _check_sampling(request.sampling_params, vocabulary)
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
+        raise InputError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs, and fewer tokens than the prompt")
+
+
+def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise InputError(f"sampling_params.max_tokens = {sampling.max_tokens}: at least 1 is needed")
-    if not sampling.temperature >= 0:
-        raise InputError(f"sampling_params.temperature = {sampling.temperature}: it cannot be negative")
+    if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= 1 / MIN_TEMPERATURE:
+        raise InputError(
+            f"sampling_params.temperature = {sampling.temperature}: 0, or from {MIN_TEMPERATURE} to "
+            f"{1 / MIN_TEMPERATURE:.0f}, is possible"
+        )
+    if not -1 <= sampling.top_k < 1 << 31:
+        raise InputError("sampling_params.top_k: -1, 0 (all tokens) or a positive 32-bit number is possible")
     if not 0 < sampling.top_p <= 1:
         raise InputError(f"sampling_params.top_p = {sampling.top_p}: it must be above 0 and at most 1")
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     if len(stops) > MAX_STOPS or "" in stops:
         raise InputError(f"sampling_params.stop: at most {MAX_STOPS} tokens or texts, none of them empty")
-    last = request.prompt_logprobs_last_n
-    if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
-        raise InputError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs, and fewer tokens than the prompt")
+    if not all(0 <= stop < vocabulary for stop in stops if isinstance(stop, int)):
+        raise InputError(f"sampling_params.stop: a token lies outside the vocabulary, [0, {vocabulary})")
 
 
 def prompt_tokens(request: Sample) -> Int32Array:
@@ -184,15 +197,19 @@ class ClientSampler:
         store: the journal.
         clock: times samples.
         seed: seed of samples without one.
+        recorded: episodes in the journal of requests without a result, in order, by request.
     """
 
-    def __init__(self, engine: Engine, store: SqliteJournal, clock: Clock, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, store: SqliteJournal, clock: Clock, seed: int, recorded: Mapping[str, Sequence[str]]
+    ) -> None:
         self._engine = engine
         self._store = store
         self._log = store.turn_log("0")
         self._clock = clock
         self._seed = seed
         self._next_number = store.next_number("e")
+        self._recorded = recorded
         self.pinned = PinnedVersions(engine, max(1, engine.capabilities.adapters))
 
     async def sample(self, request_id: str, request: Sample, source: SamplingSource) -> bytes:
@@ -202,6 +219,7 @@ class ClientSampler:
                 await stack.enter_async_context(self.pinned.use(source.weights))
             started, tokens = self._clock.wall(), prompt_tokens(request)
             sampling, texts = self._sampling(request.sampling_params, len(tokens), source.chat_format)
+            recorded = self._recorded.get(request_id)
             group = [
                 self._one(
                     f"{request_id}:{number}",
@@ -211,19 +229,28 @@ class ClientSampler:
                     source,
                     self._seed_of(request, request_id, number),
                 )
-                for number in range(request.num_samples)
+                for number in range(request.num_samples if recorded is None else 0)
             ]
-            samples = await asyncio.gather(*group)
+            samples = await asyncio.gather(*group) if recorded is None else [self._read(name) for name in recorded]
             prompt_logprobs = None
             if request.prompt_logprobs:
                 version = source.policy if source.weights is None else source.version
                 prompt_logprobs = (await self._engine.score(version, tokens)).astype(np.float32)
                 prompt_logprobs[: len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)] = np.nan
-        self._record(request_id, tokens, sampling, samples, source, started)
+        if recorded is None:
+            self._record(request_id, tokens, sampling, samples, source, started)
         sequences = [
             SampledSequence(completion.token_ids, completion.logprobs, stopped) for completion, stopped in samples
         ]
         return write_samples(sequences, prompt_logprobs)
+
+    def _read(self, episode_id: str) -> tuple[Completion, bool]:
+        """Read a sample that an earlier process recorded."""
+        entries, _ = self._store.recorded(episode_id, 0)
+        turn = decode_entries(entries)[-1]
+        assert isinstance(turn, TurnEntry)
+        has_stopped = turn.finish_reason == "stop"
+        return Completion.of(turn.sampled(), "stop" if has_stopped else "length"), has_stopped
 
     def _seed_of(self, request: Sample, request_id: str, number: int) -> int:
         """Return the seed of one sample: the same whenever the request is executed."""
@@ -283,7 +310,8 @@ class ClientSampler:
         source: SamplingSource,
         started: float,
     ) -> None:
-        """Queue an episode of one turn for each sample; the next flush writes them."""
+        """Queue an episode of one turn for each sample; the next flush writes them: all of a request, or none."""
+        records: list[ControlRecord] = []
         version, group_id = source.version, f"g{self._next_number}"
         text = source.chat_format.decode(tokens.tolist())
         for number, (completion, stopped) in enumerate(samples):
@@ -361,7 +389,6 @@ class ClientSampler:
                 ),
                 location=EpisodeDataLocation(self._log.name, len(entries)),
             )
-            self._store.admit(spec)
-            self._store.record(
-                EpisodeEnd(spec=spec, header=header, digest=episode_digest(entries), metrics={}, detail="")
-            )
+            end = EpisodeEnd(spec=spec, header=header, digest=episode_digest(entries), metrics={}, detail="")
+            records += [Admission(spec=spec), end]
+        self._store.record(*records)

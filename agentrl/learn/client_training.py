@@ -10,6 +10,7 @@ bit for bit, on one device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -311,16 +312,24 @@ class AdapterTrainer:
         return ForwardResult(logprobs, total)
 
     def optim_step(self, name: str, settings: AdamSettings) -> float:
-        """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping."""
+        """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.
+
+        Raises:
+            NonFiniteError: the norm or a new weight is NaN or infinite. The adapter must be removed: it is undefined.
+        """
         learner = self.learners[name]
         gradients = learner.gradients()
         norm = float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])))
+        if not math.isfinite(norm):
+            raise NonFiniteError("the norm of the gradient is infinite; no step was taken. Scale the loss down")
         if settings.max_grad_norm and norm > settings.max_grad_norm:
             for gradient in gradients:
                 gradient.mul_(settings.max_grad_norm / norm)
         for group in learner.optimizer.param_groups:
             group.update(betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay)
         learner.apply(settings.learning_rate, norm)
+        if not all(bool(parameter.isfinite().all()) for parameter in learner.model.parameters.values()):
+            raise NonFiniteError("the step made a weight NaN or infinite, so it was not taken; lower the learning rate")
         learner.discard()
         learner.step += 1
         return norm

@@ -4,9 +4,11 @@ survives the end of its process; nobody sees another's; bad input is refused wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +20,17 @@ from safetensors.numpy import load_file
 
 from agentrl.app.tinker import read_keys
 from agentrl.cli.main import main
-from agentrl.core.errors import ConfigError
+from agentrl.config.sections import CheckpointConfig
+from agentrl.core.errors import ConfigError, StorageError
+from agentrl.gateway import bodies
+from agentrl.gateway import tinker_messages as messages
+from agentrl.gateway.tinker import _tar
 from tests.support.tinker_client import (
     KEY,
     MODEL,
     OTHER_KEY,
     Client,
+    Failed,
     Refused,
     decoded_pass,
     encode_forward_backward,
@@ -226,8 +233,183 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
             assert service.bases[MODEL].trainer.step(model) == 1
             with pytest.raises(Refused, match="was used by a request of optim_step"):
                 await client.post("save_weights", model_id=model, seq_id=2, path="x")
+            with pytest.raises(Refused, match=r"seq_id 2 of .* was used by another request of optim_step"):
+                await client.post("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 2e-2})
+            sampler = {"session_id": client.session, "sampling_session_seq_id": 0}
+            assert await client.post("create_sampling_session", **sampler, base_model=MODEL) == await client.post(
+                "create_sampling_session", **sampler, base_model=MODEL
+            )
+            with pytest.raises(Refused, match="sampling_session_seq_id 0 was used by another sampler"):
+                await client.post("create_sampling_session", **sampler, model_path="tinker://other")
+            with pytest.raises(Refused, match="sampling_session_seq_id 0 was used by a sampler"):
+                await client.post("save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0)
 
     run(work)
+
+
+def test_a_request_whose_client_leaves_is_executed(tmp_path: Path) -> None:
+    """It is in the journal, so it must not hold up what comes after it, or stay in memory."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            model = await client.model()
+            body = encode_forward_backward(model, 1, ROWS, "cross_entropy", {})
+            request = messages.read_request("forward_backward", body)
+            accepting = asyncio.create_task(service.accept("ALICE", "forward_backward", request, body))
+            await asyncio.sleep(0)
+            accepting.cancel()
+            step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
+            assert (await client.result(await client.post("optim_step", **step)))["metrics"]["grad_norm"] > 0
+            assert not service._receiving
+
+    run(work)
+
+
+def test_a_sample_is_recorded_once(tmp_path: Path) -> None:
+    """A process that was killed after it recorded samples, and before their result: the next one answers with them."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            sampler = await client.sampler(await client.model())
+            promises.append({"request_id": f"{sampler}:0"})
+            await client.sample(sampler, [5, 6, 7], 3, prompt_logprobs=True)
+            answers.append(await client.result(promises[0]))
+
+    async def again() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            answers.append(await client.result(promises[0]))
+
+    promises: list[dict[str, str]] = []
+    answers: list[Any] = []
+    journal = tmp_path / "server/journal"
+    run(work)
+    with contextlib.closing(sqlite3.connect(journal / "requests.db")) as connection, connection:
+        (removed,) = connection.execute("SELECT count(*) FROM results WHERE kind = 'protobuf'").fetchone()
+        assert removed == 1
+        connection.execute("DELETE FROM results WHERE kind = 'protobuf'")
+    run(again)
+    assert answers[0] == answers[1]
+    with contextlib.closing(sqlite3.connect(journal / "control.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM episodes").fetchone() == (3,)
+
+
+def test_a_model_that_cannot_be_rebuilt_does_not_go_on(tmp_path: Path) -> None:
+    """Each request fails until its checkpoint is there again; none runs on weights that lack acknowledged steps."""
+
+    async def work() -> None:
+        config = server_config(tmp_path, checkpoint=CheckpointConfig(every=1))
+        async with serving(config) as (address, _), Client(address) as client:
+            models.append(await client.model())
+            await client.forward_backward(models[0], ROWS)
+            await client.step(models[0])
+            await client.result(await client.forward_backward(models[0], ROWS, forward_only=True))  # of the next turn
+
+    async def again(*, fails: bool) -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            for _ in range(2):
+                sequence = service.models[models[0]].next_sequence
+                promise = await client.post("optim_step", model_id=models[0], seq_id=sequence, adam_params={})
+                if fails:
+                    with pytest.raises(Failed, match="cannot be read"):
+                        await client.result(promise)
+                else:
+                    await client.result(promise)
+                    assert service.bases[MODEL].trainer.step(models[0]) == sequence - 4
+
+    models: list[str] = []
+    run(work)
+    (file,) = (tmp_path / "server/checkpoints/models").glob("*/*/state/weights.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-8])
+    asyncio.run(again(fails=True))
+    file.write_bytes(content)
+    asyncio.run(again(fails=False))
+
+
+def test_a_disk_that_cannot_be_written_ends_the_server(tmp_path: Path) -> None:
+    """The request has no result, not a failed one: the next process executes it."""
+
+    async def work() -> None:
+        saved = tmp_path / "server/checkpoints/saved"
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            model = await client.model()
+            saved.parent.mkdir(exist_ok=True)
+            saved.write_text("in the way")
+            promises.append(await client.submit("save_weights", model, path="x"))
+            with pytest.raises(StorageError, match="saved/1/x: could not be written"):
+                await service.failure
+        saved.unlink()
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            assert (await client.result(promises[0]))["path"] == f"tinker://{model}/weights/x"
+
+    promises: list[Any] = []
+    run(work)
+
+
+def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
+    """Neither in memory nor after a start: the next step is that of a model without it."""
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            norms = []
+            for number in range(2):
+                model = await client.model(number)
+                await train(client, model, 1)
+                await client.forward_backward(model, ROWS)
+                if number:
+                    with pytest.raises(Failed, match="lower the learning rate"):
+                        await client.step(model, 1e300)
+                norms.append([await client.step(model), *await train(client, model, 1, first=1)])
+            assert norms[0] == norms[1]
+
+    run(work)
+
+
+def test_bodies_of_one_owner_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that send slowly hold no more than the bound, and do not take the place of another owner's."""
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 4096)
+
+    async def slow(is_read: asyncio.Event, may_end: asyncio.Event) -> AsyncIterator[bytes]:
+        yield b" " * 4000
+        is_read.set()
+        await may_end.wait()
+        yield b"{}"
+
+    async def work() -> None:
+        async with (
+            serving(server_config(tmp_path)) as (address, _),
+            Client(address) as alice,
+            Client(address, OTHER_KEY) as bob,
+        ):
+            is_read, may_end = asyncio.Event(), asyncio.Event()
+            sending = asyncio.create_task(alice.send("POST", "create_session", data=slow(is_read, may_end)))
+            await is_read.wait()
+            metadata = {"text": "x" * 200}
+
+            async def fill() -> None:
+                while True:  # until the server has read the first part
+                    await alice.post("create_session", user_metadata=metadata)
+
+            with pytest.raises(Refused, match=r"503: .*4096 bytes wait already"):
+                await fill()
+            await bob.post("create_session", user_metadata=metadata)
+            may_end.set()
+            await sending
+            await alice.post("create_session", user_metadata=metadata)
+
+    run(work)
+
+
+def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "version").mkdir()
+    contents = {"a.json": b"{}", "b.bin": bytes(range(256)) * 10_000, "c": b""}
+    for name, content in contents.items():
+        (tmp_path / "version" / name).write_bytes(content)
+    pieces = list(_tar(tmp_path / "version"))
+    assert max(map(len, pieces)) <= 1 << 20
+    (tmp_path / "archive.tar").write_bytes(b"".join(pieces))
+    shutil.unpack_archive(tmp_path / "archive.tar", tmp_path / "unpacked", filter="data")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "unpacked").iterdir()} == contents
 
 
 def test_requests_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -409,6 +591,8 @@ def test_rows_that_cannot_be_trained_are_refused(
         ("optim_step", {"seq_id": 1, "adam_params": {"learning_rate": -1}}, "learning_rate = -1"),
         ("optim_step", {"seq_id": 1, "adam_params": {"beta1": 1.0}}, "beta1 = 1.0 is out of range"),
         ("optim_step", {"seq_id": 0, "adam_params": {}}, "sequence number 0"),
+        ("save_weights", {"seq_id": 1, "path": "x", "ttl_seconds": 10**30}, "ttl_seconds: from 1 to"),
+        ("save_weights_for_sampler", {"seq_id": 1, "sampling_session_seq_id": -1}, "sequence number -1"),
         ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "optimizer_params is not served"),
         ("save_weights", {"seq_id": 1, "path": "../x"}, "becomes part of a path"),
         ("save_weights_for_sampler", {"seq_id": 1}, "either a path or a sampling_session_seq_id"),
@@ -427,6 +611,8 @@ def test_requests_that_cannot_be_executed_are_refused(
     [
         ({"base_model": "nobody/model"}, "'nobody/model' is not served here; there are: calc"),
         ({"lora_config": {"rank": 99}}, "may have a rank from 1 to 8"),
+        ({"lora_config": {"rank": 4, "seed": 1 << 64}}, "lora_config.seed: a seed is a number"),
+        ({"user_metadata": {"text": "x" * (1 << 17)}}, "user_metadata: more than 65536 bytes"),
         ({"lora_config": None}, "give lora_config"),
         ({"lora_config": {"rank": 4, "train_attn": False, "train_mlp": False}}, "needs layers"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "is not served here"),
@@ -451,6 +637,9 @@ def test_models_that_cannot_be_made_are_refused(
         ([1] * 64, {}, "64 tokens, but this server's contexts have at most 64"),
         ([1], {"max_tokens": 0}, "max_tokens = 0"),
         ([1], {"temperature": -1.0}, "temperature = -1.0"),
+        ([1], {"temperature": 1e-300}, "temperature = 1e-300"),
+        ([1], {"top_k": 1 << 70}, "top_k: -1, 0"),
+        ([1], {"stop": [1 << 70]}, "stop: a token lies outside the vocabulary"),
         ([1], {"top_p": 0.0}, "top_p = 0.0"),
         ([1], {"stop": [""]}, "none of them empty"),
         ([1], {"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3"),
