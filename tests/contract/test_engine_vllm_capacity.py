@@ -79,7 +79,7 @@ def test_measuring_leaves_neither_contexts_nor_an_adapter(make_vllm: MakeVllm) -
     async def main() -> None:
         engine = make_vllm()
         assert engine.capabilities.prefill_rate == math.inf, "nobody has measured"
-        assert 0 < await prefill_rate(make_vllm.llm) < math.inf
+        assert 0 < await prefill_rate(make_vllm.llm, "Qwen3") < math.inf
         assert not (engine.capabilities.adapters and await make_vllm.llm.list_loras())
         assert engine.busy_seconds() == 0
         room = engine.capabilities.kv_tokens or 0
