@@ -253,14 +253,14 @@ class TinkerService:
             JournalError: a record is damaged.
             ConfigError: a recorded model needs a base model that is not served.
         """
-        for request in self._log.requests(*_RECORDED):
-            result = self._log.result(request.id)
-            if request.route in _CREATES:
-                self._admit_model(request)
-            if result is not None and result.kind != "error":
+        for request in self._log.requests(*_CREATES):
+            self._admit_model(request)
+        for request, result in self._log.finished(*_RECORDED):
+            if result.kind != "error":
                 self._fold(request, json.loads(result.body))
         self._remove_unrecorded_versions()
         for model in self.models.values():
+            self._remove_old_versions(model)  # only now are all names known
             model.next_sequence = self._log.finished_through(model.id) + 1
             created = self._log.result(f"{model.id}:0")
             if created is not None and created.kind == "error":
@@ -381,12 +381,12 @@ class TinkerService:
                 self._check_model(request)
             case messages.LoadWeights():
                 saved = self._saved_of(owner, request.path, WEIGHTS)
-                base = self._saved_model(saved).base
+                base = self._saved_model(saved.path).base
                 if request.base_model is not None and request.base_model != base.name:
                     raise InputError(f"{request.path} belongs to {base.name}, not to {request.base_model[:100]}")
                 _check_adam(request.optimizer_config)
                 if request.model_id is not None:
-                    model, source = self.models[request.model_id], self._saved_model(saved)
+                    model, source = self.models[request.model_id], self._saved_model(saved.path)
                     if (model.base, model.lora) != (source.base, source.lora):
                         raise InputError(f"{request.path} holds an adapter of another base model, rank or layers")
             case messages.ForwardBackwardRequest():
@@ -453,7 +453,7 @@ class TinkerService:
             return
         content = messages.read_request(request.route, request.body)
         if isinstance(content, messages.LoadWeights):
-            source = self._saved_model(self._saved_of(request.owner, content.path, WEIGHTS, expired=True))
+            source = self._saved_model(content.path)  # the weights themselves may be gone
             base, lora, seed = source.base, source.lora, source.seed
         else:
             assert content.lora_config is not None
@@ -683,7 +683,7 @@ class TinkerService:
 
     def _load(self, model: ClientModel, content: messages.LoadWeights) -> None:
         saved = self._saved_of(model.owner, content.path, WEIGHTS)
-        directory = self._saved_directory(self._saved_model(saved), saved.path.rpartition("/")[2])
+        directory = self._saved_directory(self._saved_model(saved.path), saved.path.rpartition("/")[2])
         model.base.trainer.load(model.id, directory / "state", optimizer=content.optimizer)
         model.has_gradient = False
         model.has_loaded = True
@@ -698,6 +698,7 @@ class TinkerService:
                 if outcome.weights != model.newest:
                     await self._record_version(model, outcome.weights)
                 self._add_published(request, content, outcome.content, outcome.weights)
+                self._remove_old_versions(model)
 
     async def _record_version(self, model: ClientModel, weights: WeightsRef) -> None:
         """Record a version, and the step from the one before it, in which the client may have taken several."""
@@ -854,7 +855,6 @@ class TinkerService:
                 path=None,
                 follows=follows,
             )
-        self._remove_old_versions(model)
 
     def _remove_old_versions(self, model: ClientModel) -> None:
         """Remove versions that no name keeps, except the newest."""
@@ -872,7 +872,7 @@ class TinkerService:
             base, model, weights = self._base_of(content.base_model or ""), None, None
         else:
             saved = self._saved_of(owner, content.model_path, SAMPLER_WEIGHTS, expired=True)
-            model = self._saved_model(saved)
+            model = self._saved_model(saved.path)
             base, weights = model.base, saved.weights
         self._samplers[sampler_id] = Sampler(
             id=sampler_id, owner=owner, base=base, model=model, weights=weights, path=content.model_path, follows=False
@@ -906,8 +906,8 @@ class TinkerService:
             raise RequestRefusedError(f"there is no sampler {sampler_id[:100]!r}", "model")
         return sampler
 
-    def _saved_model(self, saved: SavedWeights) -> ClientModel:
-        return self.models[saved.path.removeprefix("tinker://").partition("/")[0]]
+    def _saved_model(self, path: str) -> ClientModel:
+        return self.models[path.removeprefix("tinker://").partition("/")[0]]
 
     def _saved_of(self, owner: str, path: str, kind: str, *, expired: bool = False) -> SavedWeights:
         """Return saved weights of an owner by their path; those that expired only on request.
@@ -1046,7 +1046,7 @@ class TinkerService:
 
     def _weights_info(self, owner: str, path: str) -> dict[str, Any]:
         kind = SAMPLER_WEIGHTS if f"/{SAMPLER_WEIGHTS}/" in path else WEIGHTS
-        model = self._saved_model(self._saved_of(owner, path, kind))
+        model = self._saved_model(self._saved_of(owner, path, kind).path)
         return {"base_model": model.base.name, "is_lora": True, "lora_rank": model.lora.rank}
 
     def _describe(self, model: ClientModel) -> dict[str, Any]:

@@ -111,6 +111,19 @@ class RequestLog:
         statement = f"SELECT id FROM requests WHERE route IN ({marks}) ORDER BY number"
         yield from self._read(all_rows(self._reader, self._path, statement, *routes))
 
+    def finished(self, *routes: str) -> Iterator[tuple[ClientRequest, RequestResult]]:
+        """Yield the finished requests of some routes with their results, in the order in which they finished.
+
+        Raises:
+            JournalError: a row is damaged.
+        """
+        marks = ", ".join("?" * len(routes))
+        statement = f"SELECT q.id FROM requests q JOIN results r ON r.id = q.id WHERE q.route IN ({marks})"
+        for request in self._read(all_rows(self._reader, self._path, f"{statement} ORDER BY r.rowid", *routes)):
+            result = self.result(request.id)
+            assert result is not None
+            yield request, result
+
     def of_subject(self, subject: str, after: int) -> Iterator[ClientRequest]:
         """Yield the requests on a subject with a larger sequence number than `after`, by that number.
 

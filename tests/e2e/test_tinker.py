@@ -400,6 +400,42 @@ def test_bodies_of_one_owner_take_bounded_memory(tmp_path: Path, monkeypatch: py
     run(work)
 
 
+def test_named_weights_survive_a_start(tmp_path: Path) -> None:
+    """Also if the server keeps one unnamed version; and weights that were saved again after they were deleted."""
+
+    async def work() -> None:
+        config = server_config(tmp_path, checkpoint=CheckpointConfig(versions=1))
+        async with serving(config) as (address, _), Client(address) as client:
+            model = await client.model()
+            promise: Any = await client.submit("save_weights", model, path="w")
+            path = (await client.result(promise))["path"]
+            before = []
+            for name in ("a", "b", "c"):
+                await train(client, model, 1)
+                before.append(await weights(client, model, name, tmp_path))
+            sequence = client.sequence(model)
+            later = {"model_id": model, "seq_id": client.sequence(model), "path": "w", "overwrite": True}
+            promise = await client.post("save_weights", **later)
+            await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/w")  # while the other one waits
+            await client.post("save_weights", model_id=model, seq_id=sequence, path="other")
+            await client.result(promise)
+            load = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+            await client.result(await client.post("load_weights", **load))
+        async with serving(config) as (address, _), Client(address) as client:
+            assert len((await client.get("training_runs"))["training_runs"]) == 2
+            assert (await client.post("weights_info", tinker_path=path))["base_model"] == MODEL
+            for name, expected in zip(("a", "b", "c"), before, strict=True):
+                place = f"training_runs/{model}/checkpoints/sampler_weights/{name}/archive"
+                (tmp_path / "again.tar").write_bytes(await client.send("GET", place))
+                shutil.unpack_archive(tmp_path / "again.tar", tmp_path / f"again-{name}", filter="data")
+                found = load_file(tmp_path / f"again-{name}" / "adapter_model.safetensors")
+                assert {key: value.tobytes() for key, value in found.items()} == {
+                    key: value.tobytes() for key, value in expected.items()
+                }
+
+    run(work)
+
+
 def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "version").mkdir()
     contents = {"a.json": b"{}", "b.bin": bytes(range(256)) * 10_000, "c": b""}
