@@ -19,7 +19,6 @@ from agentrl.learn.forward import ATTENTION, token_logprobs
 from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
-from tests.model_families import family_config
 
 _SHAPE = {
     "vocab_size": 97,
@@ -214,10 +213,3 @@ def test_attention_in_chunks_is_refused_over_slots_beyond_a_chunk() -> None:
     check_slots_match_forward(model, "here", max_context=16)
     with pytest.raises(ModelError, match=r"different logits|cannot run in the embedded engine"):
         check_slots_match_forward(model, "here", max_context=64)
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2"])
-def test_layers_with_a_recurrent_state_are_refused_by_name_before_loading(name: str, tmp_path: Path) -> None:
-    family_config(name).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"layers of kind (linear_attention|conv) .* add an \[engine\.vllm\] table"):
-        load_model(str(tmp_path), max_context=8, dtype=torch.float32, device="cpu")
