@@ -35,6 +35,9 @@ class Rank:
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Gradients are added up by hand."""
 
+    def context(self, size: int) -> None:
+        """No ranks divide the tokens of a micro-batch."""
+
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes; at the start, where ranks load one after another, as if all said what this one says."""
         if not self.is_started:

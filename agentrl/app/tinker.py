@@ -682,7 +682,8 @@ class TinkerService:
         return norm
 
     def _load(self, model: ClientModel, content: messages.LoadWeights) -> None:
-        saved = self._saved_of(model.owner, content.path, WEIGHTS)
+        # They did not have to be in time for this thread, but when the request was accepted.
+        saved = self._saved_of(model.owner, content.path, WEIGHTS, expired=True)
         directory = self._saved_directory(self._saved_model(saved.path), saved.path.rpartition("/")[2])
         model.base.trainer.load(model.id, directory / "state", optimizer=content.optimizer)
         model.has_gradient = False
@@ -748,7 +749,8 @@ class TinkerService:
             return
         loop = asyncio.get_running_loop()
         resident = [other for other in self.models.values() if other.base.trainer.has(other.id)]
-        for other in sorted(resident, key=lambda one: one.used_at)[: len(resident) - self._config.max_models + 1]:
+        excess = max(0, len(resident) + 1 - self._config.max_models)
+        for other in sorted(resident, key=lambda one: one.used_at)[:excess]:
             await loop.run_in_executor(self._thread, other.base.trainer.remove, other.id)
         await loop.run_in_executor(self._thread, self._restore, model)
 

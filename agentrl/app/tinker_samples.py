@@ -173,6 +173,8 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     if len(stops) > MAX_STOPS or "" in stops:
         raise InputError(f"sampling_params.stop: at most {MAX_STOPS} tokens or texts, none of them empty")
+    if len({type(stop) for stop in stops}) > 1:
+        raise InputError("sampling_params.stop: either tokens or texts, not both")
     if not all(0 <= stop < vocabulary for stop in stops if isinstance(stop, int)):
         raise InputError(f"sampling_params.stop: a token lies outside the vocabulary, [0, {vocabulary})")
 

@@ -496,12 +496,15 @@ def test_a_small_client_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
 def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None:
     """Three models by turns, of which two fit in memory, end with the weights that each has alone."""
 
-    async def trained(directory: Path, numbers: list[int]) -> dict[int, dict[str, bytes]]:
-        async with serving(server_config(directory, max_models=2)) as (address, _), Client(address) as client:
+    async def trained(directory: Path, numbers: list[int], most: int = 2) -> dict[int, dict[str, bytes]]:
+        config = server_config(directory, max_models=most)
+        async with serving(config) as (address, service), Client(address) as client:
             models = {number: await client.model(number, seed=number) for number in numbers}
             for step in range(3):
                 for number, model in models.items():
                     await train(client, model, 1, first=10 * number + step)
+            resident = [model for model in service.models.values() if model.base.trainer.has(model.id)]
+            assert len(resident) == min(most, len(numbers))
             return {
                 number: {
                     name: value.tobytes()
@@ -513,6 +516,7 @@ def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None
     together = asyncio.run(trained(tmp_path / "all", [0, 1, 2]))
     assert len({str(values) for values in together.values()}) == 3
     assert asyncio.run(trained(tmp_path / "one", [1]))[1] == together[1]
+    assert asyncio.run(trained(tmp_path / "four", [0, 1, 2], most=4)) == together
 
 
 @pytest.mark.exhaustive

@@ -29,7 +29,7 @@ OTHERS = {
 def rows(repository: Path) -> dict[str, str]:
     """The tables' second column by each name in the first."""
     text = (repository / "docs/how-to/coming_from.md").read_text(encoding="utf-8")
-    part = text[text.index("Values of `GRPOConfig.loss_type`") : text.index("## verifiers")]
+    part = text[text.index("Values of `GRPOConfig.loss_type`") : text.index("## Tinker")]
     found: dict[str, str] = {}
     for line in part.splitlines():
         if line.startswith("| `"):
