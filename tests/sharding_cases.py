@@ -372,7 +372,6 @@ class Compared(NamedTuple):
     """A case on several ranks beside the same on one."""
 
     error: float
-    """See `gradient_error`."""
     one: Mapping[str, Any]
     """Result of `run_case` on one rank."""
     several: Sequence[Mapping[str, Any]]

@@ -31,7 +31,7 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.core.tokens import Completion, Tokens
-from agentrl.gateway.tinker_messages import Sample, SampledSequence, Sampling, write_samples
+from agentrl.gateway.tinker_messages import Sample, Sampling, write_samples
 from agentrl.journal.entries import (
     REQUEST_VERSION,
     BeginEntry,
@@ -45,6 +45,7 @@ from agentrl.journal.entries import (
 from agentrl.journal.port import Admission, ControlRecord, EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.external.agent import cut_at_text
+from agentrl.rollout.turn_entries import completion_from_entry
 
 if TYPE_CHECKING:
     from agentrl.core.records import Int32Array
@@ -170,13 +171,18 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise InputError("sampling_params.top_k: -1, 0 (all tokens) or a positive 32-bit number is possible")
     if not 0 < sampling.top_p <= 1:
         raise InputError(f"sampling_params.top_p = {sampling.top_p}: it must be above 0 and at most 1")
-    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+    stops = _stops(sampling)
     if len(stops) > MAX_STOPS or "" in stops:
         raise InputError(f"sampling_params.stop: at most {MAX_STOPS} tokens or texts, none of them empty")
     if len({type(stop) for stop in stops}) > 1:
         raise InputError("sampling_params.stop: either tokens or texts, not both")
     if not all(0 <= stop < vocabulary for stop in stops if isinstance(stop, int)):
         raise InputError(f"sampling_params.stop: a token lies outside the vocabulary, [0, {vocabulary})")
+
+
+def _stops(sampling: Sampling) -> list[str | int]:
+    """Return the texts or tokens that end a sample."""
+    return [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
 
 
 def prompt_tokens(request: Sample) -> Int32Array:
@@ -241,18 +247,14 @@ class ClientSampler:
                 prompt_logprobs[: len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)] = np.nan
         if recorded is None:
             self._record(request_id, tokens, sampling, samples, source, started)
-        sequences = [
-            SampledSequence(completion.token_ids, completion.logprobs, stopped) for completion, stopped in samples
-        ]
-        return write_samples(sequences, prompt_logprobs)
+        return write_samples(samples, prompt_logprobs)
 
-    def _read(self, episode_id: str) -> tuple[Completion, bool]:
+    def _read(self, episode_id: str) -> Completion:
         """Read a sample that an earlier process recorded."""
         entries, _ = self._store.recorded(episode_id, 0)
         turn = decode_entries(entries)[-1]
         assert isinstance(turn, TurnEntry)
-        has_stopped = turn.finish_reason == "stop"
-        return Completion.of(turn.sampled(), "stop" if has_stopped else "length"), has_stopped
+        return completion_from_entry(turn)
 
     def _seed_of(self, request: Sample, request_id: str, number: int) -> int:
         """Return the seed of one sample: the same whenever the request is executed."""
@@ -263,9 +265,9 @@ class ClientSampler:
         self, sampling: Sampling, prompt: int, chat_format: ChatFormat
     ) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return the engine's parameters, and the texts that end a sample."""
-        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
-        texts = tuple(item for item in stop or () if isinstance(item, str))
-        tokens = tuple(item for item in stop or () if isinstance(item, int))
+        stops = _stops(sampling)
+        texts = tuple(item for item in stops if isinstance(item, str))
+        tokens = tuple(item for item in stops if isinstance(item, int))
         room = self._engine.capabilities.max_context - prompt
         is_greedy = sampling.temperature == 0
         params = SamplingParams(
@@ -273,7 +275,7 @@ class ClientSampler:
             temperature=1.0 if is_greedy else sampling.temperature,
             top_k=1 if is_greedy else max(0, sampling.top_k),
             top_p=sampling.top_p,
-            stop_token_ids=chat_format.stop_token_ids if stop is None or texts else tokens,
+            stop_token_ids=chat_format.stop_token_ids if sampling.stop is None or texts else tokens,
         )
         return params, texts
 
@@ -285,8 +287,8 @@ class ClientSampler:
         texts: Sequence[str],
         source: SamplingSource,
         seed: int,
-    ) -> tuple[Completion, bool]:
-        """Sample once; returns the completion, and whether a stop token or text ended it."""
+    ) -> Completion:
+        """Sample once; a completion that a text ended has `stop` as its finish reason, too."""
         decode, sampled = source.chat_format.decode, []
 
         def end_at_text(request_id: str, tokens: Tokens) -> None:
@@ -301,14 +303,14 @@ class ClientSampler:
         finally:
             session.close()
         cut = cut_at_text(completion, texts, decode)
-        return (completion, completion.finish_reason == "stop") if cut is None else (cut, True)
+        return completion if cut is None else Completion.of(cut, "stop", cut.cached_tokens)
 
     def _record(
         self,
         request_id: str,
         tokens: Int32Array,
         sampling: SamplingParams,
-        samples: Sequence[tuple[Completion, bool]],
+        samples: Sequence[Completion],
         source: SamplingSource,
         started: float,
     ) -> None:
@@ -316,7 +318,7 @@ class ClientSampler:
         records: list[ControlRecord] = []
         version, group_id = source.version, f"g{self._next_number}"
         text = source.chat_format.decode(tokens.tolist())
-        for number, (completion, stopped) in enumerate(samples):
+        for number, completion in enumerate(samples):
             episode_id = ids.episode_id("e", self._next_number)
             self._next_number += 1
             origin = {"sampler": source.sampler_id, "model": source.model_id, "sample": number}
@@ -361,7 +363,7 @@ class ClientSampler:
                 turn=0,
                 context_ids=tokens.astype("<i4").tobytes(),
                 tokens=completion.encode(),
-                finish_reason="stop" if stopped else "length",
+                finish_reason="stop" if completion.finish_reason == "stop" else "length",
                 text=source.chat_format.decode(completion.token_ids.tolist()),
                 messages=({"role": "user", "content": text},),
                 temperature=sampling.temperature,

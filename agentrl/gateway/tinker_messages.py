@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from agentrl.core.tokens import Completion
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -266,26 +268,16 @@ def write_forward_backward(logprobs: Sequence[NDArray[np.float32]], metrics: Map
     return b"".join([_encode(1, b"ArrayRecord"), _encode(2, record), *entries])
 
 
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
-    """A sampled completion."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    stopped: bool
-    """Whether a stop token or text ended it, rather than the limit."""
-
-
-def write_samples(sequences: Sequence[SampledSequence], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
+def write_samples(samples: Sequence[Completion], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
     """Write the answer to a request for samples."""
     parts = [
         _encode(
             1,
-            _encode_number(1, 0 if sequence.stopped else 1)
-            + _encode(2, sequence.token_ids.astype("<i4").tobytes())
-            + _encode(3, sequence.logprobs.astype("<f4").tobytes()),
+            _encode_number(1, 0 if sample.finish_reason == "stop" else 1)
+            + _encode(2, sample.token_ids.astype("<i4").tobytes())
+            + _encode(3, sample.logprobs.astype("<f4").tobytes()),
         )
-        for sequence in sequences
+        for sample in samples
     ]
     if prompt_logprobs is not None:
         parts.append(_encode(2, prompt_logprobs.astype("<f4").tobytes()))

@@ -7,6 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 
+from agentrl.core.records import FinishReason, PolicyVersion, VersionSpan
+from agentrl.core.tokens import Completion
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
 from tests.support.tinker_client import Samples, decoded_pass, encode_forward_backward, encode_tensor
@@ -39,6 +41,15 @@ def test_a_pass_is_read_as_the_sdk_writes_it() -> None:
     assert (second.token_ids.tolist(), second.inputs["target_tokens"].tolist()) == ([9], [1])
 
 
+def sampled(token_ids: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
+    return Completion(
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        spans=(VersionSpan(0, len(token_ids), PolicyVersion("m", 0, 0)),),
+        finish_reason=reason,
+    )
+
+
 def test_answers_have_the_bytes_that_the_sdk_reads() -> None:
     """The SDK decoded exactly these bytes; `tests/e2e/test_tinker_processes.py` runs the installed one."""
     logprobs = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
@@ -51,8 +62,8 @@ def test_answers_have_the_bytes_that_the_sdk_reads() -> None:
     assert ([row.tolist() for row in rows], loss) == ([[-1.0, -2.0], [-0.5]], 2.5)
     samples = messages.write_samples(
         [
-            messages.SampledSequence(np.array([5, 300], np.int32), np.array([-1, -0.5], np.float32), False),
-            messages.SampledSequence(np.array([7], np.int32), np.array([-0.25], np.float32), True),
+            sampled([5, 300], [-1, -0.5], "length"),
+            sampled([7], [-0.25], "stop"),
         ],
         np.array([np.nan, -3], np.float32),
     )
