@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from agentrl.environment.mcp import MCPConnection, MCPServer, _checked_here
 from agentrl.journal.entries import EffectEntry, ToolEntry
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import TIMEOUT_S
+from tests.support.cpu_time import least_cpu_s
 from tests.unit.episodes import Played, play
 
 GOOD = """
@@ -364,9 +366,10 @@ def test_the_policy_sees_the_text_of_resources_and_the_places_of_links(tmp_path:
 def test_a_long_structured_result_is_compared_in_bounded_time() -> None:
     result = types.SimpleNamespace(content=[], structured_content={"a": list(range(500_000))})
     result.content.append(types.SimpleNamespace(type="text", text=json.dumps(result.structured_content)))
-    started = time.thread_time()
-    assert mcp_module._text_of(result).startswith('{"a": [0, 1, 2')
-    assert time.thread_time() - started < 1.5  # 0.1 s here, 2 s to 4 s if all is compared
+    texts = []
+    spent = least_cpu_s(lambda: texts.append(mcp_module._text_of(result)), enough=1.0)
+    assert texts[0].startswith('{"a": [0, 1, 2')
+    assert spent < 1.0  # 0.1 s here, 2 s to 4 s if all is compared
 
 
 def test_the_checker_waits_longer_than_a_server_may_take_to_start() -> None:
@@ -416,11 +419,13 @@ PIECES = {"a": [piece for n in range(4_000) for piece in (n, str(n), "a" * 40 + 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_no_schema_makes_its_check_take_for_ever(kind: str) -> None:
     schema = OBJECT | HOSTILE[kind]
-    started = time.thread_time()
-    (tool,) = mcp_module._check_tools([{"name": "a", "description": "", "parameters": schema}], ())
     connection = MCPConnection(MCPServer(command=["a"]))
-    assert mcp_module.MCPTool(spec=ToolSpec(**tool), connection=connection).validate(PIECES) == PIECES
-    assert time.thread_time() - started < 20  # 1 s to 2 s here, minutes without the bound
+
+    def check() -> None:
+        (tool,) = mcp_module._check_tools([{"name": "a", "description": "", "parameters": schema}], ())
+        assert mcp_module.MCPTool(spec=ToolSpec(**tool), connection=connection).validate(PIECES) == PIECES
+
+    assert least_cpu_s(check, enough=20) < 20  # 1 s to 2 s here, minutes without the bound
 
 
 def test_a_pattern_for_results_is_not_applied(tmp_path: Path) -> None:
@@ -542,38 +547,24 @@ def test_an_answer_over_http_without_end_is_cut_off(kind: str, told: str, monkey
     assert written < 100_000_000
 
 
-def test_schemas_are_checked_beside_the_event_loop(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {
-        "type": "object",
-        "properties": {f"p{n}": {"type": ["string", "null"]} for n in range(250)},
-    }
-    tools = [TOOL | {"name": f"a{n}", "inputSchema": shape} for n in range(16)]
-    spent = time.thread_time()
-    mcp_module._check_tools([{"name": f"a{n}", "description": "", "parameters": shape} for n in range(16)], ())
-    alone = time.thread_time() - spent
+def test_schemas_are_checked_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, threads = mcp_module._check_tools, []
 
-    async def longest_step() -> float:
-        loop = asyncio.get_running_loop()
-        steps, since = [0.0], time.thread_time()
+    def checked(*arguments: Any) -> list[dict[str, Any]]:
+        threads.append(threading.get_ident())
+        return check(*arguments)
 
-        def tick() -> None:
-            nonlocal since
-            steps.append(time.thread_time() - since)
-            since = time.thread_time()
-            loop.call_soon(tick)
-
-        connection = MCPConnection(raw(tmp_path, tools))
+    async def listed() -> None:
+        connection = MCPConnection(raw(tmp_path, [TOOL]))
         try:
-            async with asyncio.timeout(300):
-                session = await connection._open()
-                assert session is not None
-                loop.call_soon(tick)
-                assert len(await connection.listed()) == 16
+            assert len(await connection.listed()) == 1
         finally:
             await connection.close()
-        return max(steps)
 
-    assert asyncio.run(longest_step()) < alone / 2
+    monkeypatch.setattr(mcp_module, "_check_tools", checked)
+    asyncio.run(listed())
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_a_server_that_is_closed_in_a_hurry_is_waited_for(shop: MCPServer, caplog: pytest.LogCaptureFixture) -> None:
