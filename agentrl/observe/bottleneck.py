@@ -66,27 +66,46 @@ ALTERNATING = 0.3
 """Share of the time for which sampling and trainer must each wait for the other to count as taking turns."""
 
 
+class _Tally:
+    """One activity: how many are in progress and since when, and what it has come to."""
+
+    __slots__ = ("count", "most", "seconds", "seconds_of_any", "since")
+
+    def __init__(self, now: float) -> None:
+        self.count = 0
+        self.most = 0
+        self.seconds = 0.0
+        self.seconds_of_any = 0.0
+        self.since = now
+
+    def advance(self, now: float) -> None:
+        if self.count:
+            self.seconds += self.count * (now - self.since)
+            self.seconds_of_any += now - self.since
+        self.since = now
+
+
 class ActivityClock:
     """Adds up the seconds of activities: summed over everything in progress, and in which there was any."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._counts = Counter[str]()
-        self._most = Counter[str]()
-        self._seconds: dict[str, float] = {}
-        self._seconds_of_any: dict[str, float] = {}
-        self._since: dict[str, float] = {}
+        self._tallies: dict[Activity, _Tally] = {}
         self._blocked: dict[str, float] = {}
         self._raised = Counter[str]()
         self._num_turns = 0
 
     def change(self, activity: Activity, by: int) -> None:
         """Begin an activity (`by` = 1), end it (-1), or do so for several episodes."""
-        self._advance(activity)
-        self._counts[activity] += by
+        now = self._clock.monotonic()
+        tally = self._tallies.get(activity)
+        if tally is None:
+            tally = self._tallies[activity] = _Tally(now)
+        tally.advance(now)
+        tally.count += by
+        tally.most = max(tally.most, tally.count)
         if by < 0 and activity in ("engine", "endpoint"):
             self._num_turns -= by
-        self._most[activity] = max(self._most[activity], self._counts[activity])
 
     @contextmanager
     def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
@@ -108,25 +127,20 @@ class ActivityClock:
 
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
-        self._most = Counter(self._counts)
+        for tally in self._tallies.values():
+            tally.most = tally.count
 
     def totals(self) -> dict[str, float]:
         """Return the seconds of each activity until now, its `ANY` and `MOST`, and `TURNS`."""
         totals: dict[str, float] = {TURNS: float(self._num_turns)}
-        for activity in tuple(self._since):
-            self._advance(activity)
-            totals[activity] = self._seconds[activity]
-            totals[activity + ANY] = self._seconds_of_any[activity]
-            totals[activity + MOST] = float(self._most[activity])
+        now = self._clock.monotonic()
+        for activity, tally in tuple(self._tallies.items()):
+            tally.advance(now)
+            totals[activity] = tally.seconds
+            totals[activity + ANY] = tally.seconds_of_any
+            totals[activity + MOST] = float(tally.most)
         totals |= {f"{RAISED}{error}": float(count) for error, count in self._raised.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
-
-    def _advance(self, activity: str) -> None:
-        now = self._clock.monotonic()
-        count, seconds = self._counts[activity], now - self._since.get(activity, now)
-        self._seconds[activity] = self._seconds.get(activity, 0.0) + count * seconds
-        self._seconds_of_any[activity] = self._seconds_of_any.get(activity, 0.0) + (seconds if count else 0.0)
-        self._since[activity] = now
 
 
 class Bottleneck(NamedTuple):
