@@ -94,6 +94,7 @@ def beside_others(zoo: ModelZoo, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_whichever_of_its_processes_dies_the_turn_goes_on_in_the_next(
     zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,14 +209,9 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 @needs_vllm
-@pytest.mark.parametrize(
-    ("captured", "setting"),
-    [
-        ("capture_mask", "top_p"),
-        pytest.param("capture_routing", "capture_routing", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("captured", "setting"), [("capture_mask", "top_p"), ("capture_routing", "capture_routing")])
 def test_what_the_model_runner_of_cpus_does_not_return_is_refused(zoo: ModelZoo, captured: str, setting: str) -> None:
     async def main() -> None:
         engine = ProcessEngine(program(zoo.directory("qwen3_moe"), adapter_slots=0, **{captured: True}), START)

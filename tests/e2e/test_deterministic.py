@@ -134,6 +134,7 @@ def test_weights_of_two_policies_after_real_kills_are_bit_identical(
     assert killed == undisturbed
 
 
+@pytest.mark.exhaustive
 def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
     """The main job's, with an adapter."""
     job = calculator_job(tmp_path)

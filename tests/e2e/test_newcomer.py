@@ -109,6 +109,7 @@ def test_the_checker_names_a_mistake_in_an_environment(
         assert word in said
 
 
+@pytest.mark.exhaustive
 def test_a_blocked_loop_is_named_while_training(tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(BLOCKING.lstrip("\n"))
     few = ["--policies.solver.step_size=2", "--credit.group_size=2"]  # each episode blocks for 1.5 s

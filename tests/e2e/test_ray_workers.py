@@ -61,6 +61,7 @@ def test_episodes_of_workers_in_actors_go_on_when_process_or_actor_dies(tmp_path
     run(main)
 
 
+@pytest.mark.exhaustive
 def test_children_run_in_any_actor(tmp_path: Path) -> None:
     async def main() -> None:
         async with workplace(tmp_path, 2, environments.Parent, RayPlacement()) as at:

@@ -14,6 +14,7 @@ from agentrl.orchestrator.checkpoints import CheckpointWriter
 from tests.sim import MANY_SEEDS
 from tests.sim.crash_cases import (
     MUTANTS,
+    AcknowledgeBeforeCommit,
     CursorInItsOwnFile,
     FailingEngine,
     NoSyncBeforeRename,
@@ -125,7 +126,7 @@ def test_an_engine_that_fails_after_the_crash_ends_the_run_and_not_an_episode() 
     assert not report.violations, report
 
 
-LONG = (CursorInItsOwnFile, NoSyncBeforeRename, VersionReuse)
+LONG = (AcknowledgeBeforeCommit, CursorInItsOwnFile, NoSyncBeforeRename, VersionReuse)
 """Mutants that are noticed only after many crashes."""
 
 

@@ -180,7 +180,7 @@ def trained(machine: Machine) -> dict[tuple[str, int], str]:
     return {(row.version.policy, row.version.step): row.report.input_digest for row in rows}
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_crash_forgets_nothing_and_changes_no_answer(deterministic: bool) -> None:
     changes = config(steps=4, deterministic=deterministic, checkpoint={"every": 2, "versions": 2})
     scenario = CrashScenario(ProposeAndSolve, script=speak, changes=changes)

@@ -28,7 +28,7 @@ def trained(machine: Machine) -> dict[tuple[str, int], str]:
     return {(row.version.policy, row.version.step): row.report.input_digest for row in rows}
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_crash_changes_no_baseline(max_staleness: int) -> None:
     """At staleness 1, agents of discarded weights are trained; the same steps give the same means again."""
     policy = {"step_size": 4, "max_staleness": max_staleness, "lora": {"rank": 2}}

@@ -93,7 +93,9 @@ def long_ones_last(orchestrator: Orchestrator) -> None:
     orchestrator.scheduler.pop_units = short  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("release", ["late", "group", "episode"])
+@pytest.mark.parametrize(
+    "release", ["late", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("group", "episode"))]
+)
 def test_nothing_is_said_where_all_is_trained(release: str) -> None:
     state = run(release)
     newest = list(state.policies["solver"].steps.values())[-1]

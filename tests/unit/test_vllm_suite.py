@@ -64,6 +64,7 @@ def test_process_that_dies_fails_tests_with_its_last_words(run: pytest.Pytester)
     result.stdout.fnmatch_lines(["*suite adapters: process exited with*", "*no room*"])
 
 
+@pytest.mark.exhaustive
 def test_files_of_a_suite_share_one_process_on_several_processes(
     run: pytest.Pytester, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
