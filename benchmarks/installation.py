@@ -2,7 +2,7 @@
 
 The wheel is built from the sdist of the working tree and goes into empty environments.
 
-* `core`: the core alone, on each Python from 3.11 to 3.13 that is on PATH (`pythons`): the package imports, the command
+* `core`: the core alone, on each Python from 3.11 to 3.14 that is on PATH (`pythons`): the package imports, the command
   line answers, a new environment passes its check. `core_packages`: packages installed besides agentrl and pip;
   `wheel_mb`: size of the wheel.
 * `oldest`: the same at the lowest versions pyproject.toml allows.
@@ -83,7 +83,7 @@ def built(work: Path) -> Path:
 def core(work: Path) -> dict[str, float | None]:
     """The core at the newest versions, on each Python."""
     wheel = built(work)
-    pythons = [found for minor in (11, 12, 13) if (found := _python(f"python3.{minor}"))]
+    pythons = [found for minor in (11, 12, 13, 14) if (found := _python(f"python3.{minor}"))]
     counts = [_core(work / f"environment-{number}", python, wheel) for number, python in enumerate(pythons)]
     return {"pythons": len(pythons), "core_packages": max(counts), "wheel_mb": wheel.stat().st_size / 1e6}
 
