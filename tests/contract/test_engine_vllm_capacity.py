@@ -73,6 +73,28 @@ def test_a_model_of_an_unknown_type_is_refused_before_vllm_starts(make_vllm: Mak
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("measurable_s", "lengths"), [(0.0, [64]), (math.inf, [64, 256])])
+def test_a_slow_engine_is_measured_over_a_short_context(
+    make_vllm: MakeVllm, monkeypatch: pytest.MonkeyPatch, measurable_s: float, lengths: list[int]
+) -> None:
+    from agentrl.engines.vllm import startup
+
+    generate, measured = make_vllm.llm.generate, []
+
+    def generate_counted(prompt: Any, *arguments: Any, **named: Any) -> Any:
+        measured.append(len(prompt["prompt_token_ids"]))
+        return generate(prompt, *arguments, **named)
+
+    monkeypatch.setattr(make_vllm.llm, "generate", generate_counted)
+    monkeypatch.setattr(startup, "_MEASURABLE_S", measurable_s)
+
+    async def main() -> None:
+        assert 0 < await startup.prefill_rate(make_vllm.llm, "Qwen3") < math.inf
+
+    make_vllm.run(main)
+    assert sorted(set(measured)) == lengths
+
+
 def test_measuring_leaves_neither_contexts_nor_an_adapter(make_vllm: MakeVllm) -> None:
     from agentrl.engines.vllm.startup import prefill_rate  # imports vLLM, which these tests have only in its suite
 

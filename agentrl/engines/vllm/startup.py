@@ -6,7 +6,6 @@ Imported in vLLM's own process only.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -57,6 +56,10 @@ _REFERS_TO_CAUSE = "EngineCore encountered an issue|[Ee]ngine core initializatio
 """Messages of vLLM that only say that another process has logged the cause of its death."""
 _ADAPTER = 1 << 30
 """Number of the adapter used for measurements; those of versions count from 1."""
+_FIRST_LENGTH = 64
+"""Tokens of the first context whose prefill is measured."""
+_MEASURABLE_S = 0.25
+"""Seconds that a prefill must take to be measured well: longer contexts would only make a slow engine start later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +246,9 @@ def kv_cache_capacity(config: VllmConfig) -> int | None:
 
 
 async def prefill_rate(llm: AsyncLLM, model_path: str) -> float:
-    """Measure the prefill rate of an idle vLLM, in tokens per second: over half the longest context, if one pass can
-    take that, and under an adapter, if there can be one, which on a CPU takes several times as long.
+    """Measure the prefill rate of an idle vLLM, in tokens per second: over a context of at most half the longest that
+    takes it long enough to measure, and under an adapter, if there can be one, which on a CPU takes several times as
+    long.
 
     Raises:
         EngineError: vLLM died. These are its first passes, so another start would end in the same way.
@@ -259,7 +263,7 @@ async def prefill_rate(llm: AsyncLLM, model_path: str) -> float:
 async def _prefill_rate(llm: AsyncLLM) -> float:
     config = llm.vllm_config
     longest = config.scheduler_config.max_num_batched_tokens
-    length = max(min(config.model_config.max_model_len // 2, longest), 1)
+    most = max(min(config.model_config.max_model_len // 2, longest), 1)
     adapter = None
     if config.lora_config is not None:
         await llm.collective_rpc("add_blank_adapter", args=(_ADAPTER, config.lora_config.max_lora_rank))
@@ -274,7 +278,7 @@ async def _prefill_rate(llm: AsyncLLM) -> float:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
-    async def seconds(name: str) -> float:
+    async def seconds(name: str, length: int) -> float:
         context = random.integers(0, config.model_config.get_vocab_size(), length).tolist()
         start_s = clock.monotonic()
         prompt = TokensPrompt(prompt_token_ids=context)
@@ -282,15 +286,13 @@ async def _prefill_rate(llm: AsyncLLM) -> float:
             pass
         return clock.monotonic() - start_s
 
+    length = min(_FIRST_LENGTH, most)
     # Warm-up, not measured: the first call compiles what turns need, including log-probabilities.
-    await seconds("rate/first")
-    best, began = math.inf, clock.monotonic()
-    # the best of at most three measurements counts
-    for attempt in range(3):
-        best = min(best, await seconds(f"rate/{attempt}"))
-        # one second of measuring is enough
-        if clock.monotonic() - began > 1.0:
-            break
+    await seconds("rate/first", length)
+    while (
+        best := min([await seconds(f"rate/{length}/{n}", length) for n in range(2)])
+    ) < _MEASURABLE_S and length < most:
+        length = min(4 * length, most)
     if adapter is not None:
         await llm.remove_lora(_ADAPTER)
     await llm.reset_prefix_cache()
