@@ -28,6 +28,8 @@ FIGURES = (
     "places_5s_fast",
     "places_20s_fast",
     "places_ample",
+    "kv_overcommit",
+    "kv_overcommit_divided",
     "max_lag_exceeded",
     "group_max_lag_1",
     "group_max_lag_2",

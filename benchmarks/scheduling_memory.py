@@ -2,18 +2,14 @@
 
 An engine of 16 slots and 125,000 tokens of keys and values; episodes of about eight turns of 200 tokens at 40 a second,
 prompts of 2,000 tokens, 400 more with each tool's answer. Contexts that went while a tool ran are computed again, and
-all that runs waits for it. Tokens sampled per second, none of which are wasted, with `rollout/kv_budget.py` over those
+all that runs waits for it. Tokens sampled per second, none of which are wasted, with `engines/kv_budget.py` over those
 without, by how long tools take and how many tokens of context are computed a second; the last has memory enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import fmean
 
-from agentrl.rollout import runner
-from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
 from tests.simulation.plan import SimulationPlan
 from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
@@ -63,8 +59,7 @@ def figures(quick: bool) -> dict[str, float | None]:
 
 def _ratio(name: str, plans: list[SimulationPlan]) -> float:
     with_places = [measured(each) for each in plans]
-    with everybody_passing():
-        without = [measured(each) for each in plans]
+    without = [measured(each, reserves=False) for each in plans]
     for label, found in (("with places", with_places), ("without", without)):
         print(
             f"  {name}, {label}: {fmean(one.tokens_per_s for one in found):.0f} tokens/s "
@@ -77,16 +72,6 @@ def _ratio(name: str, plans: list[SimulationPlan]) -> float:
     return fmean(one.tokens_per_s for one in with_places) / fmean(one.tokens_per_s for one in without)
 
 
-def measured(planned: SimulationPlan) -> SimulationResult:
+def measured(planned: SimulationPlan, *, reserves: bool = True) -> SimulationResult:
     """Twenty steps, after the first five: in few steps the lengths of those that happen to end say more."""
-    return simulate_run(Scenario(plan=planned, steps=25, skipped=5))
-
-
-@contextmanager
-def everybody_passing() -> Iterator[None]:
-    """Within, no worker looks at the engine's memory."""
-    runner.kv_budget_of = lambda _: KVBudget(None)  # type: ignore[assignment]  # the one line that makes the difference
-    try:
-        yield
-    finally:
-        runner.kv_budget_of = kv_budget_of
+    return simulate_run(Scenario(plan=planned, steps=25, skipped=5, reserves=reserves))

@@ -129,7 +129,7 @@ def make_workers(
         environments=environment_code_references(environment),
         sources=_sources_of(environment) if address else {},
         paths=tuple(map(os.path.abspath, sys.path)),
-        capabilities=engine.capabilities.share(plan.workers),
+        capabilities=engine.capabilities,
         scorers=find_scorer_codes(plan.scorers),
         kept_scores=_kept_scores(plan, journal),
     )

@@ -19,7 +19,7 @@ from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import InputError
-from agentrl.core.ports import ChatFormat, Engine, GenerateRequest, SamplingParams
+from agentrl.core.ports import ChatFormat, Engine, GenerateRequest, SamplingParams, generate_when_room
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -299,7 +299,7 @@ class ClientSampler:
         session = self._engine.open(call_id, source.policy, pin=None if source.weights is None else source.version)
         try:
             request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
-            completion = await session.generate(request, end_at_text if texts else None)
+            completion = await generate_when_room(session, request, end_at_text if texts else None)
         finally:
             session.close()
         cut = cut_at_text(completion, texts, decode)

@@ -114,6 +114,10 @@ class EngineLostError(EngineError):
     """
 
 
+class NoRoomError(EngineError):
+    """The engine's KV cache has no room for a call now; `EngineSession.wait_for_room` waits for it."""
+
+
 VERSION_GONE = "version_gone"
 """Drop reason of an episode that needs a version which no engine serves."""
 

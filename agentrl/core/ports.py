@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, NoRoomError
 
 if TYPE_CHECKING:
     from agentrl.core.records import (
@@ -76,11 +76,6 @@ class EngineCapabilities:
         if not self.prefill_rate > 0:
             raise EngineError(f"engine {self.name!r} declares prefill_rate = {self.prefill_rate}; it must be above 0")
 
-    def share(self, parts: int) -> EngineCapabilities:
-        """Return the capabilities of one of `parts` equal shares, whose users do not coordinate."""
-        tokens = None if self.kv_tokens is None else self.kv_tokens // parts
-        return replace(self, kv_tokens=tokens, prefill_rate=self.prefill_rate / parts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -116,6 +111,9 @@ class GenerateRequest:
     new tokens only."""
     priority: int = 0
     """Priority of the call: waiting calls with a lower value run first."""
+    seat: str = ""
+    """Environment and seat of the conversation. How long the engine keeps the contexts of idle conversations is learned
+    for each."""
     opening: int = 0
     """`ids.opening_digest` of the context of the conversation's first turn. Conversations with the same opening share a
     prefix (members of a group, forks, a parked conversation), so they go to the same replica. 0: the whole context
@@ -139,8 +137,15 @@ class EngineSession(Protocol):
         Raises:
             EngineLostError: the engine is gone; tokens given to `on_delta` are valid, the session is not.
             VersionNotServedError: the session moved to another process, which lacks the session's version.
+            NoRoomError: the KV cache has no room for the context now. The call has its place in the queue: repeat it
+                after `wait_for_room`.
             EngineError: the engine failed for good or refused the call; nothing of the call is kept.
         """
+        ...
+
+    async def wait_for_room(self) -> None:
+        """Wait until the KV cache has room for the call that was refused; or until the session is closed or lost, which
+        the next call reports."""
         ...
 
     def hold(self, version: PolicyVersion) -> None:
@@ -155,6 +160,17 @@ class EngineSession(Protocol):
     def close(self) -> None:
         """Release the KV, the slot and the lease; abort a call in flight. Idempotent."""
         ...
+
+
+async def generate_when_room(
+    session: EngineSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
+) -> Completion:
+    """Make a call as `EngineSession.generate` does, and wait for room if there is none."""
+    while True:
+        try:
+            return await session.generate(request, on_delta)
+        except NoRoomError:
+            await session.wait_for_room()
 
 
 class Sampler(Protocol):

@@ -59,7 +59,15 @@ class StartGenerationRequest(rpc.WireMessage, frozen=True):
     seed: int
     sampled_before: int
     priority: int
+    seat: str
     deltas: bool
+
+
+class WaitForRoomRequest(rpc.WireMessage, frozen=True):
+    """Request to wait for the room that the session's last call lacked."""
+
+    call: int
+    session: int
 
 
 class AbortRequest(rpc.WireMessage, frozen=True):
@@ -109,6 +117,7 @@ Request = (
     | HoldVersionRequest
     | CloseSessionRequest
     | StartGenerationRequest
+    | WaitForRoomRequest
     | rpc.CancelCall
     | AbortRequest
     | ServeVersionsRequest
@@ -201,6 +210,7 @@ def message_from_generate_request(
         seed=request.seed,
         sampled_before=request.sampled_before,
         priority=request.priority,
+        seat=request.seat,
         deltas=deltas,
     )
 
@@ -214,4 +224,5 @@ def generate_request_from_message(message: StartGenerationRequest) -> GenerateRe
         seed=message.seed,
         sampled_before=message.sampled_before,
         priority=message.priority,
+        seat=message.seat,
     )

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.counter_random import uniform
+from agentrl.engines.kv_budget import KVBudget, kv_budget_of
 from agentrl.engines.version_table import VersionSet, in_loading_order
 
 if TYPE_CHECKING:
@@ -142,6 +144,11 @@ class ScriptedEngine:
         self.closed = False
 
     # --- sessions -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kv_budget(self) -> KVBudget:
+        """The engine's KV-cache memory, of which each session holds its part."""
+        return kv_budget_of(self.capabilities)
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ScriptedSession:
         self.check_alive(session_id, self.life)
@@ -417,7 +424,7 @@ class ScriptedEngine:
 class ScriptedSession:
     """One conversation of a scripted engine."""
 
-    __slots__ = ("_call", "_engine", "_lease", "_pin", "_policy", "closed", "life")
+    __slots__ = ("_call", "_engine", "_lease", "_pin", "_policy", "_reservation", "closed", "life")
 
     def __init__(self, engine: ScriptedEngine, policy: str, pin: PolicyVersion | None) -> None:
         self._engine = engine
@@ -426,9 +433,16 @@ class ScriptedSession:
         self._lease: PolicyVersion | None = None
         self.life = engine.life
         self._call = ""
+        self._reservation = engine.kv_budget.reservation((policy, pin))
         self.closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
+        return await self._reservation.sample(request, lambda: self._sample(request, on_delta))
+
+    async def wait_for_room(self) -> None:
+        await self._reservation.wait()
+
+    async def _sample(self, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         engine, pin = self._engine, self._pin
         self._call = request.request_id
         if engine.paused and not await engine.wait_to_run(request.request_id):
@@ -453,6 +467,7 @@ class ScriptedSession:
         if self.closed:
             return
         self.closed = True
+        self._reservation.release()
         if self.life == self._engine.life:
             self._engine.sessions -= 1
         self._engine.abort(self._call)

@@ -14,6 +14,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from agentrl.core.errors import (
     version_refused_error,
 )
 from agentrl.core.tokens import Completion, Tokens
+from agentrl.engines.kv_budget import KVBudget, Reservation, kv_budget_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -155,6 +157,11 @@ class SessionBackend(Protocol):
         """The engine's `VersionTable`."""
         ...
 
+    @property
+    def kv_budget(self) -> KVBudget:
+        """The engine's KV-cache memory."""
+        ...
+
     async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of `session`."""
         ...
@@ -180,8 +187,10 @@ class VersionedSession(Generic[LiveT]):
     request: GenerateRequest | None = None
     """Request of the call in flight."""
     closed: bool = False
+    reservation: Reservation = field(init=False)
 
     def __post_init__(self) -> None:
+        self.reservation = self.engine.kv_budget.reservation((self.policy, self.pin))
         if self.pin is not None:
             self.pin.pins += 1
 
@@ -191,7 +200,10 @@ class VersionedSession(Generic[LiveT]):
         return True
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        return await self.engine.generate(self, request, on_delta)
+        return await self.reservation.sample(request, lambda: self.engine.generate(self, request, on_delta))
+
+    async def wait_for_room(self) -> None:
+        await self.reservation.wait()
 
     def hold(self, version: PolicyVersion) -> None:
         if not self.closed:
@@ -206,6 +218,7 @@ class VersionedSession(Generic[LiveT]):
         if self.closed:
             return
         self.closed = True
+        self.reservation.release()
         if self.request is None:
             self.engine.session_ended(self)
         else:
@@ -497,6 +510,11 @@ class InProcessEngine(ABC, Generic[LiveT]):
     capabilities: EngineCapabilities
     versions: VersionTable[LiveT]
     _vocabulary: int
+
+    @cached_property
+    def kv_budget(self) -> KVBudget:
+        """The engine's KV-cache memory, of which each session holds its part."""
+        return kv_budget_of(self.capabilities)
 
     def _resolve_pin(self, policy: str, pin: PolicyVersion | None) -> LiveT | None:
         """Return the version to which a session is pinned.

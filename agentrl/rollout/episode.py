@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from agentrl.gateway.server import Gateway
     from agentrl.observe.bottleneck import Activity, ActivityClock
     from agentrl.rollout.calls.journal import CallJournal, Strand
-    from agentrl.rollout.kv_budget import KVBudget
     from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 
@@ -123,7 +122,6 @@ class WorkerServices:
     clock: Clock
     settings: RolloutSettings
     parking: Parking
-    kv_budget: KVBudget
     gateway: Gateway
     activity: ActivityClock
 

@@ -49,7 +49,6 @@ from agentrl.rollout.episode import (
 )
 from agentrl.rollout.episode_context import LiveEpisodeContext
 from agentrl.rollout.external.agent import external_turns_with_context
-from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.scoring.scores import LiveScores
 from agentrl.rollout.turn_entries import EpisodePartialTurns
 
@@ -75,7 +74,6 @@ class EpisodeRunner:
         self.host = host
         self.clock = clock
         self.parking = Parking()
-        self.kv_budget = kv_budget_of(engine.capabilities)
         self._services = WorkerServices(
             engine=engine,
             default=PolicySettings(chat_format=chat_format, seat=settings.seat),
@@ -83,7 +81,6 @@ class EpisodeRunner:
             clock=clock,
             settings=settings,
             parking=self.parking,
-            kv_budget=self.kv_budget,
             gateway=Gateway(),
             activity=ActivityClock(clock),
         )

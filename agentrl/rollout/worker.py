@@ -34,7 +34,6 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.episode import GRACE_S
-from agentrl.rollout.kv_budget import KVBudget
 from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
@@ -88,11 +87,6 @@ class AsyncioWorker:
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
         self.last_failure = ""
         """Message of the last dropped episode."""
-
-    @property
-    def kv_budget(self) -> KVBudget:
-        """Reservations of the worker's conversations in the engine's KV cache."""
-        return self._runner.kv_budget
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in its own task; with `resume`, replay its recorded entries first."""

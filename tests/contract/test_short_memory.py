@@ -1,4 +1,4 @@
-"""Worker processes whose share of the engine's memory is short of their conversations: they wait, and nothing else."""
+"""Worker processes whose engine has too little memory for their conversations: they wait, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract.worker_cases import Workplace, workplace
 from tests.contract.worker_environments import TwoTurns, user
 
 NOTHING, SHORT = 0, 40
-"""Of two workers: tokens of context, where the shortest context of these episodes has more than 20."""
+"""Tokens of context, where the shortest context of these episodes has more than 20."""
 EPISODES = [f"e{number}" for number in range(6)]
 
 
@@ -92,7 +92,7 @@ def played(
 
 
 @pytest.mark.parametrize("kv_tokens", [NOTHING, SHORT])
-def test_contexts_larger_than_a_workers_share_pass_one_by_one(tmp_path: Path, kv_tokens: int) -> None:
+def test_contexts_larger_than_the_memory_pass_one_by_one(tmp_path: Path, kv_tokens: int) -> None:
     ample, short = played(tmp_path / "ample", None), played(tmp_path / "short", kv_tokens)
     assert not waited(ample)
     assert waited(short) == {"solver"}

@@ -77,6 +77,9 @@ class LimitedSession:
         async with self._engine.free:
             return await self._session.generate(request, on_delta)
 
+    async def wait_for_room(self) -> None:
+        await self._session.wait_for_room()
+
     def hold(self, version: PolicyVersion) -> None:
         self._session.hold(version)
 

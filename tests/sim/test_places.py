@@ -33,13 +33,13 @@ def ran(environment: type[agentrl.Environment], groups: int) -> list[EpisodeEnd]
         )
         engine.capabilities = replace(engine.capabilities, kv_tokens=ROOM, prefill_rate=100.0)
         journal, failures = MemoryJournal(), list[BaseException]()
-        dispatcher, runner = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
+        dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
         for number in range(groups):
             dispatcher.admit_group(GroupStart(Task(id=f"t{number}", data={})))
         async with asyncio.timeout(10_000):
             await dispatcher.worker.drain()
         assert not failures
-        assert (runner.kv_budget.reserved, runner.kv_budget.waiting) == (0, 0)
+        assert (engine.kv_budget.reserved, engine.kv_budget.waiting) == (0, 0)
         return list(journal.of_kind(EpisodeEnd))
 
     return simulate(main, seed=0)

@@ -37,7 +37,8 @@ def request(name: str, length: int, context: int = 1, priority: int = 0) -> Gene
 
 
 def engine(**settings: object) -> EmulatedEngine:
-    values = {"slots": 2, "rate": lambda count: 10.0 / count, **settings}
+    """An engine whose calls reserve nothing, so that it must deal with what outgrows its memory by itself."""
+    values = {"slots": 2, "rate": lambda count: 10.0 / count, "reserves": False, **settings}
     return EmulatedEngine(requested_turn_length, versions=VERSIONS, **values)  # type: ignore[arg-type]
 
 

@@ -28,6 +28,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion
+from agentrl.engines.kv_budget import KVBudget, kv_budget_of
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
@@ -77,6 +78,8 @@ class EmulatedEngine:
         kv_tokens: maximum number of context tokens of all conversations together; None: no bound.
         prefill_rate: context tokens computed per second.
         max_context: maximum context including the completion, in tokens; None: no bound.
+        reserves: whether calls reserve memory before they begin, as in a real engine; if not, running calls evict each
+            other.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class EmulatedEngine:
         kv_tokens: int | None = None,
         prefill_rate: float = math.inf,
         max_context: int | None = None,
+        reserves: bool = True,
     ) -> None:
         if kv_tokens is not None and max_context is not None and kv_tokens < max_context:
             raise EngineError(
@@ -106,6 +110,7 @@ class EmulatedEngine:
             prefill_rate=prefill_rate,
             places=slots,
         )
+        self.kv_budget = kv_budget_of(self.capabilities) if reserves else KVBudget(None)
         self._length = length
         self._current = dict(versions)
         self._slots = slots
@@ -136,8 +141,6 @@ class EmulatedEngine:
         """Seconds in which the engine was at capacity: a call waited, or contexts were computed. Other seconds count by
         the share of slots in use."""
         self.preemptions = 0
-        self.is_waited_for: Callable[[], bool] = lambda: False
-        """Returns whether calls outside the engine wait for room in its memory."""
         self._busy = 0.0
 
     # --- the port -----------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class EmulatedEngine:
         self._busy += seconds
         self.slot_seconds += seconds * count
         self.full_seconds += computing + sampling * (
-            1.0 if self._waiting or self.is_waited_for() else count / self._slots
+            1.0 if self._waiting or self.kv_budget.waiting else count / self._slots
         )
 
     def _compute(self, seconds: float) -> float:
@@ -389,8 +392,15 @@ class EmulatedSession:
         self.context = 0
         """Number of tokens of the conversation after its newest turn."""
         self.is_open = True
+        self._reservation = engine.kv_budget.reservation((policy, pin))
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
+        return await self._reservation.sample(request, lambda: self._sample(request))
+
+    async def wait_for_room(self) -> None:
+        await self._reservation.wait()
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
         call = self._engine.submit(self, request)
         try:
             await call.future
@@ -400,6 +410,7 @@ class EmulatedSession:
 
     def close(self) -> None:
         self.is_open = False
+        self._reservation.release()
         self._engine.forget(self)
 
 

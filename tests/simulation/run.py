@@ -28,7 +28,6 @@ from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.simulation.engine import EmulatedEngine
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     )
     from agentrl.journal.port import ControlRecord
     from agentrl.orchestrator.loop import Orchestrator
-    from agentrl.rollout.kv_budget import KVBudget
     from tests.simulation.engine import EmulatedSession
     from tests.simulation.plan import SimulationPlan
 
@@ -71,6 +69,8 @@ class Scenario:
     """Whether admission stops after the steps and all admitted work is trained on, to measure the total time."""
     alter: Callable[[Orchestrator], None] = lambda orchestrator: None
     """Replaces parts of the production loop, for comparison."""
+    reserves: bool = True
+    """Whether calls reserve memory of the engines."""
 
 
 def simulate_run(scenario: Scenario) -> SimulationResult:
@@ -112,7 +112,7 @@ async def _run(scenario: Scenario) -> Recorder:
         step_seconds=step_seconds(plan, recorder),
         publish_seconds=plan.trainer.publish_seconds,
     )
-    served = ServedVersions(_engine(plan, recorder, versions))
+    served = ServedVersions(_engine(scenario, recorder, versions))
     for name in config.trained:
         await served.make_current(await trainer.publish(name, versions[name]))
     parts = RunParts(
@@ -126,18 +126,15 @@ async def _run(scenario: Scenario) -> Recorder:
         versions=versions,
     )
     journal.orchestrator = orchestrator = assemble_orchestrator(resolve(config, make_root_environment(plan)), parts)
-    worker = orchestrator.dispatcher.worker
-    assert isinstance(worker, AsyncioWorker)
-    for engine in recorder.engines:
-        engine.is_waited_for = lambda: worker.kv_budget.waiting > 0
     scenario.alter(orchestrator)
-    looks = asyncio.get_running_loop().create_task(_look(plan, recorder, orchestrator, worker.kv_budget))
+    looks = asyncio.get_running_loop().create_task(_look(plan, recorder, orchestrator))
     await orchestrator.run()
     looks.cancel()
     return recorder
 
 
-def _engine(plan: SimulationPlan, recorder: Recorder, versions: Mapping[str, PolicyVersion]) -> Engine:
+def _engine(scenario: Scenario, recorder: Recorder, versions: Mapping[str, PolicyVersion]) -> Engine:
+    plan = scenario.plan
     grain, rates = recorder.grain, plan.rates
     for _ in range(plan.engine.replicas):
         recorder.engines.append(
@@ -149,6 +146,7 @@ def _engine(plan: SimulationPlan, recorder: Recorder, versions: Mapping[str, Pol
                 rate=lambda count: rates(count) / grain,
                 kv_tokens=None if plan.kv_tokens is None else plan.kv_tokens // grain,
                 prefill_rate=plan.prefill_rate / grain,
+                reserves=scenario.reserves,
             )
         )
     return recorder.engines[0] if len(recorder.engines) == 1 else EngineRouter(recorder.engines)
@@ -167,12 +165,13 @@ def step_seconds(plan: SimulationPlan, recorder: Recorder) -> Callable[[TrainBat
     return seconds
 
 
-async def _look(plan: SimulationPlan, recorder: Recorder, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
+async def _look(plan: SimulationPlan, recorder: Recorder, orchestrator: Orchestrator) -> None:
     """Record regularly the reason that holds admission back and the use of the engine."""
     every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
         recorder.record_snapshot(
-            orchestrator.scheduler.why_not(orchestrator.demand()), waits_for_memory=kv_budget.waiting > 0
+            orchestrator.scheduler.why_not(orchestrator.demand()),
+            waits_for_memory=any(engine.kv_budget.waiting for engine in recorder.engines),
         )
         await asyncio.sleep(every)
 

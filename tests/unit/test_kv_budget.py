@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineError
+from agentrl.engines.kv_budget import KVBudget, Reservation
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.kv_budget import KVBudget, Reservation
 from agentrl.testing.virtual_time import simulate
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def asked(place: Reservation, tokens: int, priority: int = 0) -> asyncio.Task[fl
 
     async def begin() -> float:
         while not place.reserve(tokens):
-            await place.wait(priority)
+            place.queue(priority)
+            await place.wait()
         return asyncio.get_running_loop().time()
 
     return asyncio.get_running_loop().create_task(begin())
@@ -43,7 +44,7 @@ def asked(place: Reservation, tokens: int, priority: int = 0) -> asyncio.Task[fl
 
 def test_without_a_bound_everybody_passes() -> None:
     async def main() -> None:
-        places = [KVBudget(None).reservation("kind") for _ in range(3)]
+        places = [KVBudget(None).reservation() for _ in range(3)]
         assert all(place.reserve(1 << 40) for place in places)
         for place in places:
             place.idle(1 << 41)
@@ -55,7 +56,7 @@ def test_without_a_bound_everybody_passes() -> None:
 def test_who_does_not_fit_waits_until_somebody_leaves() -> None:
     async def main() -> float:
         shared = budget()
-        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first, second = shared.reservation(), shared.reservation()
         assert first.reserve(500)
         assert not second.reserve(500)
         waiting = asked(second, 500)
@@ -70,7 +71,7 @@ def test_who_does_not_fit_waits_until_somebody_leaves() -> None:
 def test_a_rest_keeps_the_place_for_as_long_as_the_engine_computes_all_it_holds() -> None:
     async def main() -> float:
         shared = budget()
-        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first, second = shared.reservation(), shared.reservation()
         first.reserve(500)
         await asyncio.sleep(1)
         first.idle(600)
@@ -85,7 +86,7 @@ def test_a_rest_keeps_the_place_for_as_long_as_the_engine_computes_all_it_holds(
 def test_who_has_a_place_goes_on_before_all_that_wait() -> None:
     async def main() -> None:
         shared = budget()
-        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first, second = shared.reservation(), shared.reservation()
         first.reserve(500)
         waiting = asked(second, 500, priority=-1)
         await asyncio.sleep(0)
@@ -102,13 +103,11 @@ def test_who_has_a_place_goes_on_before_all_that_wait() -> None:
 def test_those_that_wait_pass_by_priority_then_arrival_and_none_overtakes_one_that_does_not_fit() -> None:
     async def main() -> list[str]:
         shared, passed = budget(), list[str]()
-        first, small = shared.reservation("kind"), shared.reservation("kind")
+        first, small = shared.reservation(), shared.reservation()
         first.reserve(500)
         small.reserve(100)
         for name, tokens, priority in (("a", 600, 0), ("c", 100, 2), ("d", 100, 2), ("b", 100, 1)):
-            asked(shared.reservation("kind"), tokens, priority).add_done_callback(
-                lambda _, name=name: passed.append(name)
-            )
+            asked(shared.reservation(), tokens, priority).add_done_callback(lambda _, name=name: passed.append(name))
             await asyncio.sleep(1)
         assert passed == [], "b, c and d would fit, and come after a"
         first.release()
@@ -127,7 +126,7 @@ def test_one_larger_than_the_memory_passes_alone(kv_tokens: int) -> None:
 
     async def main() -> None:
         shared = budget(kv_tokens)
-        first, large = shared.reservation("kind"), shared.reservation("kind")
+        first, large = shared.reservation(), shared.reservation()
         first.reserve(10)
         waiting = asked(large, 5000)
         await asyncio.sleep(1)
@@ -141,7 +140,7 @@ def test_one_larger_than_the_memory_passes_alone(kv_tokens: int) -> None:
 def test_what_grows_beyond_the_memory_takes_the_places_that_rested_longest() -> None:
     async def main() -> None:
         shared = budget()
-        places = [shared.reservation("kind") for _ in range(3)]
+        places = [shared.reservation() for _ in range(3)]
         for place in places:
             place.reserve(300)
         places[0].idle(300)
@@ -160,17 +159,17 @@ def test_a_kind_that_rests_too_long_keeps_nothing_and_others_do() -> None:
     async def main() -> tuple[float, float]:
         shared = budget()
         for kind, seconds in (("slow", 20.0), ("quick", 5.0)):
-            place = shared.reservation(kind)
-            place.reserve(100)
+            place = shared.reservation()
+            place.reserve(100, kind=kind)
             place.idle(100)
             await asyncio.sleep(seconds)
-            place.reserve(100)
+            place.reserve(100, kind=kind)
             place.release()
         began = []
         for kind in ("slow", "quick"):
-            place, other = shared.reservation(kind), shared.reservation("other")
+            place, other = shared.reservation(), shared.reservation()
             now = asyncio.get_running_loop().time()
-            place.reserve(800)
+            place.reserve(800, kind=kind)
             place.idle(800)
             began.append(await asked(other, 800) - now)
             other.release()
@@ -183,12 +182,13 @@ def test_a_kind_that_rests_too_long_keeps_nothing_and_others_do() -> None:
 def test_who_leaves_while_it_waits_asks_again_and_who_is_cancelled_is_forgotten() -> None:
     async def main() -> None:
         shared = budget()
-        first, parked, cancelled, last = (shared.reservation("kind") for _ in range(4))
+        first, parked, cancelled, last = (shared.reservation() for _ in range(4))
         first.reserve(800)
         assert not parked.reserve(500)
         assert not cancelled.reserve(900)
-        returned = asyncio.ensure_future(parked.wait(0))
-        gone = asyncio.ensure_future(cancelled.wait(0))
+        for place in (parked, cancelled):
+            place.queue(0)
+        returned, gone = asyncio.ensure_future(parked.wait()), asyncio.ensure_future(cancelled.wait())
         waiting = asked(last, 500, priority=1)
         await asyncio.sleep(0)
         parked.release()
@@ -208,11 +208,12 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
     held: dict[int, int] = {}
 
     async def converse(number: int, shared: KVBudget, rng: random.Random) -> None:
-        place, tokens = shared.reservation(rng.randrange(2)), rng.randint(10, 500)
+        place, kind, tokens = shared.reservation(), rng.randrange(2), rng.randint(10, 500)
         try:
             for _ in range(rng.randint(1, 6)):
-                while not place.reserve(tokens):
-                    await place.wait(rng.randint(0, 3))
+                while not place.reserve(tokens, kind=kind):
+                    place.queue(rng.randint(0, 3))
+                    await place.wait()
                 held[number] = tokens
                 assert len(held) == 1 or sum(held.values()) <= 900, "what runs does not fit"
                 await asyncio.sleep(rng.expovariate(1.0))
@@ -232,7 +233,7 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
             asyncio.get_running_loop().call_later(rng.uniform(0, 100), task.cancel)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
-        last = shared.reservation("kind")
+        last = shared.reservation()
         assert last.reserve(900), "nothing is held any more"
 
     simulate(main, seed=seed)
@@ -241,7 +242,7 @@ def test_nobody_waits_for_ever_and_the_memory_holds_what_runs(seed: int) -> None
 def test_who_is_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
     async def main() -> None:
         shared = budget()
-        first, cancelled, last = (shared.reservation("kind") for _ in range(3))
+        first, cancelled, last = (shared.reservation() for _ in range(3))
         first.reserve(800)
         waiting = asked(cancelled, 800)
         await asyncio.sleep(0)
@@ -269,7 +270,7 @@ def context_of(task: int, own: int) -> Int32Array:
 def test_a_group_is_charged_for_its_task_once_and_until_the_last_has_left() -> None:
     async def main() -> None:
         shared = sharing()
-        places = [shared.reservation("kind") for _ in range(8)]
+        places = [shared.reservation() for _ in range(8)]
         assert [place.reserve(620, TASK) for place in places] == [True] * 8
         assert shared.reserved == 600 + 8 * 20
         for number, place in enumerate(places):
@@ -283,7 +284,7 @@ def test_a_group_is_charged_for_its_task_once_and_until_the_last_has_left() -> N
 def test_without_prefixes_that_are_held_once_everybody_is_charged_for_all() -> None:
     async def main() -> None:
         shared = budget()
-        assert [shared.reservation("kind").reserve(620, TASK) for _ in range(2)] == [True, False]
+        assert [shared.reservation().reserve(620, TASK) for _ in range(2)] == [True, False]
 
     ran(main)
 
@@ -291,11 +292,11 @@ def test_without_prefixes_that_are_held_once_everybody_is_charged_for_all() -> N
 def test_tasks_that_begin_alike_share_a_part_and_other_weights_nothing() -> None:
     async def main() -> None:
         shared = sharing(10_000)
-        shared.reservation("kind", weights="a").reserve(620, context_of(0, 0))
+        shared.reservation("a").reserve(620, context_of(0, 0))
         assert shared.reserved == 620
-        shared.reservation("kind", weights="a").reserve(620, context_of(1, 0))
+        shared.reservation("a").reserve(620, context_of(1, 0))
         assert shared.reserved == 620 + 620 - 256
-        shared.reservation("kind", weights="b").reserve(620, context_of(1, 0))
+        shared.reservation("b").reserve(620, context_of(1, 0))
         assert shared.reserved == 620 + 620 - 256 + 620
 
     ran(main)
@@ -304,7 +305,7 @@ def test_tasks_that_begin_alike_share_a_part_and_other_weights_nothing() -> None
 def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
     async def main() -> None:
         shared = sharing()
-        first, second = shared.reservation("kind"), shared.reservation("kind")
+        first, second = shared.reservation(), shared.reservation()
         for place in (first, second):
             assert place.reserve(600, TASK)
             place.idle(650)
@@ -315,15 +316,28 @@ def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
     ran(main)
 
 
+def test_a_shorter_context_is_a_new_row_and_charged_as_such() -> None:
+    async def main() -> None:
+        shared = sharing()
+        first, second = shared.reservation(), shared.reservation()
+        for place in (first, second):
+            assert place.reserve(600, TASK)
+            place.idle(650)
+        assert first.reserve(100, TASK[:100])
+        assert shared.reserved == 650 + 100 - 64, "their first part is the same"
+
+    ran(main)
+
+
 def test_all_that_rest_make_room_for_one_that_has_a_task_in_common_with_them() -> None:
     async def main() -> None:
         shared = sharing()
-        places = [shared.reservation("kind") for _ in range(4)]
+        places = [shared.reservation() for _ in range(4)]
         for place in places:
             place.reserve(640, TASK)
             place.idle(640)
         await asyncio.sleep(11)
-        last = shared.reservation("kind")
+        last = shared.reservation()
         assert last.reserve(880, TASK)
         assert shared.reserved == 880
         assert not any(place.is_held for place in places)
@@ -337,7 +351,7 @@ def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
 
     async def main() -> None:
         shared = sharing(rng.randint(600, 5000))
-        places = [shared.reservation("kind", weights=number % 2) for number in range(12)]
+        places = [shared.reservation(number % 2) for number in range(12)]
         running: set[Reservation] = set()
         for _ in range(400):
             place = rng.choice(places)
@@ -357,7 +371,7 @@ def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
         for place in places:
             place.release()
         assert shared.reserved == 0
-        assert shared.reservation("kind").reserve(10_000), "nothing is firm"
+        assert shared.reservation().reserve(10_000), "nothing is firm"
 
     ran(main)
 
@@ -371,9 +385,9 @@ def test_an_engine_that_computes_nothing_is_refused(rate: float) -> None:
 def test_a_place_is_kept_for_a_minute_at_most() -> None:
     async def main() -> float:
         shared = KVBudget(1000, 1e-9)
-        first = shared.reservation("kind")
+        first = shared.reservation()
         first.reserve(900)
         first.idle(900)
-        return await asked(shared.reservation("kind"), 500)
+        return await asked(shared.reservation(), 500)
 
     assert ran(main) == 60

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.clock import RetryBudget, SystemClock
@@ -141,6 +142,11 @@ class RoutedSession(Generic[ReplicaT]):
             self._replica = replica
             replica.sessions += 1
         return self._replica, self._session
+
+    async def wait_for_room(self) -> None:
+        if self._session is not None:
+            with suppress(EngineLostError):  # the next call reports the loss to the router
+                await self._session.wait_for_room()
 
     def hold(self, version: PolicyVersion) -> None:
         self._pin = version

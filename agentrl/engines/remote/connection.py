@@ -129,6 +129,11 @@ class ConnectionSession:
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         return await self._connection.generate(self._number, request, on_delta)
 
+    async def wait_for_room(self) -> None:
+        connection = self._connection
+        call = connection.next_call()
+        await connection.ask(call, protocol.WaitForRoomRequest(call=call, session=self._number), is_cancellable=True)
+
     def hold(self, version: PolicyVersion) -> None:
         self._connection.send(protocol.HoldVersionRequest(session=self._number, version=version))
 

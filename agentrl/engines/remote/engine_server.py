@@ -69,6 +69,8 @@ class ConnectionHandler:
         match message:
             case protocol.StartGenerationRequest():
                 self._answer(message.call, self._generate(message))
+            case protocol.WaitForRoomRequest():
+                self._answer(message.call, self._wait_for_room(message))
             case protocol.OpenSessionRequest():
                 self._open(message)
             case protocol.HoldVersionRequest() | protocol.CloseSessionRequest():
@@ -137,6 +139,11 @@ class ConnectionHandler:
             raise
         self.connection.send(self._busy())
         return reply
+
+    async def _wait_for_room(self, message: protocol.WaitForRoomRequest) -> None:
+        session = self._sessions.get(message.session)
+        if session is not None and not isinstance(session, AgentRLError):
+            await session.wait_for_room()
 
     async def _generate(self, message: protocol.StartGenerationRequest) -> protocol.CompletionReply:
         session = self._sessions.get(message.session)
@@ -249,15 +256,14 @@ class ClientHandler(ConnectionHandler):
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
             case protocol.OpenSessionRequest() | protocol.HoldVersionRequest() | protocol.CloseSessionRequest():
                 pass
-            case protocol.LogprobsRequest():
+            case protocol.WaitForRoomRequest() | protocol.LogprobsRequest():
                 pass
-
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
         super().handle(message)
 
     def disconnected(self) -> None:
-        """Close the client's sessions; its calls were cancelled."""
+        """Close the client's sessions, which returns their memory; its calls were cancelled."""
         for session in self._sessions.values():
             if not isinstance(session, AgentRLError):
                 session.close()

@@ -33,6 +33,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
+from agentrl.core.ports import generate_when_room
 from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
 from agentrl.journal.entries import request_hash
@@ -308,7 +309,7 @@ async def call_engine(
         try:
             session = engine.open(request.request_id, policy, pin=pin)
             try:
-                completion = await session.generate(request)
+                completion = await generate_when_room(session, request)
             finally:
                 session.close()
             if completion.finish_reason == "abort":

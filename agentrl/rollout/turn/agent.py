@@ -211,10 +211,7 @@ class LiveAgent(TurnRecorder):
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
             self._full(characters // CHARACTERS_PER_TOKEN)
-        row = self._rows.row
         context = self._rows.ask(messages)
-        if self._rows.row != row:
-            self._sampler.release_kv()
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
         for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
@@ -242,7 +239,6 @@ class LiveAgent(TurnRecorder):
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
         self._rows.restart()
-        self._sampler.release_kv()
         self._messages = []
         self._pending = messages
 

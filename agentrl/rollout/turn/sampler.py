@@ -6,8 +6,7 @@ previous process.
 Invariants
 1. All engine calls of a turn share one seed and continue its token count, so an interrupted turn has the same tokens
    as an uninterrupted one.
-2. No engine session is held after the engine's loss or while the episode is parked. A call begins once its
-   conversation holds a reservation in the KV-cache budget (`kv_budget.py`).
+2. No engine session, and so no KV-cache memory, is held after the engine's loss or while the episode is parked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.clock import RetryBudget
-from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, VersionNotServedError
+from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, NoRoomError, VersionNotServedError
 from agentrl.core.ids import child_depth, stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from agentrl.observe.bottleneck import Activity
     from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.kv_budget import Reservation
     from agentrl.rollout.turn_entries import PartialTurn
 
 LOST_IN_A_ROW = 8
@@ -49,7 +47,7 @@ MAX_PRIORITY_DEPTH = 3
 
 
 class TurnSampler:
-    """Samples whole turns of one conversation: owns its engine session, its KV reservation, and the turn in progress.
+    """Samples whole turns of one conversation: owns its engine session and the turn in progress.
 
     Args:
         episode: the running attempt.
@@ -65,7 +63,7 @@ class TurnSampler:
         "_kept_version",
         "_partial",
         "_pin",
-        "_reservation",
+        "_seat",
         "_session",
         "pauses",
         "weights_of",
@@ -78,13 +76,8 @@ class TurnSampler:
         self._pin = binding.pin
         self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
         """Policy whose versions sample; it differs from the seat's policy if a past version of another is pinned."""
-        kv_budget, is_external = episode.services.kv_budget, episode.policy_settings(seat).is_external
-        self._activity: Activity = "endpoint" if is_external else "engine"
-        self._reservation: Reservation | None = None
-        """KV reservation; None if the engine reports no KV budget, or if another engine than the run's samples."""
-        if kv_budget.is_bounded and not is_external:
-            kind = (episode.spec.environment, seat)
-            self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
+        self._activity: Activity = "endpoint" if episode.policy_settings(seat).is_external else "engine"
+        self._seat = sys.intern(f"{episode.spec.environment}.{seat}")
         self._session: EngineSession | None = None
         self._kept_version: PolicyVersion | None = None
         """Version to which the next session is pinned, for a policy whose conversations keep their version."""
@@ -116,7 +109,7 @@ class TurnSampler:
             EngineLostError: the engine was gone for too long.
             EpisodeError: the engine returned a logprob that is not finite, or does not serve the version.
         """
-        episode, services, reservation = self._episode, self._episode.services, self._reservation
+        episode, services = self._episode, self._episode.services
         priority = call_priority(episode.spec, sampled_before)
         capabilities = services.engine.capabilities
         has_mask, has_routing = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
@@ -128,9 +121,6 @@ class TurnSampler:
             while completion is None:
                 if episode.spec.episode_id in services.parking.waiting:
                     await self._wait_while_parked(turn, call)
-                if reservation is not None and not reservation.reserve(len(context) + turn.sampled, context):
-                    await self._wait_for_kv(turn, reservation, priority)
-                    continue  # the episode may have been parked in the meantime
                 try:
                     request = self._request(turn, call, context, opening, sampling, priority)
                     self._in_flight = request.request_id
@@ -142,6 +132,10 @@ class TurnSampler:
                         completion = turn.completion(sampling, routed=has_routing)
                     else:
                         completion = sample
+                except NoRoomError:
+                    self._in_flight = None
+                    if episode.spec.episode_id not in services.parking.waiting:
+                        await self._wait_for_room(turn)
                 except VersionNotServedError as error:
                     raise self._version_gone(error) from error
                 except EngineLostError as error:
@@ -150,10 +144,8 @@ class TurnSampler:
                 finally:
                     self._in_flight = None
         except BaseException:
-            self.release_kv()
+            self.close()
             raise
-        if reservation is not None:
-            reservation.idle(len(context) + len(completion.token_ids))
         self._partial = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)
@@ -174,9 +166,9 @@ class TurnSampler:
                 reason="nonfinite_logprob",
             )
 
-    async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
+    async def _wait_for_room(self, turn: PartialTurn) -> None:
         with self._episode.time_limit_paused(), self._pause(turn, "no_room"), self._episode.waiting_for("memory"):
-            await reservation.wait(priority)
+            await self._open().wait_for_room()
         self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
     async def _on_lost_engine(
@@ -188,7 +180,6 @@ class TurnSampler:
             EngineLostError: `error`, if the engine was lost too often.
         """
         self._session = None
-        self.release_kv()
         budget = budget or RetryBudget(LOST_IN_A_ROW)
         if turn.lost():
             self._keep_version(turn.pieces[-1])
@@ -211,11 +202,6 @@ class TurnSampler:
         since = clock.monotonic()
         yield
         self.pauses = (*self.pauses, TurnPause(turn.sampled, clock.monotonic() - since, why))
-
-    def release_kv(self) -> None:
-        """Give back the KV reservation: the conversation's context is no longer worth keeping."""
-        if self._reservation is not None:
-            self._reservation.release()
 
     async def _wait_while_parked(self, turn: PartialTurn, call: JournaledCall) -> None:
         """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
@@ -248,6 +234,7 @@ class TurnSampler:
             ),  # the same seed on every execution of the attempt
             sampled_before=num_sampled,
             priority=priority,
+            seat=self._seat,
             opening=opening,
         )
 
@@ -306,7 +293,6 @@ class TurnSampler:
 
     def close(self) -> None:
         """Release KV, slot and lease. Idempotent."""
-        self.release_kv()
         if self._session is not None:
             self._session.close()
             self._session = None

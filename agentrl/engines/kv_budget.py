@@ -1,7 +1,9 @@
-"""The KV-cache budget of a worker: conversations hold reservations of the engine's memory, and calls wait for them.
+"""The KV-cache budget of an engine: conversations hold reservations of its memory, and calls wait for them.
 
 Owns the budget in tokens, the reservations in it, the order of waiting calls, and the time for which an idle
-conversation keeps its reservation. Does not know episodes or engines.
+conversation keeps its reservation. Does not know episodes. Each engine has one budget, and each of its sessions one
+reservation, whichever process opened the session: so the sum of all reservations never exceeds the memory, however many
+workers sample from the engine. A session that ends, because its worker was killed for example, returns its reservation.
 
 A conversation reserves memory with its first call. Between two turns it is idle: keeping its n of M tokens for t
 seconds costs n/M of the engine's capacity in that time; recomputing them at p tokens per second costs the full capacity
@@ -25,11 +27,14 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable
+from agentrl.core.errors import NoRoomError
 
-    from agentrl.core.ports import EngineCapabilities
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Hashable
+
+    from agentrl.core.ports import EngineCapabilities, GenerateRequest
     from agentrl.core.records import Int32Array
+    from agentrl.core.tokens import Completion
 
 HEADROOM = 0.1
 """Share of the memory left free for the tokens that running calls sample."""
@@ -38,7 +43,7 @@ MAX_IDLE_S = 60.0
 
 
 class KVBudget:
-    """The KV-cache memory of one worker's engine, and the reservations in it.
+    """The KV-cache memory of one engine, and the reservations in it.
 
     Args:
         kv_tokens: tokens that the engine's KV cache holds; None: unbounded.
@@ -72,21 +77,23 @@ class KVBudget:
         """Tokens that reservations hold, shared prefixes counted once."""
         return self._tokens.reserved
 
-    def reservation(self, kind: Hashable, weights: Hashable = None) -> Reservation:
+    def reservation(self, weights: Hashable = None) -> Reservation:
         """Make a handle for one conversation, which holds no memory yet.
 
         Args:
-            kind: kind of the conversation; the cost of keeping idle reservations is learned per kind.
             weights: weights that sample the conversation; prefixes are shared only under the same weights.
         """
-        return Reservation(self, kind, weights)
+        return Reservation(self, weights)
 
-    def reserve(self, reservation: Reservation, tokens: int, context: Int32Array | None) -> bool:
+    def reserve(self, reservation: Reservation, kind: Hashable, tokens: int, context: Int32Array | None) -> bool:
         if not self.is_bounded:
             return True
+        reservation.kind = kind
         if reservation.idle_since is not None:
             self._costs.learn(reservation.kind, asyncio.get_running_loop().time() - reservation.idle_since)
             reservation.idle_since = None
+        if tokens < reservation.tokens:
+            self._evict(reservation)  # the conversation began a new row
         if reservation.is_held:
             self._pin(reservation)
         else:
@@ -97,16 +104,11 @@ class KVBudget:
         self._hold(reservation, tokens)
         return True
 
-    async def wait(self, reservation: Reservation, priority: int) -> None:
+    def queue(self, reservation: Reservation, priority: int) -> None:
         self._arrivals += 1
         reservation.admitted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, self._arrivals, reservation, reservation.admitted))
         self._admit_waiting()
-        try:
-            await reservation.admitted
-        except asyncio.CancelledError:
-            self.release(reservation)
-            raise
 
     def idle(self, reservation: Reservation, tokens: int) -> None:
         if reservation.is_held:
@@ -214,9 +216,10 @@ class Reservation:
         "weights",
     )
 
-    def __init__(self, budget: KVBudget, kind: Hashable, weights: Hashable) -> None:
+    def __init__(self, budget: KVBudget, weights: Hashable) -> None:
         self._budget = budget
-        self.kind = kind
+        self.kind: Hashable = None
+        """Kind of the conversation; the cost of keeping idle reservations is learned per kind."""
         self.weights = weights
         self.is_held = False
         self.tokens = 0
@@ -230,21 +233,55 @@ class Reservation:
         self.kept_until = 0.0
         """Time from which an idle reservation is evictable."""
         self.admitted: asyncio.Future[None] | None = None
-        """Future that resolves when the newest `wait` ends."""
+        """Future that resolves when the newest place in the queue ends."""
 
-    def reserve(self, tokens: int, context: Int32Array | None = None) -> bool:
+    async def sample(self, request: GenerateRequest, generate: Callable[[], Awaitable[Completion]]) -> Completion:
+        """Make a call of the conversation while it holds its memory.
+
+        Args:
+            request: the call.
+            generate: samples it.
+
+        Raises:
+            NoRoomError: the memory has no room for the context. The call is in the queue; `wait` waits for its turn.
+        """
+        tokens = len(request.token_ids)
+        if not self.reserve(tokens, request.token_ids[: tokens - request.sampled_before], request.seat):
+            self.queue(request.priority)
+            raise NoRoomError(f"call {request.request_id}: the KV cache has no room for {tokens} tokens now")
+        try:
+            completion = await generate()
+        except BaseException:
+            self.release()
+            raise
+        if completion.finish_reason != "abort":  # the next call continues an aborted turn
+            self.idle(tokens + len(completion.token_ids))
+        return completion
+
+    def reserve(self, tokens: int, context: Int32Array | None = None, kind: Hashable = None) -> bool:
         """Try to reserve memory for a call; returns whether the call may begin. The memory is held until `release`, or
         until it is idle and evicted.
 
         Args:
             tokens: length of the context.
             context: tokens of the context that others may share, `[T]`; None: none are shared.
+            kind: kind of the conversation.
         """
-        return self._budget.reserve(self, tokens, context)
+        return self._budget.reserve(self, kind, tokens, context)
 
-    async def wait(self, priority: int) -> None:
-        """Wait until a refused `reserve` may be tried again; lower priorities go first."""
-        await self._budget.wait(self, priority)
+    def queue(self, priority: int) -> None:
+        """Queue for the memory that `reserve` refused; lower priorities go first."""
+        self._budget.queue(self, priority)
+
+    async def wait(self) -> None:
+        """Wait until the queued reservation is held, or is released."""
+        if self.admitted is None:
+            return
+        try:
+            await self.admitted
+        except asyncio.CancelledError:
+            self.release()
+            raise
 
     def idle(self, tokens: int) -> None:
         """Mark the conversation as idle, with `tokens` tokens, after its turn has ended."""
