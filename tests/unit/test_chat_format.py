@@ -336,6 +336,11 @@ def test_a_template_that_cannot_serve_is_refused(tmp_path: Path, template: str, 
         TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
 
 
+def test_a_tokenizer_without_special_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not close"):
+        TemplateChatFormat.load(write_model(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}", ()))
+
+
 def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
     """Unlike rows that pad the embedding, or special tokens no text becomes (those of images in Gemma 3)."""
     write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)

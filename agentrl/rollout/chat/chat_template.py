@@ -169,7 +169,7 @@ class ControlTokens:
         self.strips = any(token.strips_left or token.strips_right for token in longest_first)
         self._literals = [token.literal for token in longest_first]
         self._index = {literal: index for index, literal in enumerate(self._literals)}
-        self._frame = re.compile("|".join(_pattern(token) for token in longest_first))
+        self._frame = re.compile("|".join(_pattern(token) for token in longest_first) or "(?!)")  # none: no match
         self._any = re.compile("|".join(map(re.escape, (*self._literals, _ESCAPE))))
         special = [token.literal for token in longest_first if token.special]
         self._special = re.compile("|".join(map(re.escape, (*special, _ESCAPE))))
