@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-import hashlib
 import json
 import re
 import secrets
@@ -38,17 +37,23 @@ from agentrl.gateway import bodies
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, GatewaySeat, RequestRefusedError, bounded_repr
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol, openai_refusal
+from agentrl.gateway.http import (
+    HOST,
+    connection_of,
+    connection_type,
+    digest_of,
+    json_response,
+    refuse_browsers,
+    shown_key,
+    to_json,
+)
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
 """Seconds between the keep-alive bytes to a waiting client."""
-MOST_HEADER_BYTES = 8192
-"""Maximum length of a header line: OpenTelemetry's `baggage` has this length."""
-MOST_HEADERS = 64
 MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
 MOST_CLIENTS = 8
@@ -378,84 +383,6 @@ class Gateway:
         return response
 
 
-def refuse_browsers(request: web.Request, host: str) -> None:
-    """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw.
-
-    Raises:
-        RequestRefusedError: a page of another origin sent the request, or the server listens on loopback, and the
-            request names another host.
-    """
-    port = connection_of(request).get_extra_info("sockname")[1]  # a sandbox has its own port
-    hosts = (f"{host}:{port}", f"localhost:{port}")
-    if (host == HOST and request.host not in hosts) or "Origin" in request.headers:
-        raise RequestRefusedError(
-            "the gateway answers only programs on this machine that use its own address", "forbidden"
-        )
-
-
-def shown_key(request: web.Request) -> str:
-    """Return the key in a request's headers; empty without one."""
-    authorization = request.headers.get("Authorization", "")
-    bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-    return request.headers.get("x-api-key") or bearer
-
-
-def connection_type() -> Callable[..., asyncio.BaseProtocol]:
-    """Return the class of a connection's HTTP protocol."""
-    from aiohttp import web
-
-    class Connection(web.RequestHandler):
-        """Bounds headers, because they are read before the key is known, and refuses in a form that clients read."""
-
-        __slots__ = ()
-
-        def __init__(self, manager: Any, **options: Any) -> None:
-            super().__init__(
-                manager,
-                access_log=None,  # type: ignore[arg-type]
-                logger=connections.http_logger(),
-                auto_decompress=False,
-                keepalive_timeout=75.0,
-                max_headers=MOST_HEADERS,
-                max_field_size=MOST_HEADER_BYTES,
-                max_line_size=MOST_HEADER_BYTES,
-                **options,
-            )
-
-        def handle_error(
-            self,
-            request: web.BaseRequest,
-            status: int = 500,
-            exc: BaseException | None = None,
-            message: str | None = None,
-        ) -> web.StreamResponse:
-            """Answer a request that is not HTTP, or has too long headers."""
-            super().handle_error(request, status, exc, message)
-            text = "the gateway failed"
-            if status < 500:
-                text = (
-                    f"the request cannot be read: {message}. A request may have {MOST_HEADERS} headers, and a header "
-                    f"line {MOST_HEADER_BYTES} bytes"
-                )
-            # The path is unknown: this is an error body of OpenAI's and of Anthropic's protocols.
-            response = json_response(status, {"type": "error", **openai_refusal(RequestRefusedError(text))})
-            response.force_close()
-            return response
-
-    return Connection
-
-
-def connection_of(request: web.Request) -> asyncio.BaseTransport:
-    """Return the connection of a request.
-
-    Raises:
-        ConnectionResetError: the client has disconnected.
-    """
-    if request.transport is None:
-        raise ConnectionResetError
-    return request.transport
-
-
 def _abort_all(clients: Iterable[asyncio.BaseTransport]) -> None:
     for client in list(clients):
         abort(client)
@@ -551,13 +478,13 @@ async def _hand_over(
         if response is None:
             raise refusal from None
         body = protocol.refusal(refusal)
-        await response.write(_event("error", body) if chat.stream else _to_json(body))
+        await response.write(_event("error", body) if chat.stream else to_json(body))
     else:
         response = response or await _start_stream(request, chat)
         if chat.stream:
             await response.write(b"".join(_event(name, data) for name, data in protocol.events(chat, replies)))
         else:
-            await response.write(_to_json(protocol.whole(chat, replies)))
+            await response.write(to_json(protocol.whole(chat, replies)))
     await response.write_eof()
     return response
 
@@ -592,37 +519,13 @@ def _models(names: Sequence[str]) -> dict[str, Any]:
 
 def _event(name: str | None, data: Any) -> bytes:
     """Encode one server-sent event."""
-    data_bytes = data.encode() if isinstance(data, str) else _to_json(data)
+    data_bytes = data.encode() if isinstance(data, str) else to_json(data)
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + data_bytes + b"\n\n"
-
-
-def _to_json(value: Any) -> bytes:
-    """Encode JSON in ASCII: lone surrogates of a model's arguments stay escaped."""
-    return json.dumps(value, default=dict).encode()
-
-
-def json_response(status: int, value: Any) -> web.Response:
-    from aiohttp import web
-
-    return web.Response(
-        status=status, body=_to_json(value), content_type="application/json", headers={"Cache-Control": "no-store"}
-    )
 
 
 def new_key() -> str:
     """Make a key of 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
-
-
-def digest_of(*parts: str | bytes) -> bytes:
-    """Return the digest of a key, or of a request's path and body; keys are looked up by digest against timing
-    attacks.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogateescape"))
-        digest.update(b"\0")
-    return digest.digest()
 
 
 _PROTOCOLS: Mapping[str, ChatProtocol] = {

@@ -24,7 +24,7 @@ from agentrl.core import connections
 from agentrl.core.errors import InputError, StorageError
 from agentrl.gateway import bodies, tinker_messages
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.server import connection_of, connection_type, digest_of, json_response, refuse_browsers, shown_key
+from agentrl.gateway.http import connection_of, connection_type, digest_of, json_response, refuse_browsers, shown_key
 
 if TYPE_CHECKING:
     import msgspec
