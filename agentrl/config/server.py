@@ -38,6 +38,10 @@ ENVIRONMENT = "tinker"
 """Name of the environment of recorded samples."""
 
 
+_TRAINER_SETTINGS = frozenset({"micro_batch_tokens", "recompute", "sharding"})
+"""Settings of `[trainer]` that a server reads."""
+
+
 class ServedModelConfig(Section):
     """A base model that clients train and sample from."""
 
@@ -79,10 +83,13 @@ class ServerConfig(Section):
         """Refuse settings that do not fit each other."""
         if not is_safe_name(self.name):
             raise ValueError(f"name: {self.name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-        if self.trainer.ranks > 1:
-            raise ValueError(
-                f"trainer.ranks = {self.trainer.ranks}: a server trains its clients' adapters in one process; remove it"
-            )
+        for setting in TrainerConfig.model_fields.keys() - _TRAINER_SETTINGS:
+            if getattr(self.trainer, setting) != getattr(TrainerConfig(), setting):
+                raise ValueError(
+                    f"trainer.{setting} changes nothing in a server, which trains adapters in one process with the "
+                    f"losses and optimizer settings of its clients' requests; remove it (read: "
+                    f"{', '.join(sorted(_TRAINER_SETTINGS))})"
+                )
         names = [name for model in self.models for name in self.policies_of(model)]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"models: two base models would both be recorded as {repeated[0]!r}; rename one")

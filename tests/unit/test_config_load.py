@@ -12,6 +12,7 @@ import pytest
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.config.load import _FOREIGN_NAMES, all_keys, check_settings_unchanged, dump_toml, load, recorded_config
 from agentrl.config.run import RunConfig
+from agentrl.config.server import load_server
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
@@ -374,3 +375,22 @@ def test_dpo_needs_an_advantage_that_orders_a_group_by_reward(tmp_path: Path) ->
 
 def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
     load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean", "trainer.loss.normalizer=8"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "ranks=2",
+        "compile=true",
+        "experts=dispatched",
+        "loss.name=ppo",
+        "entropy_bonus=0.1",
+        "optimizer.max_grad_norm=2",
+    ],
+)
+def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting: str) -> None:
+    path = write(tmp_path, '[models.calc]\npath = "agentrl.environments:calculator/model"\n')
+    name = re.split("[.=]", setting)[0]
+    with pytest.raises(ConfigError, match=rf"trainer\.{name} changes nothing in a server.*; remove it"):
+        load_server(path, [f"trainer.{setting}"])
+    assert load_server(path, ["trainer.recompute=true", "trainer.ranks=1"]).trainer.recompute
