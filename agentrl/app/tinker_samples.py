@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,6 +195,20 @@ def prompt_tokens(request: Sample) -> Int32Array:
         return np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
     except OverflowError:
         raise InputError("prompt: a token lies outside the vocabulary") from None
+
+
+def recorded_samples(store: SqliteJournal, requests: Set[str]) -> dict[str, list[str]]:
+    """Return the recorded episodes of requests for samples, in order, by request.
+
+    A process that was killed between the commit of a request's episodes and that of its result leaves them.
+    """
+    recorded: dict[str, list[str]] = {}
+    if not requests:
+        return recorded
+    for task, episode in store.rows("SELECT task, episode FROM episodes ORDER BY length(episode), episode"):
+        if task in requests:
+            recorded.setdefault(task, []).append(episode)
+    return recorded
 
 
 class ClientSampler:

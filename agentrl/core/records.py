@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agentrl.core.tokens import Completion, TrajectoryRow
 
     Int32Array = NDArray[np.int32]
+    Int64Array = NDArray[np.int64]
     Float32Array = NDArray[np.float32]
     ExpertArray = NDArray[np.uint8 | np.uint16]
     RoutingArray = NDArray[np.int16]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         FinishReason,
         Float32Array,
         Int32Array,
+        Int64Array,
         RoutingArray,
     )
 
@@ -536,3 +537,13 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
     """Number of the agent within its seat."""
     is_cut: bool = False
     """Whether a limit ended the agent's conversation at the end of this row."""
+
+
+class ClientRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
+    """A row that a client of a server trains on: after each input token, one target."""
+
+    token_ids: Int32Array
+    targets: Int64Array
+    """Token whose log-probability is computed after each input token; need not be the next input token."""
+    columns: Mapping[str, Float32Array] = {}
+    """Further inputs of the loss by name, one number per target."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from agentrl.core.tokens import ClientRow
 from agentrl.gateway.bodies import parse_json_body
 from agentrl.gateway.calls import RequestRefusedError
 
@@ -103,20 +104,12 @@ def _text(value: Any, name: str) -> str:
 
 
 @dataclass(slots=True)
-class Datum:
-    """A row of training data as a client sent it."""
-
-    token_ids: NDArray[np.int32]
-    inputs: dict[str, NDArray[Any]]
-
-
-@dataclass(slots=True)
 class ForwardBackwardRequest:
     """A pass over rows, forward or forward and backward."""
 
     model_id: str = ""
     seq_id: int = 0
-    data: list[Datum] = field(default_factory=list)
+    rows: list[ClientRow] = field(default_factory=list)
     loss_fn: str = ""
     settings: dict[str, float] = field(default_factory=dict)
     forward_only: bool = False
@@ -138,7 +131,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
             case 2:
                 request.seq_id = _number(value, "seq_id")
             case 3:
-                request.data.append(_read_datum(_bytes(value, "data"), f"datum {len(request.data)}", count))
+                request.rows.append(_read_row(_bytes(value, "data"), f"datum {len(request.rows)}", count))
             case 4:
                 request.loss_fn = _text(value, "loss_fn")
             case 5:
@@ -153,7 +146,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     return request
 
 
-def _read_datum(data: memoryview, where: str, count: Iterator[int]) -> Datum:
+def _read_row(data: memoryview, where: str, count: Iterator[int]) -> ClientRow:
     import numpy as np
 
     parts: list[NDArray[np.int32]] = []
@@ -164,7 +157,14 @@ def _read_datum(data: memoryview, where: str, count: Iterator[int]) -> Datum:
         elif number == 2:
             name, tensor = _entry(value, f"{where}, loss_fn_inputs", count)
             inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}", count)
-    return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
+    targets = inputs.pop("target_tokens", None)
+    if targets is None or targets.dtype.kind != "i":
+        raise RequestRefusedError(f"{where}: target_tokens are missing, or no integers")
+    return ClientRow(
+        token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
+        targets=targets.astype(np.int64),
+        columns={name: column.astype(np.float32) for name, column in inputs.items()},
+    )
 
 
 def _read_chunk(data: memoryview, where: str, count: Iterator[int]) -> NDArray[np.int32]:

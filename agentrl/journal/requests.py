@@ -162,6 +162,12 @@ class RequestLog:
         rows = all_rows(self._reader, self._path, "SELECT owner FROM requests WHERE id = ?", request_id)
         return str(rows[0][0]) if rows else None
 
+    def last_received(self, subject: str) -> float:
+        """Return the wall-clock time of the last request on a subject."""
+        statement = "SELECT max(received_at) FROM requests WHERE subject = ?"
+        ((at,),) = all_rows(self._reader, self._path, statement, subject)
+        return float(at)
+
     def finished_through(self, subject: str) -> int:
         """Return the largest sequence number of a finished request on a subject; -1 without one."""
         statement = (

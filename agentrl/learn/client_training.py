@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import OptimizerConfig
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.tokens import TrainingSample
+from agentrl.core.tokens import ClientRow, TrainingSample
 from agentrl.learn.learner import Learner
 from agentrl.learn.models import AdaptedBase, PolicyModel
 from agentrl.learn.packing import MicroBatch, pack
@@ -35,19 +35,7 @@ from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpo
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from agentrl.core.records import Float32Array, Int32Array
-    from agentrl.learn.packing import Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRow:
-    """A row that a client trains on: after each input token, one target."""
-
-    token_ids: Int32Array
-    targets: Int64Array
-    """Token whose log-probability is computed after each input token; need not be the next input token."""
-    columns: Mapping[str, Float32Array] = field(default_factory=dict)
-    """Further inputs of the loss by name, one number per target."""
+    from agentrl.core.records import Float32Array
 
 
 class LossColumns:
@@ -76,6 +64,10 @@ class LossColumns:
     def beta(self) -> float:
         """Weight of the quadratic penalty of `dro`."""
         return self._settings.get("beta", 0.05)
+
+
+# The protocol's formulas. Those of `losses.py` differ: their ratio is limited, while here an overflow is an error; the
+# PPO there has a dual clip; and importance sampling there does not differentiate the ratio, the loss itself here.
 
 
 def _cross_entropy(of: LossColumns) -> Tensor:

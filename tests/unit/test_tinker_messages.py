@@ -31,14 +31,14 @@ def test_a_pass_is_read_as_the_sdk_writes_it() -> None:
     request = messages.read_forward_backward(OF_THE_SDK)
     assert (request.model_id, request.seq_id, request.loss_fn) == ("s:train:0", 300, "ppo")
     assert (request.settings, request.forward_only) == ({"clip_low_threshold": 0.7}, True)
-    first, second = request.data
+    first, second = request.rows
     assert first.token_ids.tolist() == [5, 6, 7]
-    assert {name: column.tolist() for name, column in first.inputs.items()} == {
-        "target_tokens": [6, 7, 300],
+    assert first.targets.tolist() == [6, 7, 300]
+    assert {name: column.tolist() for name, column in first.columns.items()} == {
         "logprobs": [-1.5, 0.0, -0.25],
         "advantages": [1.0, 0.0, -2.0],
     }
-    assert (second.token_ids.tolist(), second.inputs["target_tokens"].tolist()) == ([9], [1])
+    assert (second.token_ids.tolist(), second.targets.tolist()) == ([9], [1])
 
 
 def sampled(token_ids: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
@@ -122,6 +122,5 @@ def test_what_is_not_served_is_refused_by_name_unless_it_is_empty() -> None:
 
 
 def test_a_body_of_small_fields_is_refused_before_it_takes_memory() -> None:
-    """8 MiB of empty datums would be four million objects, made in the event loop."""
     with pytest.raises(RequestRefusedError, match="more than 131072 fields"):
-        messages.read_forward_backward(bytes.fromhex("1a00") * (messages.MAX_FIELDS + 1))
+        messages.read_forward_backward(bytes.fromhex("1000") * (messages.MAX_FIELDS + 1))

@@ -1,0 +1,72 @@
+"""How a Tinker server describes what a client has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from agentrl.app.tinker_tables import SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
+
+
+def model_info(model: ClientModel) -> dict[str, Any]:
+    """Describe a model for its training client."""
+    data = {"arch": "agentrl", "model_name": model.base.name, "tokenizer_id": model.base.tokenizer}
+    return {
+        "type": "get_info",
+        "model_id": model.id,
+        "model_data": data,
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "model_name": model.base.name,
+    }
+
+
+def weights_info(tables: ClientTables, owner: str, path: str) -> dict[str, Any]:
+    """Describe saved weights by their path."""
+    kind = SAMPLER_WEIGHTS if f"/{SAMPLER_WEIGHTS}/" in path else WEIGHTS
+    model = tables.saved_model(tables.saved_of(owner, path, kind).path)
+    return {"base_model": model.base.name, "is_lora": True, "lora_rank": model.lora.rank}
+
+
+def describe_model(tables: ClientTables, model: ClientModel, last_request_at: float) -> dict[str, Any]:
+    """Describe a model as the protocol's training run."""
+    checkpoints = checkpoint_list(tables, model)
+    newest = {one["checkpoint_type"]: one for one in checkpoints}
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base.name,
+        "model_owner": model.owner,
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "corrupted": bool(model.failure),
+        "last_request_time": _time(last_request_at),
+        "last_checkpoint": newest.get("training"),
+        "last_sampler_checkpoint": newest.get("sampler"),
+        "user_metadata": model.metadata,
+    }
+
+
+def checkpoint_list(tables: ClientTables, model: ClientModel) -> list[dict[str, Any]]:
+    """Describe the saved weights of a model."""
+    tables.remove_expired(model)
+    return [
+        {
+            "checkpoint_id": saved.checkpoint_id,
+            "checkpoint_type": "training" if saved.weights is None else "sampler",
+            "time": _time(saved.at),
+            "tinker_path": saved.path,
+            "user_metadata": saved.metadata,
+            "expires_at": None if saved.expires is None else _time(saved.expires),
+        }
+        for saved in model.saved.values()
+    ]
+
+
+def page(name: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a list of everything in the protocol's form of a page."""
+    return {name: items, "cursor": {"offset": 0, "limit": len(items), "total_count": len(items)}}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,418 @@
+"""What the clients of a Tinker server have: sessions, models, saved weights and samplers, by the owner of each.
+
+Everything here follows from the journal: `ClientTables.fold` applies what a finished request did, when it finishes and
+again at each start. What another owner has does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.config.policies import LoraConfig
+from agentrl.core.clock import Clock
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.gateway import tinker_messages as messages
+from agentrl.gateway.calls import RequestRefusedError
+from agentrl.journal.requests import ClientRequest
+from agentrl.observe.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import ChatFormat
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.learn.client_training import AdapterTrainer
+
+WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
+"""Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, or to sample from."""
+CREATES = ("create_model", "load_weights")
+"""Routes whose request with sequence number 0 creates a model."""
+IMMEDIATE = ("create_session", "create_sampling_session", "delete_checkpoint")
+"""Routes whose requests are recorded with their results."""
+RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler")
+"""Routes that change the tables."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BaseModel:
+    """A served base model."""
+
+    name: str
+    policy: str
+    """Policy of the adapters on it in the journal; its versions have a lineage per client's model."""
+    own_policy: str
+    """Policy of the base model itself."""
+    trainer: AdapterTrainer
+    chat_format: ChatFormat
+    tokenizer: str
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedWeights:
+    """Weights that a client saved under a name."""
+
+    path: str
+    """`tinker://MODEL/weights/NAME`, or `…/sampler_weights/NAME`."""
+    sequence: int
+    """Sequence number of the request, by which its directory is named."""
+    at: float
+    """Wall-clock time of the request."""
+    expires: float | None
+    weights: WeightsRef | None
+    """Published version, if they are to sample from."""
+    metadata: dict[str, str] | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path without the model."""
+        return self.path.removeprefix("tinker://").partition("/")[2]
+
+
+class UnpublishedSteps(msgspec.Struct):
+    """What a model trained on since its newest published version: the journal's record of the step between two."""
+
+    rows: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the newest gradient."""
+    seconds: float = 0.0
+    digest: bytes = b""
+    """Digest of the bodies of the passes, in order."""
+
+    def add(self, body: bytes, rows: int, tokens: int, loss: float, seconds: float) -> None:
+        """Add a pass."""
+        self.rows += rows
+        self.tokens += tokens
+        self.loss += loss
+        self.seconds += seconds
+        self.digest = blake2b(self.digest + body, digest_size=16).digest()
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientModel:
+    """A client's model."""
+
+    id: str
+    owner: str
+    base: BaseModel
+    number: int
+    """Number of the model in the server, from 1: the lineage of its versions."""
+    lora: LoraConfig
+    seed: int | None
+    metadata: dict[str, Any] | None
+    next_sequence: int = 0
+    """Sequence number of the next request to be executed; 0 creates the model."""
+    waiting: dict[int, str] = field(default_factory=dict)
+    """Ids of accepted requests that are not executed, by sequence number."""
+    trained_tokens: float = 0.0
+    """Tokens by which its turns are counted."""
+    used_at: float = 0.0
+    steps_since_checkpoint: int = 0
+    has_loaded: bool = False
+    """Whether weights were loaded since the newest checkpoint. Their files may be gone before they are needed again."""
+    has_gradient: bool = False
+    unpublished: UnpublishedSteps = field(default_factory=lambda: UnpublishedSteps())
+    saved: dict[str, SavedWeights] = field(default_factory=dict)
+    """Saved weights, by `checkpoint_id`."""
+    newest: WeightsRef | None = None
+    """Newest version that was published to sample from."""
+    newest_step: int = -1
+    """Number of changes of the weights at which it was published."""
+    failure: str = ""
+    """Why the model could not be created."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next request is there."""
+        return self.next_sequence in self.waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A client's sampling session."""
+
+    id: str
+    owner: str
+    base: BaseModel
+    model: ClientModel | None
+    weights: WeightsRef | None
+    path: str | None
+    follows: bool
+    """Whether each request samples from the model's newest published weights."""
+
+
+class ClientTables:
+    """The tables of one server.
+
+    Args:
+        bases: base models, by the name that clients use.
+        store: the journal.
+        directory: the run directory.
+        clock: times what expires.
+        versions: number of unnamed versions of a model that are kept; 0: all.
+        is_used: whether samples are drawn from a version now.
+    """
+
+    def __init__(
+        self,
+        bases: Mapping[str, BaseModel],
+        store: SqliteJournal,
+        directory: RunDirectory,
+        clock: Clock,
+        versions: int,
+        is_used: Callable[[PolicyVersion], bool],
+    ) -> None:
+        self.bases = bases
+        self._store = store
+        self._directory = directory
+        self._clock = clock
+        self._versions = versions
+        self._is_used = is_used
+        self.sessions: dict[str, str] = {}
+        """Owner of each session."""
+        self.models: dict[str, ClientModel] = {}
+        self.samplers: dict[str, Sampler] = {}
+
+    # --- what requests did --------------------------------------------------------------------------------------------
+
+    def fold(self, request: ClientRequest, result: Mapping[str, Any]) -> None:
+        """Apply what a finished request did to the server's tables."""
+        match request.route:
+            case "create_session":
+                self.sessions[result["session_id"]] = request.owner
+            case "create_sampling_session":
+                content = messages.read_json(json.loads(request.body), messages.CreateSampler)
+                self._add_sampler(request.owner, result["sampling_session_id"], content)
+            case "save_weights":
+                self.add_saved(request, messages.read_request(request.route, request.body), result, None)
+            case "save_weights_for_sampler":
+                content = messages.read_request(request.route, request.body)
+                self.add_published(request, content, result, self._published(result["agentrl_version"]))
+            case "delete_checkpoint":
+                self._forget_saved(self.models[request.subject], json.loads(request.body)["checkpoint"])
+
+    def _published(self, version: Sequence[Any]) -> WeightsRef:
+        weights = self._store.published(PolicyVersion(*version))
+        if weights is None:
+            raise JournalError(f"the journal names version {version}, which was never published; it was altered")
+        return weights
+
+    def admit_model(self, request: ClientRequest) -> None:
+        """Enter a model whose first request was accepted; its number is its place among all of them."""
+        if request.sequence != 0:
+            return
+        content = messages.read_request(request.route, request.body)
+        if isinstance(content, messages.LoadWeights):
+            source = self.saved_model(content.path)  # the weights themselves may be gone
+            base, lora, seed = source.base, source.lora, source.seed
+        else:
+            assert content.lora_config is not None
+            base, shape = self.base_of(content.base_model), content.lora_config
+            layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
+            lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
+        self.models[request.subject] = ClientModel(
+            id=request.subject,
+            owner=request.owner,
+            base=base,
+            number=len(self.models) + 1,
+            lora=lora,
+            seed=seed,
+            metadata=content.user_metadata,
+        )
+
+    def add_saved(
+        self, request: ClientRequest, content: Any, result: Mapping[str, Any], weights: WeightsRef | None
+    ) -> None:
+        """Enter weights that were saved under a name."""
+        model, at = self.models[request.subject], request.received_at
+        saved = SavedWeights(
+            path=result["path"],
+            sequence=request.sequence,
+            at=at,
+            expires=None if content.ttl_seconds is None else at + content.ttl_seconds,
+            weights=weights,
+            metadata=content.user_metadata,
+        )
+        self._forget_saved(model, saved.checkpoint_id)
+        model.saved[saved.checkpoint_id] = saved
+
+    def add_published(
+        self, request: ClientRequest, content: messages.SaveForSampler, result: Mapping[str, Any], weights: WeightsRef
+    ) -> None:
+        """Enter a published version, under its name or as a sampling session."""
+        model = self.models[request.subject]
+        model.newest, model.newest_step = weights, result["agentrl_step"]
+        if content.path is not None:
+            self.add_saved(request, content, result, weights)
+        else:
+            sampler_id = result["sampling_session_id"]
+            follows = content.kind == "inflight"
+            self.samplers[sampler_id] = Sampler(
+                id=sampler_id,
+                owner=model.owner,
+                base=model.base,
+                model=model,
+                weights=weights,
+                path=None,
+                follows=follows,
+            )
+
+    def _add_sampler(self, owner: str, sampler_id: str, content: messages.CreateSampler) -> None:
+        if content.model_path is None:
+            base, model, weights = self.base_of(content.base_model or ""), None, None
+        else:
+            saved = self.saved_of(owner, content.model_path, SAMPLER_WEIGHTS, expired=True)
+            model = self.saved_model(saved.path)
+            base, weights = model.base, saved.weights
+        self.samplers[sampler_id] = Sampler(
+            id=sampler_id, owner=owner, base=base, model=model, weights=weights, path=content.model_path, follows=False
+        )
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    def remove_unrecorded_versions(self) -> None:
+        """Remove versions whose request has no result: it is executed again, and publishes them again."""
+        for base in self.bases.values():
+            for directory in (self._directory.versions / base.policy).glob("*.*"):
+                lineage, _, step = directory.name.partition(".")
+                if not (lineage.isdecimal() and step.isdecimal()):
+                    continue
+                if self._store.published(PolicyVersion(base.policy, int(lineage), int(step))) is None:
+                    shutil.rmtree(directory)
+
+    def remove_old_versions(self, model: ClientModel) -> None:
+        """Remove versions that no name keeps, except the newest."""
+        keep = self._versions
+        named = {saved.weights.version for saved in model.saved.values() if saved.weights is not None}
+        folder = self._directory.versions / model.base.policy
+        steps = sorted(int(place.name.partition(".")[2]) for place in folder.glob(f"{model.number}.*"))
+        for step in steps[: -keep or None] if keep else ():
+            version = PolicyVersion(model.base.policy, model.number, step)
+            if version not in named and not self._is_used(version):
+                shutil.rmtree(folder / f"{model.number}.{step}", ignore_errors=True)
+
+    def remove_expired(self, model: ClientModel) -> None:
+        """Remove saved weights whose time is over."""
+        now = self._clock.wall()
+        for name in [name for name, saved in model.saved.items() if saved.expires is not None and saved.expires < now]:
+            self._forget_saved(model, name)
+            self.remove_old_versions(model)
+
+    def _forget_saved(self, model: ClientModel, name: str) -> None:
+        """Forget saved weights, if there are any, with the files that are no version."""
+        saved = model.saved.pop(name, None)
+        if saved is not None and saved.weights is None:
+            shutil.rmtree(self.saved_directory(model, saved.sequence), ignore_errors=True)
+
+    # --- looking up ---------------------------------------------------------------------------------------------------
+
+    def base_of(self, name: str) -> BaseModel:
+        """Return a base model.
+
+        Raises:
+            InputError: it is not served.
+        """
+        base = self.bases.get(name)
+        if base is None:
+            raise InputError(f"the base model {name[:100]!r} is not served here; there are: {', '.join(self.bases)}")
+        return base
+
+    def session_of(self, owner: str, session_id: str) -> str:
+        """Return the id of an owner's session.
+
+        Raises:
+            RequestRefusedError: there is none.
+        """
+        if self.sessions.get(session_id) != owner:
+            raise RequestRefusedError(f"there is no session {session_id[:100]!r}", "model")
+        return session_id
+
+    def model_of(self, owner: str, model_id: str) -> ClientModel:
+        """Return a model of an owner.
+
+        Raises:
+            RequestRefusedError: there is none.
+        """
+        model = self.models.get(model_id)
+        if model is None or model.owner != owner:
+            raise RequestRefusedError(f"there is no model {model_id[:100]!r}", "model")
+        return model
+
+    def models_of(self, owner: str) -> list[ClientModel]:
+        """Return the models of an owner."""
+        return [model for model in self.models.values() if model.owner == owner]
+
+    def sampler_of(self, owner: str, sampler_id: str) -> Sampler:
+        """Return a sampler of an owner.
+
+        Raises:
+            RequestRefusedError: there is none.
+        """
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise RequestRefusedError(f"there is no sampler {sampler_id[:100]!r}", "model")
+        return sampler
+
+    def saved_model(self, path: str) -> ClientModel:
+        """Return the model whose weights were saved, by their path."""
+        return self.models[path.removeprefix("tinker://").partition("/")[0]]
+
+    def saved_of(self, owner: str, path: str, kind: str, *, expired: bool = False) -> SavedWeights:
+        """Return saved weights of an owner by their path; those that expired only on request.
+
+        Raises:
+            InputError: there are none.
+        """
+        model_id, _, checkpoint = path.removeprefix("tinker://").partition("/")
+        model = self.models.get(model_id)
+        if not path.startswith("tinker://") or model is None or model.owner != owner:
+            raise InputError(f"there are no weights {path[:200]!r}")
+        if not checkpoint.startswith(f"{kind}/"):
+            raise InputError(f"{path[:200]}: weights for this request are tinker://MODEL/{kind}/NAME")
+        if not expired:
+            self.remove_expired(model)
+        saved = model.saved.get(checkpoint)
+        if saved is None:
+            raise InputError(f"there are no weights {path[:200]!r}; they may have expired")
+        return saved
+
+    def check_unused(self, model: ClientModel, request: messages.SaveWeights | messages.SaveForSampler) -> None:
+        """Refuse to replace saved weights or a sampler that the client did not ask to replace.
+
+        Called again when the request is executed: others may have come before it.
+        """
+        if isinstance(request, messages.SaveForSampler):
+            if request.sampling_session_seq_id is not None and sampler_id_of(model, request) in self.samplers:
+                raise InputError(f"sampling_session_seq_id {request.sampling_session_seq_id} was used by a sampler")
+        elif f"{WEIGHTS}/{request.path}" in model.saved and not request.overwrite:
+            raise InputError(f"there are weights {request.path!r} already; choose another name, or overwrite")
+
+    def saved_directory(self, model: ClientModel, sequence: int) -> Path:
+        """Return the directory of weights with optimizer state, by the request that saved them."""
+        return self._directory.checkpoints / "saved" / str(model.number) / str(sequence)
+
+
+def sampler_id_of(model: ClientModel, request: messages.SaveForSampler) -> str:
+    """Return the id of the sampler that a request makes."""
+    number = sequence_number(request.sampling_session_seq_id, least=0)
+    return f"{model.id.rpartition(':train:')[0]}:sample:{number}"
+
+
+def sequence_number(number: int | None, *, least: int) -> int:
+    """Return a client's sequence number.
+
+    Raises:
+        InputError: it is missing or out of range.
+    """
+    if number is None or not least <= number < 1 << 53:
+        raise InputError(f"the sequence number {number} is missing or out of range; it is at least {least}")
+    return number

@@ -1,0 +1,360 @@
+"""What requests of clients do to their models: passes, steps, saved weights; and models that leave and return.
+
+One thread trains. A model that is not in memory, after a start or because others took its place, is read from its
+newest checkpoint, and the finished requests since then are executed again, from their recorded bodies; each repeated
+step must have the gradient norm that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
+
+from agentrl.app.tinker_tables import (
+    SAMPLER_WEIGHTS,
+    WEIGHTS,
+    ClientModel,
+    ClientTables,
+    UnpublishedSteps,
+    sampler_id_of,
+)
+from agentrl.core.clock import Clock
+from agentrl.core.errors import InputError, TrainerError
+from agentrl.core.files import rename_durably, staging_directory
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.gateway import tinker_messages as messages
+from agentrl.journal.port import StepRow
+from agentrl.journal.requests import ClientRequest, RequestLog
+from agentrl.journal.store import SqliteJournal
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.versions import record_published_version
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GRADIENT_TOLERANCE = 1e-3
+"""Largest relative difference between the gradient norms of a step and of its repetition after a start."""
+
+
+class Outcome(NamedTuple):
+    """What a request did: the encoded result, and the version that it published."""
+
+    kind: str
+    body: bytes
+    weights: WeightsRef | None = None
+
+    @staticmethod
+    def of(content: Mapping[str, Any], weights: WeightsRef | None = None) -> Outcome:
+        """Make an outcome of JSON data."""
+        return Outcome("json", json.dumps(content).encode(), weights)
+
+    @property
+    def content(self) -> Any:
+        """The JSON data."""
+        return json.loads(self.body)
+
+
+class ModelTraining:
+    """Executes the requests of models, one at a time.
+
+    Args:
+        tables: what clients have.
+        log: the recorded requests.
+        store: the journal.
+        directory: the run directory.
+        clock: times passes.
+        max_models: number of models in memory at once.
+        checkpoint_every: steps between checkpoints of a model; 0: none.
+    """
+
+    def __init__(
+        self,
+        tables: ClientTables,
+        log: RequestLog,
+        store: SqliteJournal,
+        directory: RunDirectory,
+        clock: Clock,
+        *,
+        max_models: int,
+        checkpoint_every: int,
+    ) -> None:
+        self._tables = tables
+        self._log = log
+        self._store = store
+        self._directory = directory
+        self._clock = clock
+        self._max_models = max_models
+        self._checkpoint_every = checkpoint_every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer")
+
+    async def execute(self, model: ClientModel, request: ClientRequest) -> Outcome:
+        """Execute a request, and enter what it did in tables and control log."""
+        content = messages.read_request(request.route, request.body)
+        await self._make_resident(model)
+        try:
+            outcome = await self._call(self._apply, model, request, content)
+        except InputError:
+            raise
+        except Exception:
+            if request.route in ("optim_step", "load_weights"):
+                # It may have changed the weights in part; without it, they are rebuilt from the journal.
+                await self._call(self._forget, model)
+            raise
+        await self._record(model, request, content, outcome)
+        return outcome
+
+    async def keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:
+        """Write a checkpoint after a finished request if one is due."""
+        await self._call(self._keep_checkpoint, model, request)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(function, *args, **kwargs)
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, model: ClientModel, request: ClientRequest, content: Any) -> Outcome:
+        """Execute a request of a model in memory, in the trainer's thread."""
+        trainer = model.base.trainer
+        match content:
+            case messages.CreateModel():
+                return Outcome.of({"type": "create_model", "model_id": model.id})
+            case messages.LoadWeights():
+                self._load(model, content)
+                return Outcome.of({"type": "load_weights", "path": content.path, "model_id": model.id})
+            case messages.ForwardBackwardRequest():
+                return self._forward_backward(model, request, content)
+            case messages.OptimStep():
+                return Outcome.of({"type": "optim_step", "metrics": {"grad_norm": self._optim_step(model, content)}})
+            case messages.SaveWeights():
+                self._tables.check_unused(model, content)
+                directory = self._tables.saved_directory(model, request.sequence)
+                with _writing(directory) as staging:
+                    trainer.save(model.id, staging / "state")
+                    shutil.rmtree(directory, ignore_errors=True)  # left by a process that was killed
+                    rename_durably(staging, directory)
+                path = f"tinker://{model.id}/{WEIGHTS}/{content.path}"
+                return Outcome.of({"type": "save_weights", "path": path})
+            case messages.SaveForSampler():
+                self._tables.check_unused(model, content)
+                weights = self._publish(model)
+                result: dict[str, Any] = {
+                    "type": "save_weights_for_sampler",
+                    "agentrl_version": list(weights.version),
+                    "agentrl_step": trainer.step(model.id),
+                }
+                if content.path is not None:
+                    result["path"] = f"tinker://{model.id}/{SAMPLER_WEIGHTS}/{content.path}"
+                else:
+                    result["sampling_session_id"] = sampler_id_of(model, content)
+                return Outcome.of(result, weights)
+        raise AssertionError(request.route)
+
+    def _forward_backward(
+        self, model: ClientModel, request: ClientRequest, content: messages.ForwardBackwardRequest
+    ) -> Outcome:
+        started = self._clock.monotonic()
+        result = model.base.trainer.forward(
+            model.id, content.rows, content.loss_fn, content.settings, backward=not content.forward_only
+        )
+        tokens = sum(len(row.token_ids) for row in content.rows)
+        model.trained_tokens += tokens
+        if not content.forward_only:
+            model.has_gradient = True
+            seconds = self._clock.monotonic() - started
+            model.unpublished.add(request.body, len(content.rows), tokens, result.loss, seconds)
+        body = messages.write_forward_backward(result.logprobs, {"loss:sum": result.loss})
+        return Outcome("protobuf", body)
+
+    def _optim_step(self, model: ClientModel, content: messages.OptimStep) -> float:
+        from agentrl.learn.client_training import AdamSettings
+
+        adam = content.adam_params
+        norm = model.base.trainer.optim_step(
+            model.id,
+            AdamSettings(
+                learning_rate=adam.learning_rate,
+                beta1=adam.beta1,
+                beta2=adam.beta2,
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+                max_grad_norm=max(0.0, adam.grad_clip_norm),
+            ),
+        )
+        model.has_gradient = False
+        model.steps_since_checkpoint += 1
+        model.unpublished.grad_norm = norm
+        return norm
+
+    def _load(self, model: ClientModel, content: messages.LoadWeights) -> None:
+        # They did not have to be in time for this thread, but when the request was accepted.
+        saved = self._tables.saved_of(model.owner, content.path, WEIGHTS, expired=True)
+        directory = self._tables.saved_directory(self._tables.saved_model(saved.path), saved.sequence)
+        model.base.trainer.load(model.id, directory / "state", optimizer=content.optimizer)
+        model.has_gradient = False
+        model.has_loaded = True
+
+    def _publish(self, model: ClientModel) -> WeightsRef:
+        """Publish a model's weights as its next version, unless they are those of its newest."""
+        if model.newest is None:
+            return model.base.trainer.write_version(model.id, PolicyVersion(model.base.policy, model.number, 0))
+        if model.newest_step == model.base.trainer.step(model.id):
+            return model.newest
+        version = model.newest.version._replace(step=model.newest.version.step + 1)
+        return model.base.trainer.write_version(model.id, version)
+
+    async def _record(self, model: ClientModel, request: ClientRequest, content: Any, outcome: Outcome) -> None:
+        """Enter what a request did in the tables and the control log, whose rows are on disk before its result."""
+        match content:
+            case messages.SaveWeights():
+                self._tables.add_saved(request, content, outcome.content, None)
+            case messages.SaveForSampler():
+                assert outcome.weights is not None
+                if outcome.weights != model.newest:
+                    await self._record_version(model, outcome.weights)
+                self._tables.add_published(request, content, outcome.content, outcome.weights)
+                self._tables.remove_old_versions(model)
+
+    async def _record_version(self, model: ClientModel, weights: WeightsRef) -> None:
+        """Record a version, and the step from the one before it, in which the client may have taken several."""
+        version, past = weights.version, model.unpublished
+        parent = None if model.newest is None else model.newest.version
+        step = None
+        if parent is not None:
+            report = StepReport(
+                step_id=version.step,
+                policy=version.policy,
+                started_from=parent,
+                loss=past.loss,
+                grad_norm=past.grad_norm,
+                samples=past.rows,
+                tokens=past.tokens,
+                seconds=past.seconds,
+                metrics={},
+                input_digest=past.digest.hex(),
+            )
+            batch = TrainBatch(step_id=version.step, policy=version.policy, units=(), normalizer=1.0)
+            step = StepRow(report=report, version=version, batch=batch)
+        await record_published_version(self._store, weights, parent, step)
+        model.unpublished = UnpublishedSteps()
+
+    # --- models in memory ---------------------------------------------------------------------------------------------
+
+    async def _make_resident(self, model: ClientModel) -> None:
+        """Read a model into memory if it is not there; others leave if there are too many."""
+        model.used_at = self._clock.monotonic()
+        if model.base.trainer.has(model.id):
+            return
+        resident = [other for other in self._tables.models.values() if other.base.trainer.has(other.id)]
+        excess = max(0, len(resident) + 1 - self._max_models)
+        for other in sorted(resident, key=lambda one: one.used_at)[:excess]:
+            await self._call(other.base.trainer.remove, other.id)
+        await self._call(self._restore, model)
+
+    def _forget(self, model: ClientModel) -> None:
+        """Remove a model from memory, if it is there; its next request rebuilds it."""
+        if model.base.trainer.has(model.id):
+            model.base.trainer.remove(model.id)
+
+    def _restore(self, model: ClientModel) -> None:
+        """Rebuild a model: its newest checkpoint, and the finished requests since then, executed again.
+
+        Raises:
+            TrainerError: a repeated step has another gradient than it had. The model is not in memory then.
+        """
+        try:
+            self._rebuild(model)
+        except BaseException:
+            self._forget(model)  # a model that is rebuilt in part must not serve the next request
+            raise
+
+    def _rebuild(self, model: ClientModel) -> None:
+        trainer = model.base.trainer
+        trainer.add(model.id, model.lora, model.seed)
+        model.has_gradient = False
+        model.unpublished = UnpublishedSteps()
+        written = [int(place.name) for place in self._checkpoints(model).glob("*") if place.name.isdecimal()]
+        sequence = max(written, default=-1)
+        if sequence >= 0:
+            checkpoint = self._checkpoints(model) / str(sequence)
+            trainer.restore(model.id, checkpoint / "state")
+            unpublished = (checkpoint / "unpublished.json").read_bytes()
+            model.unpublished = msgspec.json.decode(unpublished, type=UnpublishedSteps)
+        model.steps_since_checkpoint, model.has_loaded = 0, False
+        turns = model.trained_tokens
+        for request in self._repeated(model, sequence):
+            content = messages.read_request(request.route, request.body)
+            if isinstance(content, messages.SaveForSampler):
+                model.unpublished = UnpublishedSteps()
+                continue
+            outcome = self._apply(model, request, content)
+            if isinstance(content, messages.OptimStep):
+                self._check_repetition(model, request, outcome)
+        model.trained_tokens = turns
+
+    def _repeated(self, model: ClientModel, after: int) -> Iterator[ClientRequest]:
+        """Yield the finished requests after a sequence number that changed or published the weights or the gradient."""
+        for request in self._log.of_subject(model.id, after):
+            if request.sequence >= model.next_sequence:
+                return
+            result = self._log.result(request.id)
+            changes = request.route in ("forward_backward", "optim_step", "load_weights", "save_weights_for_sampler")
+            if changes and result is not None and result.kind != "error":
+                yield request
+
+    def _check_repetition(self, model: ClientModel, request: ClientRequest, outcome: Outcome) -> None:
+        result = self._log.result(request.id)
+        assert result is not None
+        before, now = json.loads(result.body)["metrics"]["grad_norm"], outcome.content["metrics"]["grad_norm"]
+        if not math.isclose(before, now, rel_tol=GRADIENT_TOLERANCE, abs_tol=1e-12):
+            raise TrainerError(
+                f"{model.id}: the step of request {request.sequence} had a gradient norm of {before:.6g}, and "
+                f"{now:.6g} when it was repeated from the journal; the model's base or the code has changed since"
+            )
+
+    def _keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:
+        """Write a checkpoint if one is due: right after a step, when there is no gradient to keep."""
+        every = self._checkpoint_every
+        is_due = model.has_loaded or (every and model.steps_since_checkpoint >= every)
+        if model.has_gradient or not is_due:
+            return
+        directory = self._checkpoints(model) / str(request.sequence)
+        with _writing(directory) as staging:
+            model.base.trainer.save(model.id, staging / "state")
+            (staging / "unpublished.json").write_bytes(msgspec.json.encode(model.unpublished))
+            rename_durably(staging, directory)
+        model.steps_since_checkpoint, model.has_loaded = 0, False
+        for older in self._checkpoints(model).iterdir():
+            if older.name.isdecimal() and int(older.name) < request.sequence:
+                shutil.rmtree(older)
+
+    def _checkpoints(self, model: ClientModel) -> Path:
+        return self._directory.checkpoints / "models" / str(model.number)
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[Path]:
+    """Yield a staging directory for saved weights.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    from agentrl.learn.storage import converting_write_errors
+
+    with converting_write_errors(directory), staging_directory(directory, depth=3) as staging:
+        yield staging
