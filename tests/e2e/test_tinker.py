@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from agentrl.core.errors import ConfigError, StorageError
 from agentrl.gateway import bodies
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.tinker import _tar
+from agentrl.journal.requests import _checksum
 from tests.support.tinker_client import (
     KEY,
     MODEL,
@@ -39,19 +40,9 @@ from tests.support.tinker_client import (
     server_config,
     serving,
 )
+from tests.support.tinker_kills import policy_rows
 
 ROWS = [row([5, 6, 7, 8, 9, 10]), row([5, 6, 7, 11, 12]), row([20, 21, 22])]
-
-
-def policy_rows(seed: int = 0) -> list[Any]:
-    """Rows with what the losses of policies read."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for tokens in ([5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12], [20, 21, 22]):
-        count = len(tokens) - 1
-        logprobs = -random.random(count).astype(np.float32) * 9
-        rows.append(row(tokens, logprobs=logprobs, advantages=random.standard_normal(count).astype(np.float32)))
-    return rows
 
 
 async def train(client: Client, model: str, steps: int, *, first: int = 0) -> list[float]:
@@ -127,7 +118,7 @@ def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> 
             created = await client.post(
                 "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=MODEL
             )
-            sampler, decode = created["sampling_session_id"], service.bases[MODEL].chat_format.decode
+            sampler, decode = created["sampling_session_id"], service.tables.bases[MODEL].chat_format.decode
             free = (await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=[], seed=3)).tokens[0]
             text = decode(free)[6:9]
             cut = await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=text, seed=3)
@@ -230,7 +221,7 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
             promises = [await client.post("optim_step", **step) for _ in range(3)]
             assert len({promise["request_id"] for promise in promises}) == 1
             await client.result(promises[0])
-            assert service.bases[MODEL].trainer.step(model) == 1
+            assert service.tables.bases[MODEL].trainer.step(model) == 1
             with pytest.raises(Refused, match="was used by a request of optim_step"):
                 await client.post("save_weights", model_id=model, seq_id=2, path="x")
             with pytest.raises(Refused, match=r"seq_id 2 of .* was used by another request of optim_step"):
@@ -243,6 +234,14 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
                 await client.post("create_sampling_session", **sampler, model_path="tinker://other")
             with pytest.raises(Refused, match="sampling_session_seq_id 0 was used by a sampler"):
                 await client.post("save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0)
+            before = (await client.get(f"training_runs/{model}"))["last_request_time"]
+            await client.result(await client.post("save_weights", model_id=model, seq_id=3, path="once"))
+            assert (await client.get(f"training_runs/{model}"))["last_request_time"] > before
+            for _ in range(2):
+                await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/once")
+            assert (await client.get(f"training_runs/{model}/checkpoints"))["checkpoints"] == []
+            with pytest.raises(Refused, match="there are no weights 'weights/other'"):
+                await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/other")
 
     run(work)
 
@@ -307,14 +306,14 @@ def test_a_model_that_cannot_be_rebuilt_does_not_go_on(tmp_path: Path) -> None:
     async def again(*, fails: bool) -> None:
         async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
             for _ in range(2):
-                sequence = service.models[models[0]].next_sequence
+                sequence = service.tables.models[models[0]].next_sequence
                 promise = await client.post("optim_step", model_id=models[0], seq_id=sequence, adam_params={})
                 if fails:
                     with pytest.raises(Failed, match="cannot be read"):
                         await client.result(promise)
                 else:
                     await client.result(promise)
-                    assert service.bases[MODEL].trainer.step(models[0]) == sequence - 4
+                    assert service.tables.bases[MODEL].trainer.step(models[0]) == sequence - 4
 
     models: list[str] = []
     run(work)
@@ -336,7 +335,7 @@ def test_a_disk_that_cannot_be_written_ends_the_server(tmp_path: Path) -> None:
             saved.parent.mkdir(exist_ok=True)
             saved.write_text("in the way")
             promises.append(await client.submit("save_weights", model, path="x"))
-            with pytest.raises(StorageError, match="saved/1/x: could not be written"):
+            with pytest.raises(StorageError, match="saved/1/1: could not be written"):
                 await service.failure
         saved.unlink()
         async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
@@ -471,52 +470,82 @@ def test_requests_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     run(work)
 
 
-def test_a_small_client_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
-    """Models take turns by tokens: three small requests end among the first of ten large ones that came before."""
+async def share_of_a_small_client(directory: Path) -> float:
+    """The tokens of a client with small requests, over half of all, while a client with large ones waits, too."""
+    passes = {"large": ROWS * 8, "small": ROWS}
+    async with serving(server_config(directory)) as (address, _), Client(address) as client:
+        models = {name: await client.model(number) for number, name in enumerate(passes)}
+        first = {name: client.sequence(model) for name, model in models.items()}
+        queue = [*["large"] * 5, *["small"] * 45]
+        promises = [await client.forward_backward(models[name], passes[name]) for name in queue]
+        for name, model in models.items():  # all others wait for these
+            body = encode_forward_backward(model, first[name], passes[name], "cross_entropy")
+            promises += [json.loads(await client.send("POST", "forward_backward", data=body))]
+        for promise in promises:
+            await client.result(promise)
+    with contextlib.closing(sqlite3.connect(directory / "server/journal/requests.db")) as connection:
+        finished = connection.execute("SELECT id FROM results WHERE kind = 'protobuf' ORDER BY rowid").fetchall()
+    names = ["large" if str(request).startswith(f"{models['large']}:") else "small" for (request,) in finished]
+    waiting = names[: len(names) - 1 - names[::-1].index("large")]  # the last large request no longer waits
+    tokens = {name: waiting.count(name) * sum(len(one["tokens"]) for one in passes[name]) for name in passes}
+    return 2 * tokens["small"] / sum(tokens.values())
+
+
+def test_a_small_client_gets_half_of_the_turns_beside_a_large_one(tmp_path: Path) -> None:
+    assert 0.9 < asyncio.run(share_of_a_small_client(tmp_path)) < 1.1
+
+
+def test_steps_that_are_repeated_out_of_order_are_detected(tmp_path: Path) -> None:
+    """A journal in which two passes of different steps changed places leads to an error, not to other weights."""
 
     async def work() -> None:
-        ended: list[str] = []
+        async with serving(config) as (address, _), Client(address) as client:
+            models.append(await client.model())
+            await train(client, models[0], 3)
 
-        async def note(client: Client, name: str, promise: Any) -> None:
-            await client.result(promise)
-            ended.append(name)
+    async def again() -> None:
+        async with serving(config) as (address, _), Client(address) as client:
+            promise = await client.post("optim_step", model_id=models[0], seq_id=10, adam_params={})
+            with pytest.raises(Failed, match=r"the step of request 3 had a gradient norm of .* when it was repeated"):
+                await client.result(promise)
 
-        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
-            large, small = await client.model(0), await client.model(1)
-            queue = [("large", await client.forward_backward(large, ROWS * 8)) for _ in range(10)]
-            queue += [("small", await client.forward_backward(small, ROWS[2:])) for _ in range(3)]
-            await asyncio.gather(*(note(client, name, promise) for name, promise in queue))
-        assert len(ended) == 13
-        assert "small" not in ended[-4:]
-
+    config = server_config(tmp_path, checkpoint=CheckpointConfig(every=0))
+    models: list[str] = []
     run(work)
+    places = [f"{models[0]}:{sequence}" for sequence in (1, 4)]
+    with contextlib.closing(sqlite3.connect(tmp_path / "server/journal/requests.db")) as connection, connection:
+        columns = "id, owner, route, subject, sequence, body, received_at"
+        rows = [connection.execute(f"SELECT {columns} FROM requests WHERE id = ?", [id]).fetchone() for id in places]
+        for row, other in zip(rows, reversed(rows), strict=True):
+            values = [*row[:5], other[5], row[6]]
+            connection.execute(
+                "UPDATE requests SET body = ?, checksum = ? WHERE id = ?",
+                [other[5], _checksum("requests", values), row[0]],
+            )
+    run(again)
+
+
+async def trained_tenants(directory: Path, numbers: Sequence[int], most: int = 2) -> dict[int, dict[str, bytes]]:
+    """The weights of models, by number, that trained by turns, of which some fit in memory."""
+    config = server_config(directory, max_models=most)
+    async with serving(config) as (address, service), Client(address) as client:
+        models = {number: await client.model(number, seed=number) for number in numbers}
+        for step in range(3):
+            for number, model in models.items():
+                await train(client, model, 1, first=10 * number + step)
+        resident = [model for model in service.tables.models.values() if model.base.trainer.has(model.id)]
+        assert len(resident) == min(most, len(numbers))
+        found = {number: await weights(client, model, f"w{number}", directory) for number, model in models.items()}
+    return {number: {name: value.tobytes() for name, value in one.items()} for number, one in found.items()}
 
 
 @pytest.mark.exhaustive
 def test_models_do_not_touch_each_other_and_leave_memory(tmp_path: Path) -> None:
     """Three models by turns, of which two fit in memory, end with the weights that each has alone."""
-
-    async def trained(directory: Path, numbers: list[int], most: int = 2) -> dict[int, dict[str, bytes]]:
-        config = server_config(directory, max_models=most)
-        async with serving(config) as (address, service), Client(address) as client:
-            models = {number: await client.model(number, seed=number) for number in numbers}
-            for step in range(3):
-                for number, model in models.items():
-                    await train(client, model, 1, first=10 * number + step)
-            resident = [model for model in service.models.values() if model.base.trainer.has(model.id)]
-            assert len(resident) == min(most, len(numbers))
-            return {
-                number: {
-                    name: value.tobytes()
-                    for name, value in (await weights(client, model, f"w{number}", directory)).items()
-                }
-                for number, model in models.items()
-            }
-
-    together = asyncio.run(trained(tmp_path / "all", [0, 1, 2]))
+    together = asyncio.run(trained_tenants(tmp_path / "all", [0, 1, 2]))
     assert len({str(values) for values in together.values()}) == 3
-    assert asyncio.run(trained(tmp_path / "one", [1]))[1] == together[1]
-    assert asyncio.run(trained(tmp_path / "four", [0, 1, 2], most=4)) == together
+    assert asyncio.run(trained_tenants(tmp_path / "one", [1]))[1] == together[1]
+    assert asyncio.run(trained_tenants(tmp_path / "four", [0, 1, 2], most=4)) == together
 
 
 @pytest.mark.exhaustive
@@ -549,7 +578,7 @@ def test_weights_are_saved_listed_loaded_and_deleted(tmp_path: Path) -> None:
             assert len((await client.get("training_runs"))["training_runs"]) == 3
             await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/two")
             assert len((await client.get("checkpoints"))["checkpoints"]) == 3
-            assert not list((tmp_path / "server/checkpoints/saved").glob("*/two"))
+            assert not list((tmp_path / "server/checkpoints/saved").glob("*/*"))
             with pytest.raises(Refused, match="there are no weights"):
                 await client.post("weights_info", tinker_path=path)
 
@@ -727,7 +756,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 ready["server"] = address, await client.model()
             has_started.set()
             await ready["stop"].wait()
-            (model,) = service.models.values()
+            (model,) = service.tables.models.values()
             assert (model.next_sequence, model.waiting) == (1, {})
 
     thread = threading.Thread(target=asyncio.run, args=(work(),))

@@ -3,98 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
+import contextlib
 import os
-import random
 import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.test_tinker import policy_rows
-from tests.support.tinker_client import KEY, Client, ServerProcess, encode_forward_backward, until_accepted
-
-SDK = Path(os.environ.get("TINKER_PYTHON", Path.home() / ".cache/tinker-sdk/.venv/bin/python"))
-"""Interpreter of the environment in which the SDK is installed: it needs other versions of our dependencies."""
-
-INSTALL = "python -m venv ~/.cache/tinker-sdk/.venv && ~/.cache/tinker-sdk/.venv/bin/pip install tinker torch"
-
-
-async def script(client: Client, steps: int, after: Callable[[int], None]) -> str:
-    """A client's loop, repeating requests as the SDK does; `after` is called after each request.
-
-    Returns:
-        The digest of the weights at the end.
-    """
-    sent = 0
-
-    async def post(route: str, **content: Any) -> Any:
-        nonlocal sent
-        promise = await until_accepted(client, lambda: client.post(route, **content))
-        after(sent)
-        sent += 1
-        return promise
-
-    async def result(promise: Any) -> Any:
-        return await until_accepted(client, lambda: client.result(promise))
-
-    created = {"session_id": client.session, "model_seq_id": 0, "base_model": "calc"}
-    model = (await result(await post("create_model", **created, lora_config={"rank": 4, "seed": 1})))["model_id"]
-    for step in range(steps):
-        promises = []
-        for number in range(2):
-            sequence = 3 * step + number + 1
-            body = encode_forward_backward(model, sequence, policy_rows(sequence), "importance_sampling")
-            promise = await until_accepted(client, lambda body=body: client.send("POST", "forward_backward", data=body))
-            after(sent)
-            sent += 1
-            promises.append(json.loads(promise))
-        promises.append(
-            await post("optim_step", model_id=model, seq_id=3 * step + 3, adam_params={"learning_rate": 1e-2})
-        )
-        norms = [await result(promise) for promise in promises]
-        assert norms[-1]["metrics"]["grad_norm"] > 0
-    end = {"model_id": model, "seq_id": 3 * steps + 1, "path": "end"}
-    await result(await post("save_weights_for_sampler", **end))
-    place = f"training_runs/{model}/checkpoints/sampler_weights/end/archive"
-    archive = await until_accepted(client, lambda: client.send("GET", place))
-    return hashlib.sha256(archive).hexdigest()
-
-
-def killed(directory: Path, kills: set[int], steps: int) -> tuple[str, int]:
-    """The digest of the weights of a client whose server is killed after some of its requests; and the steps taken."""
-    directory.mkdir()
-    server = ServerProcess(directory)
-    address = server.start()
-
-    def after(request: int) -> None:
-        if request in kills:
-            server.kill()
-            server.start()
-
-    async def work() -> tuple[str, int]:
-        async with Client(address) as client:
-            digest = await script(client, steps, after)
-            models = (await client.get("training_runs"))["training_runs"]
-            return digest, len(models)
-
-    try:
-        return asyncio.run(asyncio.wait_for(work(), 300))
-    finally:
-        server.kill()
+from tests.support.tinker_client import KEY, Refused, ServerProcess
+from tests.support.tinker_kills import CALLS, KilledServer, PersistentClient, plan, script
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(2))
-def test_no_acknowledged_step_is_lost_or_taken_twice(tmp_path: Path, seed: int) -> None:
-    """The files of the adapter are those of an undisturbed server, bit for bit."""
-    steps = 4
-    kills = set(random.Random(seed).sample(range(1, 3 * steps + 1), 3))
-    undisturbed = killed(tmp_path / "undisturbed", set(), steps)
-    assert killed(tmp_path / "killed", kills, steps) == undisturbed == (undisturbed[0], 1)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, *, forgets: bool) -> None:
+    """Scripts get the answers of an undisturbed one; those of a server without a journal of futures end with errors."""
+
+    async def work() -> None:
+        server = KilledServer(tmp_path / "run", forgets=forgets)
+        try:
+            async with PersistentClient(server, {}) as client:
+                expected = await script(client)
+                assert client.calls == CALLS
+            planned = {12: "answered"} if forgets else plan(0, 3)
+            with pytest.raises(Refused, match="there is no request") if forgets else contextlib.nullcontext():
+                async with PersistentClient(server, planned) as client:
+                    assert await script(client) == expected
+            assert server.kills == len(planned)
+            assert await server.lost() == 0
+        finally:
+            server.process.kill()
+
+    asyncio.run(asyncio.wait_for(work(), 240))
 
 
 LOOP = """
@@ -146,9 +87,8 @@ def negative(data, logprobs):
     total = -sum((one * torch.tensor(row.loss_fn_inputs["advantages"].data)).sum() for one, row in zip(logprobs, data))
     return total, {"mine": float(total)}
 
-if torch is not None:
-    outcome = client.forward_backward_custom(data, negative).result()
-    assert outcome.metrics["mine"] == outcome.metrics["loss:sum"]
+outcome = client.forward_backward_custom(data, negative).result()
+assert outcome.metrics["mine"] == outcome.metrics["loss:sum"]
 saved = client.save_state("done").result()
 again = service.create_training_client_from_state_with_optimizer(saved.path)
 again = again.result() if hasattr(again, "result") else again
@@ -167,14 +107,13 @@ print("finished", tinker.__version__, rewards[0], rewards[-1])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not SDK.exists(), reason=f"the tinker SDK is not installed: {INSTALL}; or set TINKER_PYTHON")
 def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path) -> None:
+    pytest.importorskip("tinker")
     server = ServerProcess(tmp_path)
     address = server.start()
-    program = LOOP if _has_torch() else LOOP.replace("numpy as np, tinker, torch", "numpy as np, tinker; torch = None")
     try:
         finished = subprocess.run(
-            [SDK, "-c", program],
+            [sys.executable, "-c", LOOP],
             env={**os.environ, "TINKER_BASE_URL": address, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
             cwd=tmp_path,
             capture_output=True,
@@ -186,8 +125,3 @@ def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path) -> None:
         server.kill()
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "finished" in finished.stdout
-
-
-def _has_torch() -> bool:
-    """Whether the SDK's environment has torch, which client-side custom losses need."""
-    return subprocess.run([SDK, "-c", "import torch"], capture_output=True, check=False).returncode == 0

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import signal
+import multiprocessing
+import multiprocessing.process
 import struct
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from agentrl.app.tinker import TinkerService, open_service
 from agentrl.config.sections import CheckpointConfig, EngineConfig, TrainerConfig
 from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.gateway.tinker import TinkerServer
+from tests.support import tinker_process
 
 KEY, OTHER_KEY = "tml-0123456789abcdef01234567", "tml-76543210fedcba9876543210"
 OWNERS = {KEY: "ALICE", OTHER_KEY: "BOB"}
@@ -273,46 +272,48 @@ def row(tokens: Sequence[int], **inputs: Any) -> Row:
     return {"tokens": tokens[:-1], "target_tokens": np.array(tokens[1:], np.int64), **inputs}
 
 
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.support.tinker_process"])  # what a server imports, in seconds
+
+
+CALCULATOR = """
+keys = ["ALICE"]
+[models.calc]
+path = "agentrl.environments:calculator/model"
+max_rank = 8
+[engine]
+max_context = 64
+slots = 16
+vllm = false
+[trainer]
+micro_batch_tokens = 512
+[checkpoint]
+every = 2
+"""
+
+
 class ServerProcess:
     """A server in a process of its own, that can be killed and started again at the same port."""
 
-    def __init__(self, directory: Path, port: int = 0) -> None:
+    def __init__(self, directory: Path, settings: str = CALCULATOR) -> None:
         self.directory = directory
-        self.port = port
+        self.port = 0
         self.file = directory / "server.toml"
-        self.file.write_text(
-            'keys = ["ALICE"]\n[models.calc]\npath = "agentrl.environments:calculator/model"\nmax_rank = 8\n'
-            "[engine]\nmax_context = 64\nslots = 16\nvllm = false\n[trainer]\nmicro_batch_tokens = 512\n"
-            "[checkpoint]\nevery = 2\n"
-        )
-        self._process: subprocess.Popen[str] | None = None
+        self.file.write_text(settings)
+        self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> str:
         """Start it, wait until it listens, and return its address."""
-        command = [
-            sys.executable,
-            "-m",
-            "agentrl",
-            "serve",
-            "tinker",
-            str(self.file),
-            "--port",
-            str(self.port),
-            "--json",
-        ]
-        environment = {**os.environ, "ALICE": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        errors = (self.directory / "server.err").open("a")
-        self._process = subprocess.Popen(
-            [*command, f"--directory={self.directory}"],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-        )
-        errors.close()
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, (self.directory / "server.err").read_text()
+        command = ["serve", "tinker", str(self.file), "--port", str(self.port), "--json"]
+        output = self.directory / "server.out"
+        output.write_text("")
+        arguments = ([*command, f"--directory={self.directory}"], {"ALICE": KEY}, output)
+        self._process = _FORKS.Process(target=tinker_process.serve, args=arguments)
+        self._process.start()
+        while not (line := output.read_text()).endswith("\n"):
+            self._process.join(0.02)
+            if self._process.exitcode is not None:
+                raise RuntimeError(f"the server ended: {output.with_suffix('.err').read_text()}")
         address: str = json.loads(line)["address"]
         self.port = int(address.rpartition(":")[2])
         return address
@@ -320,10 +321,8 @@ class ServerProcess:
     def kill(self) -> None:
         """End it as `kill -9` does."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.kill()
+        self._process.join()
 
 
 async def until_accepted(client: Client, call: Any) -> Any:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from agentrl.config.policies import LoraConfig
+import agentrl
+from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import EngineConfig, TrainerConfig
 from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.core.errors import NonFiniteError
-from agentrl.learn.client_training import AdamSettings, AdapterTrainer, ClientRow, ForwardResult
-from tests.learn_cases import VOCABULARY, write_model
+from agentrl.core.tokens import ClientRow
+from agentrl.learn.client_training import AdamSettings, AdapterTrainer, ForwardResult
+from agentrl.learn.loss_batch import LossBatch
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import VOCABULARY, Episodes, make_rows, run_config, write_model
 
 ADAM = AdamSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, max_grad_norm=0.5)
 SETTINGS = {"ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}, "cispo": {}, "dro": {"beta": 0.3}}
 
 Numbers = torch.Tensor
+Gradient = np.ndarray[tuple[int], np.dtype[np.float32]]
 NAIVE: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
     "cross_entropy": lambda p, q, a, w: -(p * w),
     "importance_sampling": lambda p, q, a, w: -((p - q).exp() * a),
@@ -29,15 +37,18 @@ NAIVE: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> AdapterTrainer:
-    directory = tmp_path_factory.mktemp("server")
+def client_trainer(directory: Path) -> AdapterTrainer:
     config = ServerConfig(
         models={"tiny": ServedModelConfig(path=str(write_model(directory / "model")))},
         engine=EngineConfig(max_context=32, vllm=False),
         trainer=TrainerConfig(micro_batch_tokens=24),  # several micro-batches
     )
     return AdapterTrainer(config.run.trainer_plan, directory / "model", directory, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> AdapterTrainer:
+    return client_trainer(tmp_path_factory.mktemp("server"))
 
 
 def client_rows(seed: int = 0) -> list[ClientRow]:
@@ -58,13 +69,13 @@ def client_rows(seed: int = 0) -> list[ClientRow]:
     return rows
 
 
-def gradient(trainer: AdapterTrainer, name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def gradient(trainer: AdapterTrainer, name: str) -> Gradient:
     return np.concatenate([each.numpy().ravel() for each in trainer.learners[name].gradients()])
 
 
 def row_by_row(
     trainer: AdapterTrainer, loss: str, rows: list[ClientRow], result: ForwardResult | None = None
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+) -> Gradient:
     """The gradient of rows that the model's own forward pass computes one by one; compares `result` with them."""
     learner = trainer.learners[loss]
     learner.discard()
@@ -100,6 +111,93 @@ def test_gradients_are_those_of_each_row_alone(trainer: AdapterTrainer, loss: st
     trainer.remove(loss)
 
 
+LOSSES_OF_RUNS: dict[str, dict[str, Any]] = {
+    "cross_entropy": {"name": "reinforce"},
+    "importance_sampling": {"name": "importance_sampling", "high": 1e9},
+    "ppo": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1e9},
+    "cispo": {"name": "cispo", "min_ratio": 0.8, "max_ratio": 1.2},
+    "dro": {"name": "tests.unit.test_client_training:dro"},
+}
+"""The loss of a run with the same gradient, by the name that clients use."""
+
+
+@agentrl.loss
+def dro(batch: LossBatch) -> torch.Tensor:
+    """The loss `dro` as a user's function."""
+    return 0.025 * (batch.logprobs - batch.behavior_logprobs).square() - batch.advantages * batch.logprobs
+
+
+def gradients_of_both_trainers(directory: Path, loss: str) -> tuple[Gradient, Gradient]:
+    """The gradients of equal rows by the trainer of clients and by that of a run, from equal weights."""
+    made = make_rows(3, 12)
+    rows = [msgspec.structs.replace(row, loss_mask=np.arange(len(row.token_ids)) > 0, temperature=1.0) for row in made]
+    episodes = Episodes(rows)
+    config = run_config(
+        write_model(directory / "model"),
+        policies={"policy": PolicyConfig(lora=LoraConfig(rank=4))},
+        loss={**LOSSES_OF_RUNS[loss], "normalizer": 1},
+        micro_batch_tokens=64,
+    )
+    of_run = PolicyTrainer(config.trainer_plan, directory, read=episodes.read, publishes=False)
+    of_run.start()
+    of_clients = AdapterTrainer(config.trainer_plan, directory / "model", directory, torch.device("cpu"))
+    of_clients.add("client", LoraConfig(rank=4), seed=1)
+    learners = of_run._learners["policy"], of_clients.learners["client"]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for pair in zip(*(learner.model.parameters.values() for learner in learners), strict=True):
+            value = 0.1 * torch.randn(pair[0].shape, generator=generator)
+            for parameter in pair:
+                parameter.copy_(value)
+    of_run.forward_backward(replace(episodes.batch(), normalizer=1.0))
+    client_rows = []
+    for row, advantage in zip(rows, episodes.advantages, strict=True):
+        constant = np.full(len(row.token_ids) - 1, advantage, np.float32)
+        columns = {"logprobs": row.logprobs[1:], "advantages": constant, "weights": constant}
+        targets = row.token_ids[1:].astype(np.int64)
+        client_rows.append(ClientRow(token_ids=row.token_ids[:-1], targets=targets, columns=columns))
+    of_clients.forward("client", client_rows, loss, {}, backward=True)
+    found, expected = (np.concatenate([each.numpy().ravel() for each in learner.gradients()]) for learner in learners)
+    return found, expected
+
+
+_EXPENSIVE = [pytest.param(loss, marks=pytest.mark.exhaustive) for loss in LOSSES_OF_RUNS if loss != "ppo"]
+
+
+@pytest.mark.parametrize("loss", ["ppo", *_EXPENSIVE])
+def test_gradients_are_those_of_a_run(tmp_path: Path, loss: str) -> None:
+    found, expected = gradients_of_both_trainers(tmp_path, loss)
+    assert np.abs(expected).max() > 0.01
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-6
+
+
+def custom_gradients(trainer: AdapterTrainer, loss: str) -> tuple[Gradient, Gradient]:
+    """The gradients of a loss that the client computes, in two passes, and of the same built-in one."""
+    rows = client_rows()
+    logprobs = trainer.forward("custom", rows, "cross_entropy", {}, backward=False).logprobs
+    weighted = []
+    for row, computed in zip(rows, logprobs, strict=True):
+        leaf = torch.from_numpy(computed).requires_grad_()
+        columns = (torch.from_numpy(row.columns[name]) for name in ("logprobs", "advantages", "weights"))
+        (slope,) = torch.autograd.grad(NAIVE[loss](leaf, *columns).sum(), leaf)
+        weighted.append(msgspec.structs.replace(row, columns={"weights": -slope.numpy()}))
+    found = []
+    for sent, name, settings in ((weighted, "cross_entropy", {}), (rows, loss, SETTINGS.get(loss, {}))):
+        trainer.forward("custom", sent, name, settings, backward=True)
+        found.append(gradient(trainer, "custom"))
+        trainer.learners["custom"].discard()
+    return found[0], found[1]
+
+
+def test_a_loss_in_two_passes_has_the_gradient_of_the_built_in_one(trainer: AdapterTrainer) -> None:
+    trainer.add("custom", LoraConfig(rank=4), seed=1)
+    for loss in NAIVE:
+        found, expected = custom_gradients(trainer, loss)
+        assert np.linalg.norm(expected) > 0.01
+        assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-6
+    trainer.remove("custom")
+
+
 def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: AdapterTrainer) -> None:
     trainer.add("sum", LoraConfig(rank=4), seed=1)
     for seed in (1, 2):
@@ -123,7 +221,7 @@ def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: AdapterTrainer
 
 def test_adapters_come_and_go_in_any_order(trainer: AdapterTrainer) -> None:
     """What one adapter computes does not depend on others, nor on those that were removed."""
-    expected: dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]] = {}
+    expected: dict[str, Gradient] = {}
     for order in ("a+ a b+ b a b-", "b+ b a+ a b b- a c+ c a- c c- a+ a"):
         for act in order.split():
             name = act[0]

@@ -1,0 +1,74 @@
+"""What kills of a Tinker server cost its clients.
+
+Clients run a script of every route against one server, which is killed with SIGKILL and started again at 5 random calls
+of each script: while it may handle the call, between that call and the next, or during later ones.
+
+* `kills`: number of kills. `scripts_differ`: scripts that ended with an error, or got other answers than an undisturbed
+  one: losses, log-probabilities, samples, weights.
+* `steps_lost`, `steps_twice`: steps and loads that the weights at the end lack, or had more than once.
+* `futures_lost`: requests of all scripts without their first result at the end.
+* `control_futures_lost`: scripts of 5, each with one kill, that end with an error where the journal forgets accepted
+  requests at a kill, as a server does that keeps futures in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from tests.support.tinker_kills import KilledServer, PersistentClient, plan, script
+
+KILLS_OF_SCRIPT = 5
+CONTROLS = 5
+
+
+async def kill(directory: Path, count: int) -> dict[str, float | None]:
+    """Run scripts until the server was killed so often."""
+    server = KilledServer(directory)
+    differ = lost = twice = scripts = 0
+    try:
+        async with PersistentClient(server, {}) as client:
+            expected = await script(client)
+        while server.kills < count:
+            scripts += 1
+            planned = plan(scripts, KILLS_OF_SCRIPT)
+            try:
+                async with PersistentClient(server, planned, seed=scripts) as client, asyncio.timeout(600):
+                    found = await script(client)
+            except Exception as error:  # noqa: BLE001 - counted
+                print(f"script {scripts}, kills at {planned}: {error!r}", flush=True)
+                differ += 1
+                continue
+            differ += found.answers != expected.answers
+            lost += max(0, expected.changes - found.changes)
+            twice += max(0, found.changes - expected.changes)
+            print(f"{server.kills} kills, {differ} scripts of {scripts} differ", flush=True)
+        figures = {"kills": server.kills, "scripts_differ": differ, "steps_lost": lost, "steps_twice": twice}
+        return {**figures, "futures_lost": await server.lost()}
+    finally:
+        server.process.kill()
+
+
+async def control(directory: Path) -> int:
+    """Count the scripts that fail if accepted requests are not on disk."""
+    failed = 0
+    server = KilledServer(directory, forgets=True)
+    try:
+        for number in range(CONTROLS):
+            try:
+                planned = plan(number, 1, ("answered",))
+                async with PersistentClient(server, planned) as client, asyncio.timeout(60):
+                    await script(client)
+            except Exception:  # noqa: BLE001 - counted
+                failed += 1
+    finally:
+        server.process.kill()
+    return failed
+
+
+def figures(quick: bool) -> dict[str, float | None]:
+    """Kill servers with a journal of futures, and one without."""
+    with tempfile.TemporaryDirectory() as place:
+        measured = asyncio.run(kill(Path(place) / "killed", 5 if quick else 100))
+        return {**measured, "control_futures_lost": asyncio.run(control(Path(place) / "control"))}
