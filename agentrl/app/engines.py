@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -288,15 +288,18 @@ def connect_engine_to_trainer(plan: EnginePlan, engine: ProcessEngine, number: i
         return
     silence_s = engine_silence_s(plan.bases)
 
-    def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
-        recipient = WeightDestination(
-            number=number,
-            address=address,
-            transport=local or network_transport(on_gpus=any(status.gpus for status in engine.statuses())),
-            processes=plan.engine.devices,
-            silence_s=silence_s,
-        )
-        return trainer.send(version, recipient)
+    async def deliver(version: PolicyVersion, address: str) -> None:
+        on_gpus = any(status.gpus for status in engine.statuses())
+        transport = local or network_transport(plan.engine.publish, on_gpus=on_gpus)
+        if transport is not None:
+            recipient = WeightDestination(
+                number=number,
+                address=address,
+                transport=transport,
+                processes=plan.engine.devices,
+                silence_s=silence_s,
+            )
+            await trainer.send(version, recipient)
 
     engine.deliver = deliver
 

@@ -22,8 +22,9 @@ import msgspec
 
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
+from agentrl.core.deltas import DeltaError, make_whole
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.files import open_regular, read_at_most, refuse_links, replace_file, sha256_of
+from agentrl.core.files import DELTA_FILES, open_regular, read_at_most, refuse_links, replace_file, sha256_of
 from agentrl.core.setting_paths import value_at
 
 Setting = tuple[str, ...]
@@ -117,9 +118,10 @@ def keep_models(config: RunConfig, run: Path) -> RunConfig:
         for name, (real_path, *_) in sources.items():
             _link_files(Path(real_path), directory / name)
         replace_file(directory / _SOURCES, json.dumps(sources).encode())
-    except OSError as error:
+    except (OSError, DeltaError) as error:
         raise StorageError(
-            f"{directory}: cannot keep a copy of another run's version ({error.strerror or error}). Copy the version "
+            f"{directory}: cannot keep a copy of another run's version "
+            f"({(isinstance(error, OSError) and error.strerror) or error}). Copy the version "
             "to a directory of your own, and start from there"
         ) from error
     return with_model_paths(config, kept)
@@ -131,10 +133,11 @@ def _is_version(path: Path) -> bool:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Link the files of a version, which never change; copy them to another file system."""
+    """Link the files of a version, which never change; copy them to another file system, and those of a delta whole."""
     target.mkdir()
+    make_whole(source, into=target)
     for file in source.iterdir():
-        if file.is_file():
+        if file.is_file() and file.name not in DELTA_FILES:
             try:
                 os.link(file, target / file.name)
             except OSError:

@@ -25,8 +25,9 @@ from agentrl.config.run import adapter_settings
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
+from agentrl.core.deltas import DeltaError, digest_of_version
 from agentrl.core.errors import ConfigError, EngineError, InputError
-from agentrl.core.files import WEIGHT_FILES, expand_path, sha256_of
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -622,12 +623,13 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     directory = Path(expand_path(directory)).resolve()
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
     for kind in kinds:
-        files = [directory / name for name in WEIGHT_FILES[kind]]
-        if files[0].is_file():
+        if (directory / WEIGHT_FILES[kind][0]).is_file() or (kind == "full" and (directory / DELTA_FILES[0]).is_file()):
             try:
-                digest = sha256_of(*files)
+                digest = digest_of_version(directory, kind)
             except OSError as error:
                 raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
+            except DeltaError as error:
+                raise InputError(f"{error}; give another version") from error
             # Lineage -1 marks weights from a user; their step comes from their digest. No run publishes such versions,
             # so tokens recorded with them are never mistaken for a run's.
             version = PolicyVersion(policy, -1, 1 + int(digest[:8], 16))

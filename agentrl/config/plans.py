@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -100,6 +100,8 @@ class TrainerPlan:
     max_sampled: int
     """Number of tokens that an agent can sample in an episode, contexts aside."""
     capture_routing: bool
+    publish: Literal["auto", "full", "delta"]
+    """`engine.publish`."""
     seed: int
     threads: int
     """Torch threads of each rank."""

@@ -447,6 +447,7 @@ class RunConfig(Section):
             max_context=self.engine.max_context,
             max_sampled=self.sampling.max_tokens * self.sampling.max_turns,
             capture_routing=self.engine.capture_routing,
+            publish=self.engine.publish,
             seed=self.seed,
             threads=self.threads,
             demand=self.device_demand,

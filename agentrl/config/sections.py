@@ -159,6 +159,10 @@ class EngineConfig(Section):
     `token` for full weights."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
+    publish: Free[Literal["auto", "full", "delta"]] = "auto"
+    """How versions of full weights are stored and sent (docs/how-to/several_gpus.md). `full`: whole. `delta`: as the
+    changes since the previous version, if these are smaller. `auto`: `delta` for files of at least 16 MiB, except to
+    GPUs of other machines, which receive broadcasts. Adapters are always whole."""
     memory_share: Free[Machine[Annotated[float, Field(ge=0, le=0.97)]]] = 0.0
     """Share of a GPU's memory for the engine. 0: 0.9 of a GPU of its own, or 0.45 of a GPU shared with a trainer rank
     (docs/how-to/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0:

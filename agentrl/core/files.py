@@ -21,7 +21,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -36,7 +36,7 @@ STAGING = ".tmp-"
 _CREATE_FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 SAFETENSORS_LENGTH_BYTES = 8
 """Size of the length that a safetensors file begins with."""
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a safetensors header, as the format's own reader has it."""
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "full": ("model.safetensors",),
@@ -44,31 +44,9 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 }
 """Files of a version's directory that determine what it samples, by kind of weights: tensors first, then their
 scale."""
-
-
-def read_files_in_pieces(
-    directory: Path, names: Sequence[str], size: int, *, start: int = 0
-) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
-    """Yield lists of (file name, bytes before, bytes) of files in a directory, each of at most `size` bytes, and
-    whether a list is the last; without the first `start` bytes of the first file.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    read: list[tuple[str, int, bytes]] = []
-    room = size
-    for name in names:
-        with (directory / name).open("rb") as file:
-            file.seek(start)
-            while data := file.read(room or size):
-                if not room:
-                    yield read, False
-                    read, room = [], size
-                read.append((name, start, data))
-                start += len(data)
-                room -= len(data)
-        start = 0
-    yield read, True
+DELTA_FILES = ("delta.json", "delta.bin")
+"""Files of a version whose full weights are stored as changes since another version (`core.deltas`): the name of that
+version, then the changes."""
 
 
 ReadBytes = Callable[[Path, int, int], bytes]
@@ -95,7 +73,7 @@ def read_safetensors_header(path: Path, read: ReadBytes = read_bytes) -> bytes:
     """
     length = read(path, 0, SAFETENSORS_LENGTH_BYTES)
     size = int.from_bytes(length, "little")
-    if size > _MAX_HEADER_BYTES or len(header := read(path, SAFETENSORS_LENGTH_BYTES, size)) < size:
+    if size > MAX_HEADER_BYTES or len(header := read(path, SAFETENSORS_LENGTH_BYTES, size)) < size:
         raise ValueError(f"a header of {size:,} bytes")
     return length + header
 
@@ -393,18 +371,19 @@ def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> It
         disk.remove_tree(staging)
 
 
-def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: str | None = None) -> None:
+def rename_durably(
+    staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: Callable[[Path], bool] | None = None
+) -> None:
     """Sync a staged directory with all its contents, then rename it to `target` and sync the parent.
 
     Args:
         staging: a directory from `staging_directory`.
         target: its new name.
         disk: the disk that holds both.
-        unless_same: name of a file that identifies the content: a target that exists with an equal file stays, without
-            an error.
+        unless_same: whether the content of an existing target is the same; the target then stays, without an error.
 
     Raises:
-        FileExistsError: the target exists, and no equal `unless_same` file shows that its content is the same.
+        FileExistsError: the target exists with different content.
         OSError: the disk failed; the target does not exist.
     """
     names = disk.files(staging)
@@ -416,12 +395,12 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
     try:
         disk.rename(staging, target)
     except OSError as error:
-        files = disk.files(target)
-        if not files:
+        if not disk.files(target):
             raise
-        if unless_same not in files or disk.digest(target / unless_same) != disk.digest(staging / unless_same):
-            raise FileExistsError(error.errno, "exists with different content", str(target)) from error
-        return
+        with contextlib.suppress(OSError, ValueError):  # it lacks a file, or is damaged
+            if unless_same is not None and unless_same(target):
+                return
+        raise FileExistsError(error.errno, "exists with different content", str(target)) from error
     disk.sync(target.parent)
 
 
@@ -462,4 +441,9 @@ def check_model_directory(path: str | Path) -> None:
         raise ModelError(
             f"{directory}: {problem}{hint}. Give the local directory of a Hugging Face causal LM, such as DIR "
             "after `hf download ORGANIZATION/NAME --local-dir DIR`"
+        )
+    if (Path(path) / DELTA_FILES[0]).is_file() and not (Path(path) / WEIGHT_FILES["full"][0]).is_file():
+        raise ModelError(
+            f"{Path(path).absolute()}: this version is stored as changes since another one. Give its run's "
+            "policies/NAME or best/NAME, which is whole; or set policies.NAME.path to this directory"
         )

@@ -132,10 +132,13 @@ class WeightsRef:
 
     version: PolicyVersion
     path: str
-    """Directory with `model.safetensors` (full weights) or `adapter_model.safetensors` and `adapter_config.json`."""
+    """Directory with `model.safetensors` or a delta (full weights, `core.deltas`), or `adapter_model.safetensors` and
+    `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
     """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""
+    changed_numbers: float | None = field(default=None, compare=False)
+    """Share of the numbers that differ from those of the version before; None: it was not computed."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

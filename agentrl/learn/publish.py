@@ -1,6 +1,7 @@
 """Published versions, which engines load: their files, their canaries, and sending them.
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
+Full weights of 16 bits are stored as the changes since the policy's last version (`core.deltas`) where these are small.
 `core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
 The metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next
 tokens, which an engine must reproduce before it serves the version.
@@ -13,20 +14,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.config.sections import ModelConfig
-from agentrl.core.errors import TrainerError
-from agentrl.core.files import WEIGHT_FILES, rename_durably, staging_directory
+from agentrl.core.deltas import (
+    MAX_DELTAS,
+    DeltaEncoder,
+    DeltaError,
+    DeltaRecord,
+    digest_of_version,
+    make_whole,
+    open_weights,
+    remove_delta,
+    write_record,
+)
+from agentrl.core.errors import StorageError, TrainerError
+from agentrl.core.files import (
+    DELTA_FILES,
+    SAFETENSORS_LENGTH_BYTES,
+    WEIGHT_FILES,
+    rename_durably,
+    staging_directory,
+)
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.canary import Canary
@@ -40,11 +58,15 @@ from agentrl.rollout.chat.chat_template import TEMPLATE_FILE
 from agentrl.rollout.chat.published import published_template
 
 if TYPE_CHECKING:
+    from hashlib import _Hash
+    from io import BufferedReader
+
     from agentrl.core.records import Float32Array, Int32Array
     from agentrl.learn.models import PolicyModel
 
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
+_, DELTA_FILE = DELTA_FILES
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
 """File patterns of a model besides its weights: configuration, tokenizer, chat template."""
 
@@ -52,12 +74,38 @@ _CONTEXTS = 1
 """Number of contexts of a canary. One is enough to distinguish versions; each adds a forward pass per publication."""
 
 
+DELTA_FROM_BYTES = 16 << 20
+"""Size of a version from which `engine.publish = "auto"` stores changes; smaller files are kept whole, for programs of
+others."""
+
+
+class _Base(NamedTuple):
+    """A version as the base of the policy's next one."""
+
+    directory: Path
+    sha256: str
+    num_deltas: int
+    """Number of deltas from which it is read; 0: it is stored whole."""
+
+
 class Publisher:
     """Writes a run's versions."""
 
-    def __init__(self, run_directory: Path, settings: ModelConfig | None = None) -> None:
+    def __init__(
+        self,
+        run_directory: Path,
+        settings: ModelConfig | None = None,
+        *,
+        publish: Literal["auto", "full", "delta"] = "full",
+    ) -> None:
         """Publish to `run_directory`/versions; configuration and tokenizer come from the base models, with a chat
-        template that shows a conversation as the settings do."""
+        template that shows a conversation as the settings do. `publish` is that of `EngineConfig`."""
+        self._delta_from_bytes = {"auto": DELTA_FROM_BYTES, "full": math.inf, "delta": 0}[publish]
+        self._bases: dict[str, _Base] = {}
+        """Last version of each policy whose next one may be stored as changes. The first one of a process is whole."""
+        self._num_whole: dict[str, int] = {}
+        """Number of versions that each policy stores whole because too many numbers changed, before changes are
+        tried again."""
         self._root = run_directory / "versions"
         self._settings = settings or ModelConfig()
         self._outbox = WeightSenders()
@@ -73,23 +121,35 @@ class Publisher:
             StorageError: writing failed; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
-        name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
+        kind, policy = model.published_kind, version.policy
         with (
             exhaust_on_exit(model.published()) as tensors,
             converting_write_errors(directory),
             staging_directory(directory, depth=2) as staging,
         ):
-            digest = self._write(staging, name, version.policy, model, tensors, canary)
+            digest, num_deltas, changed_numbers = self._write(staging, policy, model, tensors, canary)
             try:
-                rename_durably(staging, directory, unless_same=name)
+                rename_durably(staging, directory, unless_same=lambda same: digest_of_version(same, kind) == digest)
             except FileExistsError as error:
                 raise TrainerError(
                     f"version {version} exists in {directory} with different weights; version ids are never reused"
                 ) from error
-        return WeightsRef(version=version, path=str(directory), kind=model.published_kind, sha256=digest)
+            if kind == "full" and not num_deltas:
+                make_whole(directory)  # it may have existed as changes
+        if self._changes_may_be_small(model.published_layout()):
+            self._bases[policy] = _Base(directory, digest, num_deltas)
+        return WeightsRef(
+            version=version, path=str(directory), kind=kind, sha256=digest, changed_numbers=changed_numbers
+        )
+
+    def _changes_may_be_small(self, layout: Mapping[str, Tensor]) -> bool:
+        """Whether steps leave most of a version's bytes as they are: of 32-bit numbers, each step changes most."""
+        num_bytes = sum(tensor.nbytes for tensor in layout.values())
+        num_narrow = sum(tensor.nbytes for tensor in layout.values() if tensor.element_size() == 2)
+        return num_bytes >= self._delta_from_bytes and 2 * num_narrow > num_bytes
 
     def send(self, weights: WeightsRef, layout: Mapping[str, Tensor], recipient: WeightDestination) -> None:
-        """Send the published file of full weights to an engine. No rank gathers anything, so training continues.
+        """Send published full weights to an engine. They are read from disk, so training continues.
 
         Args:
             weights: the published version.
@@ -102,8 +162,8 @@ class Publisher:
         file = Path(weights.path) / FULL_FILE
         device = transport_named(recipient.transport).device
         try:
-            with safe_open(file, framework="pt", device=device) as tensors_file:  # mapped, and still in the page cache
-                tensors = ((name, tensors_file.get_tensor(name)) for name in layout)
+            with open_weights(file) as content:  # still in the page cache
+                tensors = _read_tensors(content, layout, device)
                 self._outbox.send(PublishedWeightSource(layout, tensors), weights.version, recipient)
         except TrainerError:
             raise
@@ -115,25 +175,62 @@ class Publisher:
     def _write(
         self,
         directory: Path,
-        name: str,
         policy: str,
         model: PolicyModel,
         tensors: Iterator[tuple[str, Tensor]],
         canary: Canary | None,
-    ) -> str:
-        """Write all files of a version of a policy; `name` is that of the file with its weights. Returns the digest."""
+    ) -> tuple[str, int, float | None]:
+        """Write all files of a version of a policy. Returns its digest, the number of deltas from which it is read, and
+        the share of its numbers that changed."""
         digest = hashlib.sha256()
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
         layout = model.published_layout()
-        write_tensors(directory / name, layout, tensors, metadata, digest)
         adapter_config = model.adapter_config()
-        if adapter_config is None:
-            self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
-        else:
+        if adapter_config is not None:
+            write_tensors(directory / ADAPTER_FILE, layout, tensors, metadata, digest)
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
             digest.update(text.encode())
-        return digest.hexdigest()
+            return digest.hexdigest(), 0, None
+        base, num_whole = self._bases.get(policy), self._num_whole.pop(policy, 0)
+        num_deltas, changed_numbers = 0, None
+        if base is None or num_whole:
+            write_tensors(directory / FULL_FILE, layout, tensors, metadata, digest)
+            self._num_whole[policy] = max(0, num_whole - 1)
+        else:
+            try:
+                encoder = self._write_changes(directory, base, layout, tensors, metadata, digest)
+                is_small = 2 * (directory / DELTA_FILE).stat().st_size < sum(each.nbytes for each in layout.values())
+                num_deltas = (base.num_deltas + 1) % MAX_DELTAS if is_small else 0
+                if not num_deltas:
+                    make_whole(directory)
+            except DeltaError as error:
+                raise StorageError(
+                    f"{error}; start the run again with --resume, which stores its next version whole"
+                ) from error
+            if not is_small:
+                remove_delta(directory)
+                self._num_whole[policy] = MAX_DELTAS
+            changed_numbers = encoder.num_changed / encoder.num_words
+        self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
+        return digest.hexdigest(), num_deltas, changed_numbers
+
+    def _write_changes(
+        self,
+        directory: Path,
+        base: _Base,
+        layout: Mapping[str, Tensor],
+        tensors: Iterator[tuple[str, Tensor]],
+        metadata: Mapping[str, str],
+        digest: _Hash,
+    ) -> DeltaEncoder:
+        """Write the delta of a version; returns its encoder, which has counted the changes."""
+        with open_weights(base.directory / FULL_FILE) as content:
+            _skip_header(content)
+            encoder = DeltaEncoder(content)
+            write_tensors(directory / DELTA_FILE, layout, tensors, metadata, digest, encoder)
+        write_record(directory, DeltaRecord(base.directory.name, base.sha256, digest.hexdigest()))
+        return encoder
 
     def _add_companions(self, directory: Path, policy: str, base: Path, dtype: torch.dtype) -> None:
         """Link a base model's configuration and tokenizer into a version with weights of a dtype; the policy's own copy
@@ -160,6 +257,21 @@ class Publisher:
                 os.link(file, target)
             except OSError:  # the file system has no hard links
                 shutil.copyfile(file, target)
+
+
+def _skip_header(content: BufferedReader) -> None:
+    """Read a safetensors file up to its first tensor."""
+    content.read(int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little"))
+
+
+def _read_tensors(content: BufferedReader, layout: Mapping[str, Tensor], device: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a version's safetensors file, which has the layout's order, on a device."""
+    _skip_header(content)
+    for name, tensor in layout.items():
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if content.readinto(on_host.view(-1).view(torch.uint8).numpy().data) < on_host.nbytes:
+            raise ValueError(f"the file ends within {name}")
+        yield name, on_host.to(device)
 
 
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:

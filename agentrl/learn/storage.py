@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from agentrl.core.deltas import DeltaEncoder
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import (
     SAFETENSORS_LENGTH_BYTES,
@@ -249,6 +250,7 @@ def write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
     digest: _Hash | None = None,
+    encoder: DeltaEncoder | None = None,
 ) -> None:
     """Write a safetensors file, one tensor at a time; equal tensors and metadata give equal files.
 
@@ -261,14 +263,8 @@ def write_tensors(
         tensors: tensors to write, as many as `layout` has.
         metadata: metadata of the file.
         digest: hash to update with the file's content.
+        encoder: turns the content into a delta, which is written in its place.
     """
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    end = 0
-    for name, tensor in layout.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with (
         path.open("wb", buffering=0) as file,
         ThreadPoolExecutor(1) as syncer,
@@ -279,29 +275,44 @@ def write_tensors(
         syncs: list[Future[None]] = []
         unsynced_bytes = 0
 
-        def write(data: memoryview) -> None:
+        def write(parts: Iterable[memoryview]) -> None:
             nonlocal unsynced_bytes
-            while data:
-                num_written = file.write(data[:SYNC_BYTES])
-                data = data[num_written:]
-                unsynced_bytes += num_written
-                if unsynced_bytes >= SYNC_BYTES:
-                    unsynced_bytes = 0
-                    syncs.append(syncer.submit(os.fdatasync, file.fileno()))
+            for data in parts:
+                while data:
+                    num_written = file.write(data[:SYNC_BYTES])
+                    data = data[num_written:]
+                    unsynced_bytes += num_written
+                    if unsynced_bytes >= SYNC_BYTES:
+                        unsynced_bytes = 0
+                        syncs.append(syncer.submit(os.fdatasync, file.fileno()))
 
         def add(data: memoryview) -> None:
-            pending.append([writer.submit(write, data)])
+            pending.append([writer.submit(write, [data] if encoder is None else encoder.add(data))])
             if digest is not None:
                 pending[-1].append(hasher.submit(digest.update, data))
             if len(pending) > 2:
                 for future in pending.popleft():
                     future.result()
 
-        add(memoryview(len(text).to_bytes(8, "little") + text))
+        add(memoryview(_safetensors_header(layout, metadata)))
         for name, expected in layout.items():
             tensor_name, tensor = next(tensors)
             assert (name, expected.shape, expected.dtype) == (tensor_name, tensor.shape, tensor.dtype)
             add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
+        if encoder is not None:
+            pending.append([writer.submit(write, encoder.finish())])
         for future in chain(chain.from_iterable(pending), syncs):
             future.result()
+
+
+def _safetensors_header(layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    """Return the bytes of a safetensors file before its first tensor."""
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name, tensor in layout.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(SAFETENSORS_LENGTH_BYTES, "little") + text

@@ -126,7 +126,7 @@ class PolicyTrainer:
         self._read_file = read_file
         self._loss = make_loss(plan.trainer, loss)
         self._gae = plan.credit.advantage.gae
-        self._publisher = Publisher(run_directory, plan.model)
+        self._publisher = Publisher(run_directory, plan.model, publish=plan.publish)
         self._publishes = publishes
         self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""

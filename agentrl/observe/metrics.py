@@ -317,6 +317,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("learning_rate", "1", "learning rate"),
     Metric(
+        "changed_numbers",
+        "fraction",
+        "share of the published numbers that the step changed; only where versions are stored as changes "
+        "(`engine.publish`)",
+    ),
+    Metric(
         "measured_share",
         "fraction",
         "share of the trained tokens that are measured; a loss by token without a reference forwards no rows whose "

@@ -182,11 +182,13 @@ class RunDirectory:
         return False
 
     def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `FOLDER/NAME` to a version of each policy, and remove all other links there.
+        """Point `FOLDER/NAME` to a version of each policy, stored whole, and remove all other links there.
 
         Raises:
-            StorageError: the disk failed.
+            StorageError: the disk failed, or a version is damaged.
         """
+        from agentrl.core.deltas import DeltaError, make_whole  # imported late: it imports numpy
+
         links: dict[str, Path] = {}
         directory = self.path / folder
         try:
@@ -196,10 +198,15 @@ class RunDirectory:
                 if link.is_symlink():
                     link.unlink()
             for name, weights_ref in weights.items():
+                make_whole(Path(weights_ref.path))
                 (directory / name).symlink_to(os.path.relpath(weights_ref.path, directory))
                 links[name] = self.user_path / folder / name
         except OSError as error:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
+        except DeltaError as error:
+            raise StorageError(
+                f"{error}; start the run again with --resume, which publishes its weights again"
+            ) from error
         return links
 
     def linked(self, folder: str) -> dict[str, Path]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from agentrl.core.deltas import DeltaError, base_needed
 from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk, os_error_advice, refuse_links, rename_durably, staging_directory
 from agentrl.core.ports import Trainer
@@ -310,7 +311,7 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 
 class VersionRetention:
-    """Deletes versions that fall out of the window, from any attempt of the run.
+    """Deletes versions that fall out of the window, from any attempt of the run, and that no delta in it needs.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.
@@ -329,9 +330,15 @@ class VersionRetention:
             await self._disk.run_in_thread(lambda: self._prune(Path(weights.path).parent, stay))
 
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
-        for lineage, step in list_version_directories(directory, disk=self._disk)[: -self._keep]:
-            if (lineage, step) not in stay:
-                self._disk.remove_tree(directory / f"{lineage}.{step}")
+        versions = list_version_directories(directory, disk=self._disk)
+        needed = {f"{lineage}.{step}" for lineage, step in (*versions[-self._keep :], *stay)}
+        for name in list(needed):
+            with contextlib.suppress(OSError, DeltaError):  # its readers report a damaged version
+                while (base := base_needed(directory / name, disk=self._disk)) is not None and base not in needed:
+                    needed.add(name := base)
+        for lineage, step in versions:
+            if (name := f"{lineage}.{step}") not in needed:
+                self._disk.remove_tree(directory / name)
 
 
 def list_version_directories(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:

@@ -459,6 +459,8 @@ class Orchestrator:
         # Consume only now: it frees capacity for episodes, which should begin with the new version.
         self.buffer.consume(ready_units)
         metrics = self._metrics.of_step(report, ready_units, waited_s)
+        if weights.changed_numbers is not None:
+            metrics["changed_numbers"] = weights.changed_numbers
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         measured_versions = self.best.sampled_by(self.board, (ready.sampled_by for ready in ready_units))
         self.board.advance(version)

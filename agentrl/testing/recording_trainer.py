@@ -209,8 +209,14 @@ class RecordingTrainer:
         target = self._root / version.policy / name
         try:
             with staging_directory(target, disk=self._disk, depth=2) as staging:
-                self._disk.write(staging / TRAINED_FILE, self._weights_of(version.policy))
-                rename_durably(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
+                weights = self._weights_of(version.policy)
+                self._disk.write(staging / TRAINED_FILE, weights)
+                rename_durably(
+                    staging,
+                    target,
+                    disk=self._disk,
+                    unless_same=lambda existing: self._disk.read(existing / TRAINED_FILE, limit=_LIMIT) == weights,
+                )
         except FileExistsError as error:
             raise TrainerError(f"{version} exists in {target} with other weights; ids are never reused") from error
         except OSError as error:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentrl.core.deltas import DeltaEncoder, DeltaError, DeltaRecord, digest_of_version, open_weights, write_record
 from agentrl.core.errors import EngineError
-from agentrl.core.files import WEIGHT_FILES, read_safetensors_header, sha256_of
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
@@ -44,7 +47,11 @@ class ReadingEngine(ScriptedEngine):
     async def load(self, weights: WeightsRef) -> None:
         if weights.path.startswith(self._owner):
             raise EngineError(f"{weights.path} is read by path")
-        if digest_of(Path(weights.path)) != weights.sha256:
+        try:
+            digest = digest_of_version(Path(weights.path), weights.kind)
+        except (OSError, DeltaError) as error:
+            raise EngineError(f"{weights.version} cannot be read: {error}") from error
+        if digest != weights.sha256:
             raise EngineError(f"{weights.version} has other files than were published")
 
 
@@ -115,9 +122,27 @@ def written_full(directory: Path, step: int) -> WeightsRef:
     return WeightsRef(version=version, path=str(directory), kind="full", sha256=sha256_of(file))
 
 
-def digest_of(directory: Path) -> str:
-    content = b"".join((directory / name).read_bytes() for name in WEIGHT_FILES["adapter"])
-    return hashlib.sha256(content).hexdigest()
+def written_changes(base: WeightsRef) -> WeightsRef:
+    """A version of all weights, stored as changes of the one before, next to it."""
+    step = base.version.step + 1
+    directory = Path(base.path).with_name(f"0.{step}")
+    directory.mkdir()
+    with open_weights(Path(base.path) / WEIGHT_FILES["full"][0]) as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        old = file.read()
+    new = np.frombuffer(old, "<u2").copy()
+    new[step::1000] += 1
+    encoder = DeltaEncoder(BytesIO(old))
+    frames = [
+        *encoder.add(memoryview(len(header).to_bytes(8, "little") + header)),
+        *encoder.add(new.data.cast("B")),
+        *encoder.finish(),
+    ]
+    (directory / DELTA_FILES[1]).write_bytes(b"".join(frames))
+    version = PolicyVersion("solver", 0, step)
+    digest = hashlib.sha256(len(header).to_bytes(8, "little") + header + new.tobytes()).hexdigest()
+    write_record(directory, DeltaRecord(Path(base.path).name, base.sha256, digest))
+    return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest)
 
 
 def written(directory: Path, step: int, size: int) -> WeightsRef:
@@ -126,7 +151,10 @@ def written(directory: Path, step: int, size: int) -> WeightsRef:
     for name in WEIGHT_FILES["adapter"]:
         (directory / name).write_bytes(bytes([step]) * size)
     return WeightsRef(
-        version=PolicyVersion("solver", 0, step), path=str(directory), kind="adapter", sha256=digest_of(directory)
+        version=PolicyVersion("solver", 0, step),
+        path=str(directory),
+        kind="adapter",
+        sha256=digest_of_version(directory, "adapter"),
     )
 
 

@@ -7,15 +7,17 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError, VersionsRefusedError
+from agentrl.core.files import DELTA_FILES
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import protocol
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
@@ -24,7 +26,16 @@ from agentrl.engines.weights import version_files
 from agentrl.engines.weights.gloo import GlooSender
 from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
 from agentrl.engines.weights.version_files import PIECE_BYTES, VersionFiles
-from tests.contract.elsewhere import START, Elsewhere, asking_program, program, tensors_of, written, written_full
+from tests.contract.elsewhere import (
+    START,
+    Elsewhere,
+    asking_program,
+    program,
+    tensors_of,
+    written,
+    written_changes,
+    written_full,
+)
 
 REQUEST = GenerateRequest(
     request_id="call", token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=8), seed=0
@@ -35,13 +46,18 @@ async def made(directory: Path) -> ProcessEngine:
     return await ProcessEngine(program(directory), START, placement=Elsewhere()).ready()
 
 
-def refuse_versions(process_id: int | None) -> Path:
-    """Have a process's disk refuse further versions, as a full one does, while a file is there."""
+def received_versions(process_id: int | None) -> Path:
+    """The directory of a process with the versions that its owner sent."""
     environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
     (private,) = [
         line.partition(b"=")[2] for line in environment if line.startswith(PRIVATE_DIRECTORY_VARIABLE.encode())
     ]
-    versions = Path(os.fsdecode(private), "versions")
+    return Path(os.fsdecode(private), "versions")
+
+
+def refuse_versions(process_id: int | None) -> Path:
+    """Have a process's disk refuse further versions, as a full one does, while a file is there."""
+    versions = received_versions(process_id)
     versions.rename(versions.with_name("moved"))
     versions.write_text("no directory can be made here")
     return versions
@@ -67,6 +83,61 @@ def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_pa
         (tmp_path / "3" / "adapter_config.json").unlink()
         with pytest.raises(EngineError, match=r"solver.* refused: .*adapter_config.json cannot be read"):
             await engine.serve([gone], ())
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_holds_the_base_is_sent_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other process is sent the whole version: after a lost delta, with a damaged base, and after a restart."""
+    sent: list[str] = []
+    send_piece = VersionFiles._send_piece
+
+    def send(
+        files: VersionFiles, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, *piece: Any
+    ) -> None:
+        sent.append(name)
+        send_piece(files, weights, pieces, name, *piece)
+
+    monkeypatch.setattr(VersionFiles, "_send_piece", send)
+    versions = [written_full(tmp_path / "0.1", 1)]
+    for _ in range(6):
+        versions.append(written_changes(versions[-1]))
+
+    async def main() -> None:
+        engine = await made(tmp_path)
+
+        async def serve(step: int) -> set[str]:
+            sent.clear()
+            await engine.serve([versions[step - 1]], ())
+            session = engine.open(f"session {step}", "solver")
+            completion = await session.generate(REQUEST)
+            session.close()
+            assert [span.version.step for span in completion.spans] == [step]
+            return set(sent)
+
+        whole, changes = {"model.safetensors"}, set(DELTA_FILES)
+        assert await serve(1) == whole
+        assert await serve(2) == changes
+        assert len(sent) == 2, "the changes fit into one message"
+        assert await serve(4) == whole, "version 3 was lost"
+        received = received_versions(engine.supervisor.process_id)
+        with (received / versions[3].sha256 / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        assert await serve(5) == changes | whole
+        assert sorted(path.name for path in received.iterdir()) == [versions[4].sha256]
+        assert engine.supervisor.process_id is not None
+        os.kill(engine.supervisor.process_id, signal.SIGKILL)
+        while not engine.supervisor.losses:
+            await asyncio.sleep(0.01)
+        sent.clear()
+        await engine.ready()
+        assert set(sent) == whole
+        assert await serve(6) == changes
+        (Path(versions[6].path) / DELTA_FILES[1]).write_bytes(b"no frames")
+        with pytest.raises(EngineError, match=r"solver@0\.7 refused: .*0\.7/delta\.bin ends within a frame"):
+            await engine.serve([versions[6]], ())
         await engine.close()
 
     asyncio.run(main())

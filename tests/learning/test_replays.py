@@ -170,7 +170,9 @@ def test_steps_in_bfloat16_are_computed_forward_from_the_newest_checkpoint(tmp_p
     config = two_policies(tmp_path, steps=3)
     model = config.model.model_copy(update={"dtype": "bfloat16"})
     checkpoint = config.checkpoint.model_copy(update={"every": 2})
-    run = agentrl.train(config.model_copy(update={"model": model, "checkpoint": checkpoint}), quiet=True).path
+    engine = config.engine.model_copy(update={"publish": "delta"})
+    parts = {"model": model, "checkpoint": checkpoint, "engine": engine}
+    run = agentrl.train(config.model_copy(update=parts), quiet=True).path
     found = computed(run)
     for version, step in found.items():
         assert (step.loss_again, step.grad_norm_again) == (step.loss, step.grad_norm), (version, step.text)

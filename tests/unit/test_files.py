@@ -30,11 +30,15 @@ def disk_and_root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk,
 
 
 def build(disk: Disk, target: Path, content: bytes, *, unless_same: str | None = None) -> None:
+    def is_same(existing: Path) -> bool:
+        assert unless_same is not None
+        return disk.read(existing / unless_same, limit=99) == content
+
     with staging_directory(target, disk=disk, depth=2) as staging:
         disk.make_directory(staging / "policy")
         disk.write(staging / "policy" / "weights", content)
         disk.write(staging / "state", b"1")
-        rename_durably(staging, target, disk=disk, unless_same=unless_same)
+        rename_durably(staging, target, disk=disk, unless_same=is_same if unless_same else None)
 
 
 def test_a_directory_is_placed_with_its_parents_and_nothing_else_is_left(disk_and_root: tuple[Disk, Path]) -> None:

@@ -100,7 +100,7 @@ def test_a_version_directory_that_cannot_be_made_is_named(model: Path, tmp_path:
 class ShardedModel:
     """Stands for a model whose tensors all ranks gather together, one at a time."""
 
-    kind = "adapter"
+    kind = published_kind = "adapter"
 
     def __init__(self) -> None:
         self.gathered = 0

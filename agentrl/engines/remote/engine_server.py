@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from agentrl.core import rpc
+from agentrl.core.deltas import DeltaError, make_whole, read_record, remove_delta
 from agentrl.core.errors import (
     AgentRLError,
     EngineCapabilityError,
@@ -32,7 +33,7 @@ from agentrl.core.errors import (
     EngineStorageError,
     VersionsRefusedError,
 )
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
 from agentrl.core.machine import rare_collections
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
@@ -171,8 +172,8 @@ class ConnectionHandler:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         async with self._write_lock:  # waits for the preceding chunks
             pass
-        current, pinned = (
-            [self.versions.local(ref) for ref in versions] for versions in (message.current, message.pinned)
+        current, pinned = await asyncio.to_thread(
+            lambda: [[self.versions.local(ref) for ref in refs] for refs in (message.current, message.pinned)]
         )
         refused: Mapping[PolicyVersion, EngineError] = {}
         try:
@@ -208,7 +209,7 @@ class ReceivedWeightFiles:
             EngineStorageError: writing failed.
             EngineError: the name does not belong to a version's file, or the bytes before are missing.
         """
-        names = {name for kind in WEIGHT_FILES.values() for name in kind}
+        names = {name for files in (*WEIGHT_FILES.values(), DELTA_FILES) for name in files}
         if chunk.name not in names or not chunk.sha256.isalnum():
             raise EngineError(f"{chunk.name!r} is not a file of a version")
         directory = self._root / chunk.sha256
@@ -225,10 +226,15 @@ class ReceivedWeightFiles:
             ) from error
 
     def local(self, weights: WeightsRef) -> WeightsRef:
-        """Return the version with the path of its local copy, if its files were sent."""
+        """Return the version with the path of its local copy, if its files were sent; a delta is applied."""
         if weights.sha256 not in self._digests:
             return weights
-        return replace(weights, path=str(self._root / weights.sha256))
+        directory = self._root / weights.sha256
+        with contextlib.suppress(OSError, DeltaError):  # the engine refuses the version, and the owner sends it whole
+            if (record := read_record(directory)) is not None:
+                make_whole(directory, base=self._root / record.base_sha256)
+                remove_delta(directory)
+        return replace(weights, path=str(directory))
 
     def keep(self, digests: Collection[str]) -> None:
         """Remove the copies of other versions."""

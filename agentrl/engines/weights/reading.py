@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
+from agentrl.core.deltas import BLOCK_BYTES, DeltaError, open_weights, read_weight_bytes
 from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
@@ -87,9 +88,12 @@ def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
-        content = path.read_bytes()
+        with open_weights(path) as file:
+            content = file.read()
     except OSError as error:
-        raise version_refused_error(weights, f"{path} cannot be read ({error.strerror})") from error
+        raise version_refused_error(weights, f"{error.filename or path} cannot be read ({error.strerror})") from error
+    except DeltaError as error:
+        raise version_refused_error(weights, str(error)) from error
     digest = hashlib.sha256(content)
     digest.update(config)
     if digest.hexdigest() != weights.sha256:
@@ -126,7 +130,7 @@ def read_metadata(weights: WeightsRef) -> dict[str, str]:
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
-        header = msgspec.json.decode(read_safetensors_header(path)[8:], type=_Header)
+        header = msgspec.json.decode(read_safetensors_header(path, read_weight_bytes)[8:], type=_Header)
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
     return header.metadata
@@ -276,7 +280,10 @@ def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:
     directory.mkdir(exist_ok=True)
     for name in WEIGHT_FILES[weights.kind]:
         try:
-            shutil.copyfile(Path(weights.path) / name, directory / name)
+            with open_weights(Path(weights.path) / name) as content, (directory / name).open("wb") as copy:
+                shutil.copyfileobj(content, copy, BLOCK_BYTES)
+        except DeltaError as error:
+            raise version_refused_error(weights, str(error)) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise version_refused_error(

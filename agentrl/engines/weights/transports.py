@@ -112,6 +112,9 @@ def local_transport(plan: DevicePlan, number: int) -> str | None:
     return None if plan.ranks[0] in gpus else "nccl"
 
 
-def network_transport(*, on_gpus: bool) -> str:
-    """Choose the transport to an engine on any node of a cluster, by whether it has GPUs, as rank 0 then has too."""
-    return "nccl" if on_gpus else "gloo"
+def network_transport(publish: Literal["auto", "full", "delta"], *, on_gpus: bool) -> str | None:
+    """Choose the transport to an engine on any node of a cluster, by `engine.publish` and whether the engine has GPUs,
+    as rank 0 then has too; None: the engine's owner sends the published files."""
+    if on_gpus:
+        return None if publish == "delta" else "nccl"
+    return "gloo" if publish == "full" else None

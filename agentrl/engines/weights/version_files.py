@@ -1,14 +1,19 @@
-"""The owner's end of weight transfers: it sends the files of versions to an engine on another machine."""
+"""The owner's end of weight transfers: it sends the files of versions to an engine on another machine.
+
+Of full weights that are stored as a delta (`core.deltas`), only the delta is sent to a process that holds its base. If
+the process refuses the result, because its copy of the base or the delta was damaged, the version is sent whole.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from agentrl.core.deltas import DeltaError, open_weights, read_record, read_weight_bytes
 from agentrl.core.errors import EngineError, EngineLostError, version_refused_error
-from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import protocol
 
@@ -51,6 +56,10 @@ class VersionFiles:
         self._headers_only: dict[str, tuple[WeightsRef, int]] = {}
         """Versions of which only a header was sent, and its bytes, keyed by digest: steps that change nothing publish
         the same file again."""
+        self._sent_deltas: set[str] = set()
+        """Digests of the versions of which a delta was sent, and that the process has not answered for yet."""
+        self._refused_deltas: set[str] = set()
+        """Digests of the versions that the process refused after a delta, and that are sent whole from then on."""
         self._digests: dict[PolicyVersion, str] = {}
         """Digests of the versions that the process may request."""
         self._failures: dict[PolicyVersion, EngineError] = {}
@@ -68,10 +77,13 @@ class VersionFiles:
             if weights.sha256 in self._sent:
                 continue
             try:
-                if self._only_headers and weights.kind == "full":
+                if weights.kind == "full" and await asyncio.to_thread(self._has_base, weights):
+                    self._sent_deltas.add(weights.sha256)
+                    await self._send_files(weights, pieces, DELTA_FILES)
+                elif self._only_headers and weights.kind == "full":
                     await self._send_header(weights, pieces)
                 else:
-                    await self._send_files(weights, pieces)
+                    await self._send_files(weights, pieces, WEIGHT_FILES[weights.kind])
             except EngineError as error:
                 self._failures[weights.version] = error
 
@@ -82,7 +94,7 @@ class VersionFiles:
             return
         pieces: list[asyncio.Task[None]] = []
         try:
-            await self._send_files(weights, pieces, start)
+            await self._send_files(weights, pieces, WEIGHT_FILES[weights.kind], start)
         except EngineError as error:
             self._failures[version] = error
         for answer in await asyncio.gather(*pieces, return_exceptions=True):
@@ -94,28 +106,50 @@ class VersionFiles:
         names = [weights.version for weights in versions]
         return {version: self._failures.pop(version) for version in names if version in self._failures}
 
+    def must_resend(self, refused: Collection[PolicyVersion]) -> bool:
+        """Whether the process refused a version of which a delta was sent; it is sent whole the next time."""
+        refused_deltas = self._sent_deltas.intersection(map(self._digests.get, refused))
+        self._refused_deltas |= refused_deltas
+        self._sent_deltas.clear()
+        return bool(refused_deltas)
+
     def keep_only(self, versions: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
         self._digests = {weights.version: weights.sha256 for weights in versions}
         self._sent = set(self._digests.values())
         self._headers_only = {digest: header for digest, header in self._headers_only.items() if digest in self._sent}
 
+    def _has_base(self, weights: WeightsRef) -> bool:
+        """Whether the process can rebuild a version from its delta."""
+        try:
+            record = read_record(Path(weights.path))
+        except (OSError, DeltaError) as error:
+            raise version_refused_error(weights, f"its delta cannot be read ({error})") from error
+        return (
+            record is not None
+            and record.base_sha256 in self._sent - self._headers_only.keys()
+            and weights.sha256 not in self._refused_deltas
+        )
+
     async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
         (name,) = WEIGHT_FILES["full"]
         try:
-            header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name)
+            header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name, read_weight_bytes)
         except (OSError, ValueError) as error:
             raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
         self._headers_only[weights.sha256] = (weights, len(header))
         self._send_piece(weights, pieces, name, 0, header)
 
-    async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]], start: int = 0) -> None:
-        names = WEIGHT_FILES[weights.kind]
-        pieces_to_read = read_files_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
+    async def _send_files(
+        self, weights: WeightsRef, pieces: list[asyncio.Task[None]], names: Sequence[str], start: int = 0
+    ) -> None:
+        pieces_to_read = _read_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
         is_last = False
         while not is_last:
             try:
                 read, is_last = await asyncio.to_thread(next, pieces_to_read)
+            except DeltaError as error:
+                raise version_refused_error(weights, str(error)) from error
             except OSError as error:
                 raise version_refused_error(
                     weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
@@ -142,3 +176,28 @@ class VersionFiles:
         except EngineError as error:
             reason = f"machine {self._host} cannot store them: {error}"
             self._failures.setdefault(weights.version, version_refused_error(weights, reason, type(error)))
+
+
+def _read_in_pieces(
+    directory: Path, names: Sequence[str], size: int, *, start: int = 0
+) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
+    """Yield lists of (file name, bytes before, bytes) of files in a directory, each of at most `size` bytes, and
+    whether a list is the last; without the first `start` bytes of the first file.
+
+    Raises:
+        OSError, DeltaError: a file cannot be read; see `open_weights`.
+    """
+    read: list[tuple[str, int, bytes]] = []
+    room = size
+    for name in names:
+        with open_weights(directory / name) as file:
+            file.read(start)
+            while data := file.read(room or size):
+                if not room:
+                    yield read, False
+                    read, room = [], size
+                read.append((name, start, data))
+                start += len(data)
+                room -= len(data)
+        start = 0
+    yield read, True
