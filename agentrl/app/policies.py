@@ -27,7 +27,7 @@ from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossC
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.deltas import DeltaError, digest_of_version
 from agentrl.core.errors import ConfigError, EngineError, InputError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, sha256_of
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -451,8 +451,6 @@ def check_quantized_models(bases: Iterable[BaseModelPlan]) -> None:
         ConfigError: a policy would.
         ModelError: a config.json cannot be read.
     """
-    from agentrl.rollout.chat.chat_template import read_json
-
     for name, policy, path in (
         (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
     ):
@@ -505,8 +503,6 @@ def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: boo
         ConfigError: a policy has one; the message has the reason.
         ModelError: a config.json cannot be read.
     """
-    from agentrl.rollout.chat.chat_template import read_json
-
     for name, policy, path in (
         (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
     ):

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from agentrl.core.errors import InputError, JournalError, ModelError, StorageError
@@ -424,6 +424,23 @@ def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
         _make_durable(directory.parent, disk, depth - 1)
         disk.make_directory(directory)
     disk.sync(directory.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in `path`; empty if there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not contain a JSON object")
+    return value
 
 
 def check_model_directory(path: str | Path) -> None:

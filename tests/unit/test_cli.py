@@ -261,6 +261,17 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     )
 
 
+def test_a_dry_run_needs_no_extra(tmp_path: Path) -> None:
+    program = (
+        "import sys; from agentrl.cli.main import EXTRAS, main\n"
+        "sys.modules.update(dict.fromkeys(EXTRAS))  # as if not installed\n"
+        "sys.exit(main(['env', 'new', 'sums']) or main(['train', 'sums/train.toml', '--dry-run']))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_dry_run_refuses_a_directory_that_is_no_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "runs"\n')
     assert main(["train", "run.toml", "--dry-run"]) == 2

@@ -27,6 +27,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
+from agentrl.core.files import read_json
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat, is_thinking_open
 from agentrl.core.text import common_prefix_length, valid_unicode
@@ -37,7 +38,6 @@ from agentrl.rollout.chat.chat_template import (
     ChatTemplate,
     ControlTokens,
     message_for_template,
-    read_json,
     stop_token_ids,
     tool_for_template,
 )

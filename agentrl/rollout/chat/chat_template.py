@@ -23,6 +23,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.core.errors import ModelError
+from agentrl.core.files import read_json
 from agentrl.core.text import valid_unicode
 
 if TYPE_CHECKING:
@@ -253,23 +254,6 @@ def tool_for_template(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
     """Convert a tool to the template's value."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": control.escape_value(function)}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; empty if there is no such file.
-
-    Raises:
-        ModelError: the file holds something else.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not contain a JSON object")
-    return value
 
 
 def stop_token_ids(directory: Path) -> list[int]:
