@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import check_local_models
 from agentrl.app.plan import with_chosen_settings
-from agentrl.app.run_parts import make_chat_format
 from agentrl.app.tinker_answers import checkpoint_list, describe_model, model_info, page, weights_info
 from agentrl.app.tinker_checks import check_request
 from agentrl.app.tinker_samples import ClientSampler, SamplingSource, recorded_samples
@@ -39,7 +39,6 @@ from agentrl.app.tinker_tables import (
     sequence_number,
 )
 from agentrl.app.tinker_training import ModelTraining
-from agentrl.config.sections import ModelConfig
 from agentrl.config.server import ServerConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import (
@@ -294,9 +293,8 @@ class TinkerService:
         if sampler.follows and sampler.model is not None:
             weights = sampler.model.newest
         source = SamplingSource(
-            policy=sampler.base.own_policy if weights is None else sampler.base.policy,
+            base=sampler.base,
             weights=weights,
-            chat_format=sampler.base.chat_format,
             sampler_id=sampler.id,
             model_id="" if sampler.model is None else sampler.model.id,
         )
@@ -513,6 +511,8 @@ def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) 
     """Load the base models for training, with their tokenizers."""
     from agentrl.learn.client_training import AdapterTrainer
     from agentrl.learn.ranks import rank_device
+    from agentrl.rollout.chat.chat_format import read_tokenizer
+    from agentrl.rollout.chat.chat_template import stop_token_ids
 
     device = rank_device(0, stays_on_cpu=plan.stays_on_cpu)
     return {
@@ -521,7 +521,10 @@ def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) 
             policy=config.policies_of(name)[0],
             own_policy=config.policies_of(name)[1],
             trainer=AdapterTrainer(plan.trainer_plan, Path(model.path), directory.path, device),
-            chat_format=make_chat_format(ModelConfig(path=model.path)),
+            decode=functools.partial(
+                read_tokenizer(Path(model.path) / "tokenizer.json").decode, skip_special_tokens=False
+            ),
+            stop_token_ids=tuple(stop_token_ids(Path(model.path))),
             tokenizer=model.tokenizer or os.path.abspath(model.path),
             max_rank=model.max_rank,
         )

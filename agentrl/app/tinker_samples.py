@@ -19,7 +19,7 @@ from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import InputError
-from agentrl.core.ports import ChatFormat, Engine, GenerateRequest, SamplingParams, generate_when_room
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams, generate_when_room
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -48,6 +48,7 @@ from agentrl.rollout.external.agent import cut_at_text
 from agentrl.rollout.turn_entries import completion_from_entry
 
 if TYPE_CHECKING:
+    from agentrl.app.tinker_tables import BaseModel
     from agentrl.core.records import Int32Array
 
 SEAT = "client"
@@ -121,14 +122,17 @@ class PinnedVersions:
 class SamplingSource:
     """The weights of a request for samples."""
 
-    policy: str
-    """Policy of the weights in engine and journal."""
+    base: BaseModel
     weights: WeightsRef | None
     """Saved weights of a client's model; None: the base model."""
-    chat_format: ChatFormat
     sampler_id: str
     model_id: str
     """Model of the weights; empty for the base model."""
+
+    @property
+    def policy(self) -> str:
+        """Policy of the weights in engine and journal."""
+        return self.base.own_policy if self.weights is None else self.base.policy
 
     @property
     def version(self) -> PolicyVersion:
@@ -240,7 +244,7 @@ class ClientSampler:
             if source.weights is not None:
                 await stack.enter_async_context(self.pinned.use(source.weights))
             started, tokens = self._clock.wall(), prompt_tokens(request)
-            sampling, texts = self._sampling(request.sampling_params, len(tokens), source.chat_format)
+            sampling, texts = self._sampling(request.sampling_params, len(tokens), source.base.stop_token_ids)
             recorded = self._recorded.get(request_id)
             group = [
                 self._one(
@@ -276,7 +280,7 @@ class ClientSampler:
         return ids.stable_hash64(*((self._seed, request_id) if seed is None else ("seed", seed)), number)
 
     def _sampling(
-        self, sampling: Sampling, prompt: int, chat_format: ChatFormat
+        self, sampling: Sampling, prompt: int, own_stops: tuple[int, ...]
     ) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return the engine's parameters, and the texts that end a sample."""
         stops = _stops(sampling)
@@ -289,7 +293,7 @@ class ClientSampler:
             temperature=1.0 if is_greedy else sampling.temperature,
             top_k=1 if is_greedy else max(0, sampling.top_k),
             top_p=sampling.top_p,
-            stop_token_ids=chat_format.stop_token_ids if sampling.stop is None or texts else tokens,
+            stop_token_ids=own_stops if sampling.stop is None or texts else tokens,
         )
         return params, texts
 
@@ -303,7 +307,7 @@ class ClientSampler:
         seed: int,
     ) -> Completion:
         """Sample once; a completion that a text ended has `stop` as its finish reason, too."""
-        decode, sampled = source.chat_format.decode, []
+        decode, sampled = source.base.decode, []
 
         def end_at_text(request_id: str, tokens: Tokens) -> None:
             sampled.extend(tokens.token_ids.tolist())
@@ -331,7 +335,7 @@ class ClientSampler:
         """Queue an episode of one turn for each sample; the next flush writes them: all of a request, or none."""
         records: list[ControlRecord] = []
         version, group_id = source.version, f"g{self._next_number}"
-        text = source.chat_format.decode(tokens.tolist())
+        text = source.base.decode(tokens.tolist())
         for number, completion in enumerate(samples):
             episode_id = ids.episode_id("e", self._next_number)
             self._next_number += 1
@@ -378,7 +382,7 @@ class ClientSampler:
                 context_ids=tokens.astype("<i4").tobytes(),
                 tokens=completion.encode(),
                 finish_reason="stop" if completion.finish_reason == "stop" else "length",
-                text=source.chat_format.decode(completion.token_ids.tolist()),
+                text=source.base.decode(completion.token_ids.tolist()),
                 messages=({"role": "user", "content": text},),
                 temperature=sampling.temperature,
                 seconds=seconds,

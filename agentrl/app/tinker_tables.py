@@ -26,7 +26,6 @@ from agentrl.journal.requests import ClientRequest
 from agentrl.observe.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import ChatFormat
     from agentrl.journal.store import SqliteJournal
     from agentrl.learn.client_training import AdapterTrainer
 
@@ -50,7 +49,10 @@ class BaseModel:
     own_policy: str
     """Policy of the base model itself."""
     trainer: AdapterTrainer
-    chat_format: ChatFormat
+    decode: Callable[[list[int]], str]
+    """Text of tokens, special ones included. A base model needs no chat template: clients send tokens."""
+    stop_token_ids: tuple[int, ...]
+    """The model's own stop tokens."""
     tokenizer: str
     max_rank: int
 

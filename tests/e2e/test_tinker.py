@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from agentrl.app.tinker import read_keys
 from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig
+from agentrl.config.server import ServedModelConfig
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.gateway import bodies
 from agentrl.gateway import tinker_messages as messages
@@ -112,13 +113,31 @@ def test_a_loop_of_sampling_and_training(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["run", "ledger", path]) == 0
 
 
+def test_a_base_model_without_a_chat_template_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients of base models send tokens."""
+
+    async def work() -> None:
+        async with serving(config) as (address, _), Client(address) as client:
+            samples = await client.sample(await client.sampler(await client.model()), [5, 6, 7], stop="zz")
+            assert samples.tokens[0]
+
+    whole = server_config(tmp_path)
+    bare = tmp_path / "bare"
+    shutil.copytree(whole.models[MODEL].path, bare)
+    (bare / "chat_template.jinja").unlink()
+    config = server_config(tmp_path, models={MODEL: ServedModelConfig(path=str(bare), max_rank=8)})
+    run(work)
+    assert main(["episode", "tokens", str(tmp_path / "server"), "e0"]) == 0
+    assert "calc@1.0" in capsys.readouterr().out
+
+
 def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
             created = await client.post(
                 "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=MODEL
             )
-            sampler, decode = created["sampling_session_id"], service.tables.bases[MODEL].chat_format.decode
+            sampler, decode = created["sampling_session_id"], service.tables.bases[MODEL].decode
             free = (await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=[], seed=3)).tokens[0]
             text = decode(free)[6:9]
             cut = await client.sample(sampler, [5, 6, 7], max_tokens=24, stop=text, seed=3)
