@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
 import multiprocessing.process
+import os
 import struct
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import aiohttp
 import numpy as np
 
 from agentrl.app.tinker import TinkerService, open_service
+from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig, EngineConfig, TrainerConfig
 from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.gateway.tinker import TinkerServer
-from tests.support import tinker_process
+from tests.support.warm import WARM
 
 KEY, OTHER_KEY = "tml-0123456789abcdef01234567", "tml-76543210fedcba9876543210"
 OWNERS = {KEY: "ALICE", OTHER_KEY: "BOB"}
@@ -272,10 +274,6 @@ def row(tokens: Sequence[int], **inputs: Any) -> Row:
     return {"tokens": tokens[:-1], "target_tokens": np.array(tokens[1:], np.int64), **inputs}
 
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.support.tinker_process"])  # what a server imports, in seconds
-
-
 CALCULATOR = """
 keys = ["ALICE"]
 [models.calc]
@@ -307,8 +305,7 @@ class ServerProcess:
         command = ["serve", "tinker", str(self.file), "--port", str(self.port), "--json"]
         output = self.directory / "server.out"
         output.write_text("")
-        arguments = ([*command, f"--directory={self.directory}"], {"ALICE": KEY}, output)
-        self._process = _FORKS.Process(target=tinker_process.serve, args=arguments)
+        self._process = WARM.Process(target=_serve, args=([*command, f"--directory={self.directory}"], output))
         self._process.start()
         while not (line := output.read_text()).endswith("\n"):
             self._process.join(0.02)
@@ -323,6 +320,14 @@ class ServerProcess:
         assert self._process is not None
         self._process.kill()
         self._process.join()
+
+
+def _serve(command: list[str], output: Path) -> None:
+    """Run a command with a client's key, its output in a file, and its errors in one beside it."""
+    os.environ["ALICE"] = KEY
+    for number, file in enumerate((output, output.with_suffix(".err")), 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.exit(main(command))
 
 
 async def until_accepted(client: Client, call: Any) -> Any:

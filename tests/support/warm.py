@@ -23,6 +23,9 @@ WARM.set_forkserver_preload(
         "agentrl.engines.embedded.engine",
         "agentrl.engines.remote.engine_server",
         "agentrl.learn.trainer",
+        "agentrl.app.tinker",
+        "agentrl.learn.client_training",
+        "transformers.models.qwen3.modeling_qwen3",
     ]
 )
 
