@@ -373,9 +373,9 @@ class TinkerService:
                 sampler = self.tables.sampler_of(owner, request["sampler_id"])
                 return {"sampler_id": sampler.id, "base_model": sampler.base.name, "model_path": sampler.path}
             case "models":
-                return page("training_runs", [self._describe(model) for model in self.tables.models_of(owner)])
+                return page("training_runs", [await self._describe(model) for model in self.tables.models_of(owner)])
             case "model":
-                return self._describe(self.tables.model_of(owner, request["model_id"]))
+                return await self._describe(self.tables.model_of(owner, request["model_id"]))
             case "checkpoints":
                 return {"checkpoints": checkpoint_list(self.tables, self.tables.model_of(owner, request["model_id"]))}
             case "all_checkpoints":
@@ -397,7 +397,8 @@ class TinkerService:
         self.tables.fold(request, result)
         return result
 
-    def _describe(self, model: ClientModel) -> dict[str, Any]:
+    async def _describe(self, model: ClientModel) -> dict[str, Any]:
+        await self._log.flush()  # a model is known before its first request is on disk
         return describe_model(self.tables, model, self._log.last_received(model.id))
 
     async def _create_sampler(self, owner: str, request: messages.CreateSampler) -> Mapping[str, Any]:
