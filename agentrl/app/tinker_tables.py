@@ -49,7 +49,7 @@ class BaseModel:
     own_policy: str
     """Policy of the base model itself."""
     trainer: AdapterTrainer
-    decode: Callable[[list[int]], str]
+    decode: Callable[[Sequence[int]], str]
     """Text of tokens, special ones included. A base model needs no chat template: clients send tokens."""
     stop_token_ids: tuple[int, ...]
     """The model's own stop tokens."""
