@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import check_local_models
 from agentrl.app.plan import with_chosen_settings
-from agentrl.app.tinker_answers import checkpoint_list, describe_model, model_info, page, weights_info
-from agentrl.app.tinker_checks import check_request
+from agentrl.app.tinker_answers import checkpoint_list, describe_model, describe_session, model_info, page, weights_info
+from agentrl.app.tinker_checks import check_labels, check_request
 from agentrl.app.tinker_samples import ClientSampler, SamplingSource, recorded_samples
 from agentrl.app.tinker_tables import (
     CREATES,
@@ -351,7 +351,7 @@ class TinkerService:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:  # noqa: C901 (one case each)
+    async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:  # noqa: C901, PLR0912
         """Answer a request that needs no wait; see `gateway.tinker.TinkerBackend`."""
         match question:
             case "create_session":
@@ -361,6 +361,8 @@ class TinkerService:
             case "session_heartbeat":
                 self.tables.session_of(owner, request.session_id)
                 return {"type": "session_heartbeat"}
+            case "finish_session":
+                return await self._finish_session(owner, request.session_id)
             case "create_sampling_session":
                 return await self._create_sampler(owner, request)
             case "get_info":
@@ -369,6 +371,10 @@ class TinkerService:
                 return weights_info(self.tables, owner, request.tinker_path)
             case "capabilities":
                 return {"supported_models": [self._capabilities(base) for base in self.tables.bases.values()]}
+            case "sessions":
+                return {"sessions": [session for session, whose in self.tables.sessions.items() if whose == owner]}
+            case "session":
+                return describe_session(self.tables, owner, request["session_id"])
             case "sampler":
                 sampler = self.tables.sampler_of(owner, request["sampler_id"])
                 return {"sampler_id": sampler.id, "base_model": sampler.base.name, "model_path": sampler.path}
@@ -383,6 +389,8 @@ class TinkerService:
                 return page("checkpoints", [one for checkpoints in lists for one in checkpoints])
             case "delete_checkpoint":
                 return await self._delete(owner, request["model_id"], request["checkpoint"])
+            case "set_checkpoint_ttl":
+                return await self._set_ttl(owner, request)
         raise AssertionError(question)
 
     async def _record_answer(
@@ -400,6 +408,12 @@ class TinkerService:
     async def _describe(self, model: ClientModel) -> dict[str, Any]:
         await self._log.flush()  # a model is known before its first request is on disk
         return describe_model(self.tables, model, self._log.last_received(model.id))
+
+    async def _finish_session(self, owner: str, session_id: str) -> Mapping[str, Any]:
+        if session_id in self.tables.finished and self.tables.sessions[session_id] == owner:
+            return {}  # the SDK repeats a request whose answer it did not get
+        session = self.tables.session_of(owner, session_id)
+        return await self._record_answer(owner, "finish_session", session, 0, {}, {})
 
     async def _create_sampler(self, owner: str, request: messages.CreateSampler) -> Mapping[str, Any]:
         session = self.tables.session_of(owner, request.session_id)
@@ -437,6 +451,15 @@ class TinkerService:
         ):  # otherwise the SDK repeats a request whose answer it did not get
             raise RequestRefusedError(f"there are no weights {checkpoint[:100]!r} of {model_id}", "model")
         return {}
+
+    async def _set_ttl(self, owner: str, request: messages.SetTtl) -> Mapping[str, Any]:
+        check_labels(request)
+        model, now = self.tables.model_of(owner, request.model_id), self._clock.wall()
+        if request.checkpoint not in model.saved:
+            raise RequestRefusedError(f"there are no weights {request.checkpoint[:100]!r} of {model.id}", "model")
+        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+        content = {"checkpoint": request.checkpoint, "expires": expires}
+        return await self._record_answer(owner, "set_checkpoint_ttl", model.id, int(now * 1e6), content, {})
 
     def archive(self, owner: str, model_id: str, checkpoint: str) -> Path:
         """Return the directory of saved weights; see `gateway.tinker.TinkerBackend`."""

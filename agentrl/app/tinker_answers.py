@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agentrl.app.tinker_tables import SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
+from agentrl.gateway.calls import RequestRefusedError
 
 
 def model_info(model: ClientModel) -> dict[str, Any]:
@@ -44,6 +45,20 @@ def describe_model(tables: ClientTables, model: ClientModel, last_request_at: fl
         "last_checkpoint": newest.get("training"),
         "last_sampler_checkpoint": newest.get("sampler"),
         "user_metadata": model.metadata,
+    }
+
+
+def describe_session(tables: ClientTables, owner: str, session_id: str) -> dict[str, Any]:
+    """Name the models and samplers of a session.
+
+    Raises:
+        RequestRefusedError: there is no such session.
+    """
+    if tables.sessions.get(session_id) != owner:
+        raise RequestRefusedError(f"there is no session {session_id[:100]!r}", "model")
+    return {
+        "training_run_ids": [name for name in tables.models if name.startswith(f"{session_id}:")],
+        "sampler_ids": [name for name in tables.samplers if name.startswith(f"{session_id}:")],
     }
 
 

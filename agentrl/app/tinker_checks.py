@@ -23,7 +23,7 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
     Raises:
         InputError: the message says what to change.
     """
-    _check_labels(request)
+    check_labels(request)
     match request:
         case messages.CreateModel():
             _check_model(tables, request)
@@ -76,7 +76,7 @@ def _check_model(tables: ClientTables, request: messages.CreateModel) -> None:
     base.trainer.layers(attention=request.lora_config.train_attn, mlp=request.lora_config.train_mlp)
 
 
-def _check_labels(request: Any) -> None:
+def check_labels(request: Any) -> None:
     """Refuse a time to live or data about a model that are out of range.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,13 @@ WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 """Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, or to sample from."""
 CREATES = ("create_model", "load_weights")
 """Routes whose request with sequence number 0 creates a model."""
-IMMEDIATE = ("create_session", "create_sampling_session", "delete_checkpoint")
+IMMEDIATE = (
+    "create_session",
+    "finish_session",
+    "create_sampling_session",
+    "delete_checkpoint",
+    "set_checkpoint_ttl",
+)
 """Routes whose requests are recorded with their results."""
 RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler")
 """Routes that change the tables."""
@@ -181,6 +187,8 @@ class ClientTables:
         self._is_used = is_used
         self.sessions: dict[str, str] = {}
         """Owner of each session."""
+        self.finished: set[str] = set()
+        """Sessions that their clients have finished."""
         self.models: dict[str, ClientModel] = {}
         self.samplers: dict[str, Sampler] = {}
 
@@ -191,6 +199,8 @@ class ClientTables:
         match request.route:
             case "create_session":
                 self.sessions[result["session_id"]] = request.owner
+            case "finish_session":
+                self.finished.add(request.subject)
             case "create_sampling_session":
                 content = messages.read_json(json.loads(request.body), messages.CreateSampler)
                 self._add_sampler(request.owner, result["sampling_session_id"], content)
@@ -201,6 +211,10 @@ class ClientTables:
                 self.add_published(request, content, result, self._published(result["agentrl_version"]))
             case "delete_checkpoint":
                 self._forget_saved(self.models[request.subject], json.loads(request.body)["checkpoint"])
+            case "set_checkpoint_ttl":
+                change, saved = json.loads(request.body), self.models[request.subject].saved
+                if (known := saved.get(change["checkpoint"])) is not None:
+                    saved[change["checkpoint"]] = replace(known, expires=change["expires"])
 
     def _published(self, version: Sequence[Any]) -> WeightsRef:
         weights = self._store.published(PolicyVersion(*version))
@@ -332,10 +346,12 @@ class ClientTables:
         """Return the id of an owner's session.
 
         Raises:
-            RequestRefusedError: there is none.
+            RequestRefusedError: there is none, or it has finished.
         """
         if self.sessions.get(session_id) != owner:
             raise RequestRefusedError(f"there is no session {session_id[:100]!r}", "model")
+        if session_id in self.finished:
+            raise RequestRefusedError(f"the session {session_id} has finished; create another")
         return session_id
 
     def model_of(self, owner: str, model_id: str) -> ClientModel:

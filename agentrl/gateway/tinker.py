@@ -142,8 +142,9 @@ class TinkerServer:
         router = application.router
         for route in tinker_messages.FUTURES:
             router.add_post(f"{API}/{route}", functools.partial(self._accept, route))
-        for route, kind in _QUESTIONS.items():
-            router.add_post(f"{API}/{route}", functools.partial(self._question, route, kind))
+        for path, (question, kind) in _QUESTIONS.items():
+            method, _, place = path.partition(" ")
+            router.add_route(method, API + place, functools.partial(self._question, question, kind))
         for path, question in _LOOKUPS.items():
             method, _, place = path.partition(" ")
             router.add_route(method, API + place, functools.partial(self._lookup, question))
@@ -194,10 +195,10 @@ class TinkerServer:
             promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
         return json_response(200, promise)
 
-    async def _question(self, route: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
+    async def _question(self, question: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
         async with self._body(request) as body:
-            content = tinker_messages.read_json(bodies.parse_json_body(body), kind)
-            answer = await self._backend.answer(self._owner(request), route, content)
+            content = tinker_messages.read_json({**bodies.parse_json_body(body), **request.match_info}, kind)
+            answer = await self._backend.answer(self._owner(request), question, content)
         return json_response(200, answer)
 
     async def _lookup(self, question: str, request: web.Request) -> web.StreamResponse:
@@ -255,16 +256,20 @@ async def _constant(content: Mapping[str, Any], request: web.Request) -> web.Str
     return json_response(200, content)
 
 
-_QUESTIONS: Mapping[str, type[msgspec.Struct]] = {
-    "create_session": tinker_messages.CreateSession,
-    "session_heartbeat": tinker_messages.OfSession,
-    "create_sampling_session": tinker_messages.CreateSampler,
-    "get_info": tinker_messages.OfModel,
-    "weights_info": tinker_messages.OfPath,
+_QUESTIONS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
+    "POST /create_session": ("create_session", tinker_messages.CreateSession),
+    "POST /session_heartbeat": ("session_heartbeat", tinker_messages.OfSession),
+    "POST /sessions/{session_id}/finish": ("finish_session", tinker_messages.FinishSession),
+    "POST /create_sampling_session": ("create_sampling_session", tinker_messages.CreateSampler),
+    "POST /get_info": ("get_info", tinker_messages.OfModel),
+    "POST /weights_info": ("weights_info", tinker_messages.OfPath),
+    "PUT /training_runs/{model_id}/checkpoints/{checkpoint:.+}/ttl": ("set_checkpoint_ttl", tinker_messages.SetTtl),
 }
-"""Requests with a body that are answered at once, keyed by route."""
+"""Requests with a body that are answered at once, with their message, by method and path."""
 _LOOKUPS: Mapping[str, str] = {
     "GET /get_server_capabilities": "capabilities",
+    "GET /sessions": "sessions",
+    "GET /sessions/{session_id}": "session",
     "GET /samplers/{sampler_id}": "sampler",
     "GET /training_runs": "models",
     "GET /training_runs/{model_id}": "model",

@@ -303,6 +303,14 @@ class OfSession(msgspec.Struct):
     session_id: str
 
 
+class FinishSession(msgspec.Struct):
+    """A session ends: no further models and samplers are made in it."""
+
+    session_id: str
+    reason: dict[str, str] = {}
+    detail: str | None = None
+
+
 class Lora(msgspec.Struct):
     """The shape of an adapter."""
 
@@ -454,6 +462,14 @@ class Retrieve(msgspec.Struct):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class SetTtl(msgspec.Struct):
+    """Changes how long saved weights are kept from now on."""
+
+    model_id: str
+    checkpoint: str
+    ttl_seconds: int | None = None
 
 
 class OfPath(msgspec.Struct):

@@ -173,7 +173,7 @@ class RequestLog:
         """Return the largest sequence number of a finished request on a subject; -1 without one."""
         statement = (
             "SELECT coalesce(max(sequence), -1) FROM requests q WHERE subject = ? AND route NOT IN"
-            " ('delete_checkpoint') AND EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
+            " ('delete_checkpoint', 'set_checkpoint_ttl') AND EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
         )
         ((number,),) = all_rows(self._reader, self._path, statement, subject)
         return int(number)

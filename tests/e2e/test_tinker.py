@@ -257,10 +257,19 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
             await client.result(await client.post("save_weights", model_id=model, seq_id=3, path="once"))
             assert (await client.get(f"training_runs/{model}"))["last_request_time"] > before
             for _ in range(2):
+                await client.send("PUT", f"training_runs/{model}/checkpoints/weights/once/ttl", json={"ttl_seconds": 9})
+            assert (await client.get(f"training_runs/{model}/checkpoints"))["checkpoints"][0]["expires_at"] is not None
+            for _ in range(2):
                 await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/once")
             assert (await client.get(f"training_runs/{model}/checkpoints"))["checkpoints"] == []
             with pytest.raises(Refused, match="there are no weights 'weights/other'"):
                 await client.send("DELETE", f"training_runs/{model}/checkpoints/weights/other")
+            for _ in range(2):
+                await client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
+            with pytest.raises(Refused, match="has finished; create another"):
+                await client.model(5)
+            assert (await client.get("sessions"))["sessions"] == [client.session]
+            assert (await client.get(f"sessions/{client.session}"))["training_run_ids"] == [model]
 
     run(work)
 
@@ -622,6 +631,9 @@ def test_nobody_sees_what_another_owner_has(tmp_path: Path) -> None:
                 lambda: bob.sample(sampler, [1]),
                 lambda: bob.post("weights_info", tinker_path=path),
                 lambda: bob.post("session_heartbeat", session_id=alice.session),
+                lambda: bob.post(f"sessions/{alice.session}/finish"),
+                lambda: bob.get(f"sessions/{alice.session}"),
+                lambda: bob.send("PUT", f"training_runs/{model}/checkpoints/weights/mine/ttl", json={}),
                 lambda: bob.post("retrieve_future", request_id=f"{model}:1"),
                 lambda: bob.post("load_weights", session_id=bob.session, model_seq_id=0, path=path, optimizer=False),
                 lambda: bob.post("create_sampling_session", session_id=alice.session, sampling_session_seq_id=9),

@@ -101,6 +101,11 @@ except Exception as error:
     assert "is not served here" in str(error), error
 else:
     raise AssertionError("an unknown loss was accepted")
+rest = service.create_rest_client()
+rest.set_checkpoint_ttl_from_tinker_path(saved.path, 3600).result()
+(session,) = rest.list_sessions().result().sessions
+assert len(rest.get_session(session).result().training_run_ids) == 2
+service.close("success").result()
 print("finished", tinker.__version__, rewards[0], rewards[-1])
 """
 """An RL loop of the SDK, a custom loss, saved and loaded weights, and a refusal."""

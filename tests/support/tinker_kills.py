@@ -17,7 +17,7 @@ from tests.support.tinker_client import KEY, Client, Refused, Row, ServerProcess
 
 STEPS = 3
 """Optimizer steps of the script."""
-CALLS = 52
+CALLS = 54
 """Number of calls of the script."""
 MOMENTS = ("sent", "answered", "later")
 """When a call's kill comes: while the server may handle the call, between it and the next, or during later ones."""
@@ -160,8 +160,10 @@ async def script(client: Client) -> Outcome:
     saved = await client.result(await client.submit("save_weights_for_sampler", model, path="end"))
     place = f"training_runs/{model}/checkpoints"
     note(await client.send("GET", f"{place}/sampler_weights/end/archive"))
+    await client.send("PUT", f"{place}/sampler_weights/end/ttl", json={"ttl_seconds": 3600})
     await client.send("DELETE", f"{place}/weights/first")
     note([one["checkpoint_id"] for one in (await client.get(place))["checkpoints"]])
+    await client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
     return Outcome(answers, saved["agentrl_step"])
 
 
