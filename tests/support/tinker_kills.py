@@ -17,7 +17,7 @@ from tests.support.tinker_client import KEY, Client, Refused, Row, ServerProcess
 
 STEPS = 3
 """Optimizer steps of the script."""
-CALLS = 54
+CALLS = 61
 """Number of calls of the script."""
 MOMENTS = ("sent", "answered", "later")
 """When a call's kill comes: while the server may handle the call, between it and the next, or during later ones."""
@@ -138,7 +138,8 @@ async def script(client: Client) -> Outcome:
         note([found.tokens, [one.tobytes() for one in found.logprobs]])
 
     created = {"session_id": client.session, "sampling_session_seq_id": 100, "base_model": "calc"}
-    await sample((await client.post("create_sampling_session", **created))["sampling_session_id"])
+    sampler = (await client.post("create_sampling_session", **created))["sampling_session_id"]
+    await sample(sampler)
     model = await client.model()
     path = ""
     for step in range(STEPS):
@@ -163,7 +164,11 @@ async def script(client: Client) -> Outcome:
     await client.send("PUT", f"{place}/sampler_weights/end/ttl", json={"ttl_seconds": 3600})
     await client.send("DELETE", f"{place}/weights/first")
     note([one["checkpoint_id"] for one in (await client.get(place))["checkpoints"]])
-    await client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
+    of_model, of_session = f"training_runs/{model}", f"sessions/{client.session}"
+    for question in ("get_server_capabilities", "training_runs", of_model, "checkpoints", "sessions", of_session):
+        await client.get(question)
+    await client.get(f"samplers/{sampler}")
+    await client.post(f"{of_session}/finish", reason={"type": "success"})
     return Outcome(answers, saved["agentrl_step"])
 
 
