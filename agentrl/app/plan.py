@@ -22,6 +22,7 @@ from agentrl.app.policies import (
     check_fill,
     check_held,
     check_names,
+    check_quantized_models,
     check_roulette,
     group_demands,
     seats_by_episode_kind,
@@ -167,6 +168,7 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
     """
     check_context_ranks(config.trainer_plan)
     config, line = with_chosen_engine(config, before)
+    check_quantized_models(config)
     return with_chosen_token_limits(config, before), line
 
 
@@ -194,6 +196,7 @@ def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[Ru
             raise ConfigError(f"vLLM is not installed: {install_command('vllm')}")
         chosen_config = config.with_vllm()
         check_vllm_usable(chosen_config.engine, chosen_config.filtered, on_cluster=False)
+        check_quantized_models(chosen_config)
         if conflicts := device_plan(chosen_config.device_demand).memory_conflicts():
             raise ConfigError("; ".join(conflicts))
     except ConfigError as error:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from agentrl.app.model_files import model_paths
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.run import adapter_settings
+from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
@@ -29,6 +30,7 @@ from agentrl.core.deltas import DeltaError, digest_of_version
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities
+from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.estimators import advantage_declaration
@@ -444,27 +446,30 @@ def hidden_tools(plan: RolloutPlan, environment: type[Environment], chat_format:
     )
 
 
-def check_quantized_models(bases: Iterable[BaseModelPlan]) -> None:
-    """Refuse to train all weights of a quantized checkpoint, or to merge an adapter into them.
+def check_quantized_models(config: RunConfig) -> None:
+    """Refuse quantized checkpoints that trainer or embedded engine cannot read, and full weights of those that vLLM
+    serves: its layers are those of the checkpoint, and take no 16-bit weights.
 
     Raises:
-        ConfigError: a policy would.
-        ModelError: a config.json cannot be read.
+        ConfigError: the message names the setting or policy.
+        ModelError: the weights are quantized by a method that is not read; the message names the directory.
     """
-    for name, policy, path in (
-        (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
-    ):
-        settings = read_json(path / "config.json")
-        text = settings.get("text_config")
-        quantization = settings.get("quantization_config") or (text or {}).get("quantization_config")
-        if not quantization or (policy.lora is not None and not policy.lora.merge):
-            continue
-        method = quantization.get("quant_method", "see config.json")
-        what = "all weights cannot be trained" if policy.lora is None else "no adapter can be merged into them"
-        raise ConfigError(
-            f"policies.{name}: {path} has quantized weights ({method}), so {what}; train an adapter "
-            f"(policies.{name}.lora.rank = 16, without merge), or give a 16-bit copy of the model"
-        )
+    on_vllm = config.engine.kind == "vllm"
+    frozen = {base.path for base in config.bases if on_vllm and not base.trained}
+    for path in dict.fromkeys(model_paths(config).values()):
+        if os.path.realpath(path) not in frozen:
+            check_quantization(Path(path))
+    for base in config.bases if on_vllm else ():
+        quantization = read_quantization(Path(base.path))
+        for name, policy in base.trained.items():
+            if quantization and (policy.lora is None or policy.lora.merge):
+                what = "all weights" if policy.lora is None else "a merged adapter"
+                raise ConfigError(
+                    f"policies.{name}: vLLM serves {base.path} with quantized layers "
+                    f"({quantization_method(quantization)}), which cannot take {what} in 16 bits. Train an adapter "
+                    f"(policies.{name}.lora.rank = 16, without merge), give a 16-bit copy of the model, or set "
+                    "engine.vllm = false for the embedded engine"
+                )
 
 
 def check_context_ranks(plan: TrainerPlan) -> None:
@@ -768,9 +773,11 @@ def _adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def _is_same_model(one: Path, other: Path) -> bool:
-    """Whether two directories hold the same weights; if one is missing, whether they have the same name."""
+    """Whether two directories hold the same weights; if one is missing or a name on the hub, whether they have the same
+    name."""
     if not one.is_dir() or not other.is_dir():
-        return one.name == other.name
+        names = {Path(base_model_display_name(str(path))).name for path in (one, other)}
+        return len(names) == 1
     if one.samefile(other):
         return True
     files = [{file.name: file for file in path.glob("*.safetensors")} for path in (one, other)]

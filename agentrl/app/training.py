@@ -28,7 +28,6 @@ from agentrl.app.policies import (
     BaseModelRecord,
     base_model_chat_formats,
     base_models,
-    check_quantized_models,
     check_tokenizers,
     hidden_tools,
 )
@@ -325,7 +324,6 @@ async def _resolve(
         if names := [path for path in model_paths(config).values() if is_hub_name(path)]:
             observer.phase(f"finding {', '.join(names)} on the Hugging Face hub, or in its cache")
             config = await asyncio.to_thread(with_downloaded_models, config, before)
-        check_quantized_models(config.bases)
         if config.bases:
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)

@@ -179,10 +179,15 @@ def resolve_package_directory(path: str) -> str:
 
 def base_model_display_name(path: str) -> str:
     """Return the name of a base model, such as `Qwen/Qwen3-8B`: on the hub, or the last two parts of its directory."""
-    parts = Path(path).parts
-    if parts[-2:-1] == ("snapshots",) and parts[-3].startswith("models--"):
-        return parts[-3].removeprefix("models--").replace("--", "/")
-    return "/".join(parts[-2:])
+    return hub_commit(path)[0] or "/".join(Path(path).parts[-2:])
+
+
+def hub_commit(path: str) -> tuple[str, str]:
+    """Return the name on the hub and the commit of a model in huggingface_hub's cache; two empty texts for others."""
+    *_, model, folder, commit = ("", "", "", *Path(path).parts)
+    if folder != "snapshots" or not model.startswith("models--"):
+        return "", ""
+    return model.removeprefix("models--").replace("--", "/"), commit
 
 
 def shipped_example(name: str) -> Path:

@@ -36,6 +36,8 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
+from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
+from agentrl.engines.checkpoint import FLOAT_DTYPES, WEIGHTS_INDEX, checkpoint_tensors, weight_files
 from agentrl.engines.meta import runnable_on_meta
 
 if TYPE_CHECKING:
@@ -97,9 +99,9 @@ _REWARD_MODELS: dict[str, Any] = {
     "ForTokenClassification": AutoModelForTokenClassification,
 }
 """Kinds of reward models, by the end of their architecture's name."""
+_QUANTIZED = ("scale", "scales", "scale_inv", "_blocks", "zero_point", "qzeros", "absmax")
+"""Ends of names of tensors that belong to quantized weights."""
 _HALF = (torch.bfloat16, torch.float16)
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Floating-point dtypes by their names in a safetensors header."""
 
 
 def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.dtype:
@@ -139,9 +141,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _read_config(path: str | Path) -> PretrainedConfig:
     """Read the configuration of a checkpoint, without what its training asked of a forward pass, such as router logits
-    for an auxiliary loss."""
+    for an auxiliary loss, and without its quantization: weights are dequantized when they are read."""
     config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     for part in (config, config.get_text_config()):
+        for key in CONFIG_KEYS:
+            vars(part).pop(key, None)
         for output in ("output_router_logits", "output_attentions", "output_hidden_states"):
             if getattr(part, output, False):
                 setattr(part, output, False)
@@ -157,10 +161,9 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
         if dtype is None:
             for file in sorted(path.glob("*.safetensors")):
                 header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
-                dtype_names = [tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"]
-                dtype = next(
-                    (_SAFETENSORS_DTYPES[tensor] for tensor in dtype_names if tensor in _SAFETENSORS_DTYPES), None
-                )
+                # The scales of quantized weights are in float32, whatever the others are.
+                dtype_names = [tensor.get("dtype") for name, tensor in header.items() if "_scale" not in name]
+                dtype = next((FLOAT_DTYPES[tensor] for tensor in dtype_names if tensor in FLOAT_DTYPES), None)
                 break
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -193,9 +196,9 @@ def read_model(
             cannot serve contexts of `max_context`.
     """
     _check_directory(path)
+    check_quantization(Path(path))
     try:
         config = _read_config(path)
-        load = language_model_class(config).from_pretrained
         if to_sample:
             _check_layers(config, path)
             _check_positions(config, max_context, path, stretched=True)
@@ -203,16 +206,7 @@ def read_model(
         else:
             check_sparse_attention(config, max_context, path)
         with ONE_LOAD_AT_A_TIME, _track_parameters(keep):
-            model, report = load(
-                path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # mismatches then appear in the loading report
-                output_loading_info=True,
-            )
+            model, report = _load_weights(language_model_class(config), Path(path), config, dtype)
     except _LOAD_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(
@@ -220,9 +214,33 @@ def read_model(
             "safetensors weights; save it with model.save_pretrained(directory)"
         ) from error
     _check_report(path, report)
-    pretrained: PreTrainedModel = model
-    fix_rotary_positions(pretrained, max_context)
-    return pretrained
+    fix_rotary_positions(model, max_context)
+    return model
+
+
+def _load_weights(
+    auto_class: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load a model; returns it with the loading report."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "ignore_mismatched_sizes": True,  # mismatches then appear in the loading report
+        "output_loading_info": True,
+    }
+    model: PreTrainedModel
+    if not read_quantization(path):
+        model, report = auto_class.from_pretrained(path, config=config, **options)
+        return model, report
+    with torch.device("meta"):
+        shapes = auto_class.from_config(config, trust_remote_code=False)
+    tensors = checkpoint_tensors(path, dtype)
+    load: Any = type(shapes).from_pretrained
+    model, report = load(None, config=shapes.config, state_dict=tensors, **options)
+    model.name_or_path = str(path)
+    return model, report
 
 
 def language_model_class(config: PretrainedConfig) -> Any:
@@ -240,6 +258,7 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
             transformers only warns of a missing head, and initializes it randomly.
     """
     _check_directory(path)
+    check_quantization(Path(path))
     try:
         config = _read_config(path)
         names = [str(name) for name in config.architectures or ()]
@@ -254,18 +273,9 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
                 f"{path}: config.json says architectures = {names!a}; that of a reward model ends in "
                 f"{' or '.join(_REWARD_MODELS)}"
             )
-        load = next(auto.from_pretrained for name, auto in _REWARD_MODELS.items() if kind.endswith(name))
+        auto_class = next(auto for name, auto in _REWARD_MODELS.items() if kind.endswith(name))
         with ONE_LOAD_AT_A_TIME:
-            model, report = load(
-                path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            model, report = _load_weights(auto_class, Path(path), config, dtype)
     except _LOAD_ERRORS as error:
         raise ModelError(f"{path}: cannot be loaded as a reward model ({type(error).__name__}: {error})") from error
     if head := [name for name in report["missing_keys"] if name.startswith(("score.", "classifier."))]:
@@ -274,10 +284,10 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
             "would be random. Give the directory of a trained reward model"
         )
     _check_report(path, report)
-    pretrained: PreTrainedModel = model
-    pretrained.requires_grad_(False).train(False)
-    fix_rotary_positions(pretrained, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
-    return pretrained
+    module: nn.Module = model
+    module.requires_grad_(False).train(False)
+    fix_rotary_positions(model, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
+    return model
 
 
 @contextmanager
@@ -618,18 +628,6 @@ def check_finite_logits(model: PreTrainedModel, logits: Tensor) -> None:
         )
 
 
-WEIGHTS_INDEX = "model.safetensors.index.json"
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a model directory: those of its index, or the only one."""
-    index = path / WEIGHTS_INDEX
-    if not index.is_file():
-        return [path / WEIGHT_FILES["full"][0]]
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [path / name for name in sorted({str(name) for name in weight_map.values()})]
-
-
 def _check_shards(path: Path) -> None:
     """Refuse a directory that lacks files named by its index; an invalid index is left to transformers."""
     if not (path / WEIGHTS_INDEX).is_file():
@@ -659,6 +657,12 @@ def _check_alone(path: Path) -> None:
 
 def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
     """Refuse a model with weights that did not come from its files; report tensors that it does not use."""
+    unexpected_keys = report["unexpected_keys"]
+    if scales := [name for name in unexpected_keys if name.endswith(_QUANTIZED)]:
+        raise ModelError(
+            f"{path}: the weights are quantized, which config.json does not say: {quote_first_names(scales)} do not "
+            "belong to the model. Copy config.json again, or give a 16-bit copy of the model"
+        )
     wrong = {
         "are missing": report["missing_keys"],
         "have a wrong shape": [key for key, *_ in report["mismatched_keys"]],
@@ -669,7 +673,7 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
                 f"{path}: {len(names)} weights {problem} ({quote_first_names(names)}), so the files do not belong to "
                 "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
-    if unexpected_keys := report["unexpected_keys"]:
+    if unexpected_keys:
         warnings.warn(
             f"{path}: {len(unexpected_keys)} tensors do not belong to the model and are ignored: "
             f"{quote_first_names(unexpected_keys)}",

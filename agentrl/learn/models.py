@@ -29,13 +29,13 @@ import peft
 import torch
 import torch.nn.functional as F
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.config.fields import hub_commit
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
 from agentrl.config.sections import TrainerConfig
@@ -43,6 +43,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
 from agentrl.core.tokens import TrainingSample
+from agentrl.engines.checkpoint import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
 from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
     check_finite_logits,
@@ -55,7 +56,6 @@ from agentrl.engines.models import (
     quote_first_names,
     read_meta_model,
     read_model,
-    weight_files,
 )
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.context import ContextGroup
@@ -272,9 +272,8 @@ class PolicyModel:
             piece_tensors = {name: self._publish_tensor(name, tensors[name]) for name in piece}
             yield from self._convert(piece_tensors).items()
             piece_tensors.clear()
-        for name, (path, _) in self._carried.items():
-            with safe_open(path, framework="pt") as file:
-                yield name, file.get_tensor(name)
+        for name, tensor in self._carried.items():
+            yield name, tensor[...]
 
     @torch.no_grad()
     def _publish_tensor(self, name: str, tensor: Tensor) -> Tensor:
@@ -312,22 +311,27 @@ class PolicyModel:
         tensors = self._unique_tensors()
         pieces = [self._without_data(tensors, piece) for piece in self._conversion_groups]
         trained = {name: tensor for piece in pieces for name, tensor in self._convert(piece).items()}
-        return trained | {name: tensor for name, (_, tensor) in self._carried.items()}
+        return trained | {
+            name: torch.empty(tensor.get_shape(), dtype=FLOAT_DTYPES[tensor.get_dtype()], device="meta")
+            for name, tensor in self._carried.items()
+        }
 
     @cached_property
-    def _carried(self) -> Mapping[str, tuple[Path, Tensor]]:
-        """Tensors that the checkpoint has and the text model does not, such as those of a vision tower, without data,
-        and their files: a version of all weights has them as they are."""
+    def _carried(self) -> Mapping[str, StoredTensor]:
+        """Tensors that the checkpoint has and the text model does not, such as those of a vision tower: a version of
+        all weights has them as they are, or dequantized."""
         if self.published_kind == "adapter":
             return {}
         state = dict(self._model_tensors())
         known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
         stored = {
-            name: (file, tensor) for file in weight_files(self.base) for name, tensor in _stored_weights(file).items()
+            name: tensor
+            for name, tensor in checkpoint_tensors(self.base, self._dtype).items()
+            if tensor.get_dtype() in FLOAT_DTYPES
         }
         if not self._convert(self._without_data(tensors := self._unique_tensors(), tensors)).keys() <= stored.keys():
             return {}  # the names of another layout do not tell what the text model lacks
-        return {name: place for name, place in stored.items() if name not in known}
+        return {name: tensor for name, tensor in stored.items() if name not in known}
 
     def _unique_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
@@ -748,18 +752,6 @@ def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device
     return nn.Parameter(shard_tensor(parameter, mesh, device), requires_grad=parameter.is_floating_point())
 
 
-def _stored_weights(file: Path) -> dict[str, Tensor]:
-    """Return tensors without data, with the names, shapes and dtypes of the weights in a safetensors file."""
-    types = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    with safe_open(file, framework="pt") as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-    return {
-        name: torch.empty(found.get_shape(), dtype=types[found.get_dtype()], device="meta")
-        for name, found in slices.items()
-        if found.get_dtype() in types
-    }
-
-
 def _to_float32(parameter: Tensor) -> Tensor:
     return gather_tensor(parameter, torch.float32).float()
 
@@ -1002,6 +994,7 @@ def _add_adapter(
     experts: list[str],
     path: Path,
 ) -> peft.PeftModel:
+    name, commit = hub_commit(str(path))
     config = peft.LoraConfig(
         r=lora.rank,
         use_rslora=lora.rank_stabilized,
@@ -1011,7 +1004,8 @@ def _add_adapter(
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(path),
+        base_model_name_or_path=name or str(path),
+        revision=commit or None,
     )
     expert_classes = {type(module): ParamWrapper for module in adaptable_experts(base).values()}
     config._register_custom_module({nn.Linear: _AdaptedLinear, **expert_classes})

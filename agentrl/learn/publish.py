@@ -46,6 +46,7 @@ from agentrl.core.files import (
     staging_directory,
 )
 from agentrl.core.ids import stable_hash64
+from agentrl.core.quantization import CONFIG_KEYS
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
@@ -244,7 +245,7 @@ class Publisher:
                             target = copy / file.relative_to(base)
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
-                _state_dtype(copy / "config.json", dtype)
+                _describe_weights(copy / "config.json", dtype)
                 settings = self._settings
                 if settings.template_variables or settings.tools_in != "template":
                     template = published_template(base, settings.template_variables, settings.tools_in)
@@ -274,14 +275,16 @@ def _read_tensors(content: BufferedReader, layout: Mapping[str, Tensor], device:
         yield name, on_host.to(device)
 
 
-def _state_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set the dtype of the published weights in a model's configuration, which names that of the checkpoint."""
+def _describe_weights(path: Path, dtype: torch.dtype) -> None:
+    """Make a model's configuration describe the published weights: it names the dtype of the checkpoint, and how that
+    was quantized."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    sections = [part for part in (config, *config.values()) if isinstance(part, dict)]
-    keys = [(part, key) for part in sections for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
-    if any(part[key] != dtype_name(dtype) for part, key in keys):
-        for part, key in keys:
-            part[key] = dtype_name(dtype)
+    before = json.dumps(config)
+    for part in [part for part in (config, *config.values()) if isinstance(part, dict)]:
+        part.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)})
+        for key in CONFIG_KEYS:
+            part.pop(key, None)
+    if json.dumps(config) != before:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

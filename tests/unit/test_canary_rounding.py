@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -21,14 +20,16 @@ def away(nats: float, seed: int) -> np.ndarray:
 
 
 class Engine:
-    """Checks versions of one policy in bfloat16, one after another."""
+    """Checks versions of one policy, one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "bfloat16") -> None:
+        self.precision = precision
         self.rounding: dict[str, ObservedRounding] = {}
         self.step = 0
 
-    def check(self, *, change: float, rounding: float) -> None:
-        """Check a version that changed the log-probabilities by `change` nats, answered with an error of `rounding`."""
+    def check(self, *, change: float, rounding: float, is_stale: bool = False) -> None:
+        """Check a version that changed the log-probabilities by `change` nats, answered with an error of `rounding`: by
+        that version, or by the initial one if the answer is stale."""
         start = np.full((1, TOKENS), -20.0)
         logprobs = start + away(change, 1)
         canary = Canary(
@@ -41,9 +42,9 @@ class Engine:
         weights = WeightsRef(
             version=PolicyVersion("solver", 0, self.step), path="/nowhere", kind="adapter", sha256="0" * 64
         )
-        answer = (logprobs + away(rounding, 2 + self.step)).astype(np.float32)
+        answer = ((start if is_stale else logprobs) + away(rounding, 2 + self.step)).astype(np.float32)
         self.step += 1
-        check_canary_answer(weights, canary, answer, dtype=torch.bfloat16, others={}, rounding=self.rounding)
+        check_canary_answer(weights, canary, answer, precision=self.precision, others={}, rounding=self.rounding)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +78,17 @@ def test_versions_that_changed_nothing_do_not_tighten_the_limit() -> None:
     engine.check(change=0.3, rounding=0.24)
     with pytest.raises(EngineError, match=r"0\.25"):
         engine.check(change=0.6, rounding=0.26)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp4", "a KV cache in fp8_e4m3"])
+def test_an_engine_in_eight_bits_is_checked_by_its_own_limit(precision: str) -> None:
+    """Distances as SmolLM2-135M has them in FP8, by block and by tensor; they tighten no limit."""
+    engine = Engine(precision)
+    for change, rounding in [(0, 0.4), (0, 0.62), (0.01, 0.05), (0.3, 0.71)]:
+        engine.check(change=change, rounding=rounding)
+    with pytest.raises(EngineError, match=rf"with {precision} in the engine at most 1\.5"):
+        engine.check(change=0.3, rounding=1.6)
+    with pytest.raises(EngineError, match="as the model the run began with would"):
+        engine.check(change=0.8, rounding=0.1, is_stale=True)
+    with pytest.raises(EngineError, match=r"0\.25"):
+        Engine().check(change=0, rounding=0.4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.app.policies import check_quantized_models, check_tokenizers
+from agentrl.app.policies import check_tokenizers
 from agentrl.config.policies import PolicyConfig
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.forward import check_slots_match_forward
 from agentrl.engines.models import read_meta_model, read_model
 from agentrl.learn.models import why_unshared
@@ -88,18 +87,6 @@ def test_an_absurdly_long_token_is_named_before_it_is_compiled(model: Path) -> N
     policy = PolicyConfig(learning_rate=1e-2, reference=str(model))
     with pytest.raises(ModelError, match="60,000"):
         check_tokenizers(run_config(model, policies={"policy": policy}).engine_plan)
-
-
-@pytest.mark.parametrize("settings", [{"quantization_config": {"quant_method": "fp8"}}, {"text_config": None}])
-@pytest.mark.parametrize("policy", [{}, {"lora": {"rank": 2, "merge": True}}, {"lora": {"rank": 2}}], ids=str)
-def test_quantized_weights_are_not_trained(settings: dict[str, Any], policy: dict[str, Any], model: Path) -> None:
-    change(model / "config.json", **settings)
-    config = run_config(model)
-    trained = PolicyConfig.model_validate({"learning_rate": 1e-3, **policy})
-    config = config.model_copy(update={"policies": {"policy": trained}})
-    is_refused = "quantization_config" in settings and policy != {"lora": {"rank": 2}}
-    with pytest.raises(ConfigError, match=r"policies\.policy.* \(fp8\)") if is_refused else nullcontext():
-        check_quantized_models(config.bases)
 
 
 def test_outputs_that_a_checkpoint_s_training_asked_for_are_left_out(tmp_path: Path) -> None:

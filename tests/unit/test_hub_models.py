@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from agentrl.app.hub import is_hub_name, with_downloaded_models
+from agentrl.app.policies import check_adapter_base
 from agentrl.cli.main import main
+from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import InputError, ModelError
+from agentrl.core.records import PolicyVersion
+from agentrl.learn.models import load_models
+from agentrl.learn.publish import Publisher
+from tests.learn_cases import LORA, run_config
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "example-org/Tiny-0.1B"
@@ -111,3 +118,19 @@ def test_doctor_explains_a_model_that_was_not_downloaded(
     assert main([*arguments, "--model.path=example-org/Absent"]) == 1
     assert capsys.readouterr().out.count("hf download example-org/Absent") == 1
     assert main([*arguments, f"--model.path={NAME}", "--engine.slots=8", "--trainer.micro_batch_tokens=256"]) == 0
+
+
+def test_an_adapter_names_its_base_on_the_hub_and_the_commit(cache: Path, tmp_path: Path) -> None:
+    """A path into this machine's cache means nothing to others; an adapter from others may name the model, too."""
+    base = cache / "snapshots" / OLD
+    policies = {"policy": PolicyConfig(lora=LORA.model_copy(update={"target_modules": ()}))}
+    model = load_models(run_config(base, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
+    (tmp_path / "run").mkdir()
+    weights = Publisher(tmp_path / "run").publish(PolicyVersion("policy", 0, 1), model)
+    file = Path(weights.path) / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == (NAME, OLD)
+    check_adapter_base(weights, base)
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": "example-org/Other-0.1B"}))
+    with pytest.raises(InputError, match=r"Other-0\.1B"):
+        check_adapter_base(weights, base)

@@ -56,7 +56,7 @@ from agentrl.engines.embedded.forward import (
     prepare_for_sampling,
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
-from agentrl.engines.models import language_model_class, model_dtype
+from agentrl.engines.models import dtype_name, language_model_class, model_dtype
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
@@ -686,5 +686,5 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                 )
         else:
             answer = await self._engine.answer(new, new.canary)
-            other_canaries, dtype = self.canaries(new, *replaced), new.model_copy.model.dtype
-            check_canary_answer(weights, new.canary, answer, dtype=dtype, others=other_canaries, rounding=self.rounding)
+            others, precision = self.canaries(new, *replaced), dtype_name(new.model_copy.model.dtype)
+            check_canary_answer(weights, new.canary, answer, precision=precision, others=others, rounding=self.rounding)

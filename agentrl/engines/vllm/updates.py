@@ -39,6 +39,7 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.futures import run_shielded
 from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
+from agentrl.engines.models import dtype_name
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.version_table import LiveVersion, VersionTable
 from agentrl.engines.vllm.capture import top_k_without_filter
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from transformers import PreTrainedModel
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -97,6 +99,14 @@ class VllmVersion(LiveVersion):
         return self.check is None or await asyncio.shield(self.check)
 
 
+def engine_precision(config: VllmConfig) -> str:
+    """Return the coarsest numbers in which a vLLM computes: the quantization of its weights or of its KV cache, or its
+    dtype."""
+    cache = config.cache_config.cache_dtype
+    coarse_cache = "" if cache in ("auto", "bfloat16", "float16") else f"a KV cache in {cache}"
+    return str(config.model_config.quantization or coarse_cache or dtype_name(config.model_config.dtype))
+
+
 class VllmVersionTable(VersionTable[VllmVersion]):
     """The versions that one vLLM serves, and their updates.
 
@@ -125,6 +135,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         super().__init__(refresh=settings.refresh, max_staleness=settings.max_staleness, places=settings.adapter_slots)
         self._control = VllmControl(llm)
         self._model = model
+        self._precision = engine_precision(llm.vllm_config)
         self.keep_kv = settings.keep_kv
         self._max_rank = settings.max_rank
         for policy, version in versions.items():
@@ -312,10 +323,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                     weights, f"vLLM cannot {check} ({type(outcome).__name__}: {outcome})"
                 ) from outcome
         if canary is not None:
-            dtype: Any = self._model.config.dtype
-            other_canaries = self.canaries(new, old)
+            precision, others = self._precision, self.canaries(new, old)
             check_canary_answer(
-                weights, canary, outcomes[-1], dtype=dtype, others=other_canaries, rounding=self.rounding
+                weights, canary, outcomes[-1], precision=precision, others=others, rounding=self.rounding
             )
 
     async def _load_full(self, weights: WeightsRef) -> None:
