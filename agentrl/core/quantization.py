@@ -21,8 +21,9 @@ def read_quantization(path: Path) -> Mapping[str, Any]:
     Files that cannot be read are left to the reader of the model, which reports them.
     """
     settings = _read_object(path / "config.json")
-    for part in (settings, settings.get("text_config")):
-        for key in CONFIG_KEYS if isinstance(part, dict) else ():
+    parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]
+    for part in parts:
+        for key in CONFIG_KEYS:
             if isinstance(quantization := part.get(key), dict) and quantization:
                 return {"model_type": settings.get("model_type"), **quantization}
     other_file = _read_object(path / "hf_quant_config.json")  # older files of NVIDIA's Model Optimizer

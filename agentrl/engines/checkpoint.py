@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,7 +88,7 @@ def checkpoint_tensors(path: Path, dtype: torch.dtype) -> dict[str, StoredTensor
     check_quantization(path)
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(path):
-        handle = safe_open(file, framework="pt")
+        handle: Any = safe_open(file, framework="pt")
         stored |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
     quantization = read_quantization(path)
     if not quantization:
@@ -118,9 +119,7 @@ def _read_fp8(
                 f"{path}: {name!a} of shape {shape} has scales of shape {scale_shape}, but in blocks of {blocks} they "
                 f"have shape {grid}. The files do not belong to config.json; copy the directory again"
             )
-        weights[name] = _Dequantized(
-            shape, dtype, lambda numbers=numbers, scales=scales, blocks=blocks: _scale(numbers, scales, blocks)
-        )
+        weights[name] = _Dequantized(shape, dtype, partial(_scale, numbers, scales, blocks))
     return weights
 
 
@@ -134,7 +133,7 @@ def _scale(numbers: StoredTensor, scales: StoredTensor, block: Sequence[int]) ->
 
 
 def _read_mxfp4(
-    path: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype, _: Mapping[str, Any]
+    path: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype, _quantization: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     weights: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -149,12 +148,9 @@ def _read_mxfp4(
                 f"{path}: {name!a} of shape {shape} has scales of shape {scales and scales.get_shape()}; MXFP4 has one "
                 f"per {_GROUP // 2} bytes. Copy the directory again"
             )
-        *count, outputs, groups, _ = shape
-        weights[weight] = _Dequantized(
-            (*count, groups * _GROUP, outputs),
-            dtype,
-            lambda blocks=tensor, scales=scales: _unpack_mxfp4(blocks, scales),
-        )
+        *count, outputs, groups, _size = shape
+        unpacked_shape = (*count, groups * _GROUP, outputs)
+        weights[weight] = _Dequantized(unpacked_shape, dtype, partial(_unpack_mxfp4, tensor, scales))
     return weights
 
 

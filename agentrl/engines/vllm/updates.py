@@ -39,7 +39,6 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.futures import run_shielded
 from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
-from agentrl.engines.models import dtype_name
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.version_table import LiveVersion, VersionTable
 from agentrl.engines.vllm.capture import top_k_without_filter
@@ -102,9 +101,9 @@ class VllmVersion(LiveVersion):
 def engine_precision(config: VllmConfig) -> str:
     """Return the coarsest numbers in which a vLLM computes: the quantization of its weights or of its KV cache, or its
     dtype."""
-    cache = config.cache_config.cache_dtype
+    cache, dtype = config.cache_config.cache_dtype, config.model_config.dtype
     coarse_cache = "" if cache in ("auto", "bfloat16", "float16") else f"a KV cache in {cache}"
-    return str(config.model_config.quantization or coarse_cache or dtype_name(config.model_config.dtype))
+    return str(config.model_config.quantization or coarse_cache or str(dtype).removeprefix("torch."))
 
 
 class VllmVersionTable(VersionTable[VllmVersion]):
