@@ -257,6 +257,9 @@ class PolicyModel:
         if self._peft is None or self.adapter is None or self._merges:
             return None
         config = self._peft.peft_config[self.adapter].to_dict()
+        name, commit = hub_commit(str(self.base))
+        if name:  # a path into this machine's cache means nothing elsewhere
+            config |= {"base_model_name_or_path": name, "revision": commit}
         config["inference_mode"] = True
         config["target_modules"] = sorted(config["target_modules"])
         if config["target_parameters"]:
@@ -994,7 +997,6 @@ def _add_adapter(
     experts: list[str],
     path: Path,
 ) -> peft.PeftModel:
-    name, commit = hub_commit(str(path))
     config = peft.LoraConfig(
         r=lora.rank,
         use_rslora=lora.rank_stabilized,
@@ -1004,8 +1006,7 @@ def _add_adapter(
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=name or str(path),
-        revision=commit or None,
+        base_model_name_or_path=str(path),
     )
     expert_classes = {type(module): ParamWrapper for module in adaptable_experts(base).values()}
     config._register_custom_module({nn.Linear: _AdaptedLinear, **expert_classes})
