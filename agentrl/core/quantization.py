@@ -4,12 +4,12 @@ use one is refused at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ModelError
+from agentrl.core.files import read_json
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """Names of the quantization in `config.json`; the second is that of old files of compressed-tensors."""
@@ -18,15 +18,16 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 def read_quantization(path: Path) -> Mapping[str, Any]:
     """Return how the weights of a model directory are quantized, as its files describe it; empty if they are not.
 
-    Files that cannot be read are left to the reader of the model, which reports them.
+    Raises:
+        ModelError: a file holds no JSON object.
     """
-    settings = _read_object(path / "config.json")
+    settings = read_json(path / "config.json")
     parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]
     for part in parts:
         for key in CONFIG_KEYS:
             if isinstance(quantization := part.get(key), dict) and quantization:
                 return {"model_type": settings.get("model_type"), **quantization}
-    other_file = _read_object(path / "hf_quant_config.json")  # older files of NVIDIA's Model Optimizer
+    other_file = read_json(path / "hf_quant_config.json")  # older files of NVIDIA's Model Optimizer
     return {"quant_method": "modelopt"} if other_file else {}
 
 
@@ -51,11 +52,3 @@ def check_quantization(path: Path) -> None:
             "weight_scale_inv and the MXFP4 of gpt-oss can be read for training and for the embedded engine. Give a "
             "16-bit copy of the model; vLLM can serve others to policies that do not learn"
         )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
