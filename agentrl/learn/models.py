@@ -122,8 +122,8 @@ class PolicyModel:
         """Causal LM, with the adapters of all policies on its base injected."""
         self.base = base
         """Directory of the base model."""
-        self._dtype = model.dtype
-        """Dtype in which the model computes and is published."""
+        self.dtype = model.dtype
+        """Dtype in which the model computes and is published, but for the few weights that it keeps in float32."""
         self.unshared = unshared
         """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
         self.chooses_sharing = False
@@ -220,7 +220,7 @@ class PolicyModel:
             parameter.requires_grad_(True)
             exact = parameter.detach()
             if self.kind == "adapter" and not self.sharded:  # PEFT makes float32 adapters; products are slow in it
-                parameter.data = exact.to(self._dtype)
+                parameter.data = exact.to(self.dtype)
             if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
@@ -329,7 +329,7 @@ class PolicyModel:
         known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
         stored = {
             name: tensor
-            for name, tensor in checkpoint_tensors(self.base, self._dtype).items()
+            for name, tensor in checkpoint_tensors(self.base, self.dtype).items()
             if tensor.get_dtype() in FLOAT_DTYPES
         }
         if not self._convert(self._without_data(tensors := self._unique_tensors(), tensors)).keys() <= stored.keys():
@@ -380,7 +380,7 @@ class PolicyModel:
         """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
         published in its compute dtype."""
         rounds = self._sharded_forward is not None and self.kind == "full" and tensor.is_floating_point()
-        return self._dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
+        return self.dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors without data that have the names, shapes and dtypes of the published ones."""

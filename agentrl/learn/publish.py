@@ -213,7 +213,7 @@ class Publisher:
                 remove_delta(directory)
                 self._num_whole[policy] = MAX_DELTAS
             changed_numbers = encoder.num_changed / encoder.num_words
-        self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
+        self._add_companions(directory, policy, model.base, model.dtype)
         return digest.hexdigest(), num_deltas, changed_numbers
 
     def _write_changes(
