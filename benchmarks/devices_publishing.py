@@ -39,6 +39,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as received:
         root = Path(scratch)
         config = default_config(_write_model(root / "model", quick), adapter=False, dtype="bfloat16")
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"publish": "full"})})
         trainer = PolicyTrainer(config.trainer_plan, root / "run")
         trainer.start()
         model = trainer._learner("policy").model

@@ -193,11 +193,10 @@ class Publisher:
             (directory / ADAPTER_CONFIG).write_text(text)
             digest.update(text.encode())
             return digest.hexdigest(), 0, None
-        base, num_whole = self._bases.get(policy), self._num_whole.pop(policy, 0)
-        num_deltas, changed_numbers = 0, None
-        if base is None or num_whole:
+        base, num_deltas, changed_numbers = self._readable_base(policy), 0, None
+        if base is None or self._num_whole.get(policy, 0):
             write_tensors(directory / FULL_FILE, layout, tensors, metadata, digest)
-            self._num_whole[policy] = max(0, num_whole - 1)
+            self._num_whole[policy] = max(0, self._num_whole.get(policy, 0) - 1)
         else:
             try:
                 encoder = self._write_changes(directory, base, layout, tensors, metadata, digest)
@@ -215,6 +214,16 @@ class Publisher:
             changed_numbers = encoder.num_changed / encoder.num_words
         self._add_companions(directory, policy, model.base, model.dtype)
         return digest.hexdigest(), num_deltas, changed_numbers
+
+    def _readable_base(self, policy: str) -> _Base | None:
+        """Return the base of a policy's next version; None if there is none, or if the user has removed its files."""
+        base = self._bases.get(policy)
+        if base is not None:
+            try:
+                open_weights(base.directory / FULL_FILE).close()
+            except FileNotFoundError:
+                return None
+        return base
 
     def _write_changes(
         self,

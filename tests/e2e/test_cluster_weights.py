@@ -26,7 +26,7 @@ model.path = "agentrl.environments:calculator/model"
 policies.solver = {{ learning_rate = 3e-4, step_size = 8 }}
 credit.group_size = 4
 sampling = {{ max_tokens = 32, max_turns = 4 }}
-engine = {{ replicas = 1, slots = 16, max_context = 192, vllm = {{}} }}
+engine = {{ replicas = 1, slots = 16, max_context = 192, publish = "full", vllm = {{}} }}
 evaluation.tasks = 0
 """
 RECEIVED = "stat -c '%n %s' /dev/shm/agentrl-child-*/versions/*/* /tmp/agentrl-child-*/versions/*/* 2>/dev/null"

@@ -334,6 +334,14 @@ def test_a_delta_is_made_where_it_is_smaller(tmp_path: Path, model: Path) -> Non
     assert stored("adapter", config_of(model, lora=LORA)) == set()
 
 
+def test_without_its_base_a_version_is_whole(tmp_path: Path, model: Path) -> None:
+    trainer = train(tmp_path, config_of(model))
+    base = Path(publish(trainer, 0).path)
+    publish(trainer, 1)
+    shutil.rmtree(base)
+    assert names(publish(trainer, 2)) == {WHOLE}
+
+
 def test_a_damaged_base_stops_the_run_by_name(tmp_path: Path, model: Path) -> None:
     trainer = train(tmp_path, config_of(model))
     publish(trainer, 0)
