@@ -3,14 +3,13 @@
 A model of two layers learns the recipes' form of conversations and answers "3" to a quarter of the questions. The
 recipes train adapters on it: `sl_loop`, `rl_loop`, `rl_basic`, and `dpo`.
 
-* `recipes_run`: recipes of the four that reach their end, and whose loss or reward is better in the last quarter of
-  their steps than in the first by more than twice the standard error of the difference.
+* `recipes_run`: recipes of the four that reach their end, and whose loss or reward in the second half of their steps is
+  better than at the first by more than four standard deviations of that half.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import statistics
@@ -120,11 +119,9 @@ def write_model(directory: Path) -> None:
 
 
 def improves(values: Sequence[float]) -> bool:
-    """Whether the last quarter of values is larger than the first by more than noise."""
-    quarter = len(values) // 4
-    first, last = values[:quarter], values[-quarter:]
-    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
-    return statistics.mean(last) - statistics.mean(first) > 2 * error
+    """Whether the second half of values is larger than the first value by more than noise."""
+    settled = values[len(values) // 2 :]
+    return statistics.mean(settled) - values[0] > 4 * statistics.stdev(settled)
 
 
 def figures(quick: bool) -> dict[str, float | None]:
