@@ -69,8 +69,9 @@ _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batc
 if the package `kernels` is installed."""
 _LAYERS_WITHOUT_KV = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers, as transformers names them, that keep a state instead of keys and values, or nothing."""
-_TEXT_CLASS = {"llama4"}
-"""Model types whose whole model contains a text model with its own head, which cannot be called from outside."""
+_TEXT_WITHIN = {"llama4"}
+"""Model types of checkpoints for images and text whose text model has a head of its own inside, so that the whole
+cannot be called for the hidden states of a text."""
 _WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
 """Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
 one, and RG-LRU keeps its state in the layer."""
@@ -141,8 +142,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _read_config(path: str | Path) -> PretrainedConfig:
     """Read the configuration of a checkpoint, without what its training asked of a forward pass, such as router logits
-    for an auxiliary loss, and without its quantization: weights are dequantized when they are read."""
+    for an auxiliary loss, and without its quantization: weights are dequantized when they are read.
+
+    Raises:
+        ModelError: the text model can only be used alone.
+    """
     config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if config.model_type in _TEXT_WITHIN:
+        raise ModelError(
+            f"{path}: is a checkpoint for images and text ({config.model_type}) of which only the text model can be "
+            f"used, alone. Save it to another directory: AutoModelForCausalLM.from_pretrained({str(path)!a})"
+            ".save_pretrained(DIR), and copy the tokenizer and the chat template"
+        )
     for part in (config, config.get_text_config()):
         for key in CONFIG_KEYS:
             vars(part).pop(key, None)
@@ -246,8 +257,7 @@ def _load_weights(
 def language_model_class(config: PretrainedConfig) -> Any:
     """Return the auto class of the model that a checkpoint is released as: for images and text, the whole model, of
     which agentrl calls the text part. Its tensors and adapters then have the names that other programs read."""
-    is_whole = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in _TEXT_CLASS
-    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
 def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from agentrl.config.policies import PolicyConfig
+from agentrl.core.errors import EngineError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.models import model_dtype, read_meta_model, read_model
+from agentrl.engines.weights.reading import map_weights_to_state
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.publish import Publisher
-from tests.learn_cases import LORA, run_config
+from tests.learn_cases import LORA, run_config, write_model
 
 TEXT = {
     "vocab_size": 264,
@@ -110,6 +114,19 @@ def gemma4() -> Any:
         audio_config=None,
     )
     return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def llama4() -> Any:
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 2,
+    }
+    text = {"pad_token_id": 0, "attention_chunk_size": 8, "attn_temperature_tuning": False}
+    tower = SIGLIP | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
+    config = transformers.Llama4Config(text_config=TEXT | experts | text, vision_config=tower, image_token_index=260)
+    return transformers.Llama4ForConditionalGeneration(config)
 
 
 def add_tensor(file: Path) -> None:
@@ -204,6 +221,44 @@ def test_tied_weights_and_names_of_another_layout_are_not_carried(tmp_path: Path
     save_file(renamed, file, {"format": "pt"})
     path, _ = publish(tmp_path / "base", tmp_path / "other")
     assert not renamed.keys() & load_file(path / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("extra", ["v_head.summary.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_an_engine_takes_versions_with_what_its_base_has_besides_the_model(tmp_path: Path, extra: str) -> None:
+    """Such as the value head that other trainers save beside the policy."""
+    write_model(tmp_path / "base", kind="llama")
+    file = tmp_path / "base/model.safetensors"
+    save_file(load_file(file) | {extra: torch.ones(4)}, file, {"format": "pt"})
+    (tmp_path / "run").mkdir()
+    with warnings.catch_warnings(action="ignore"):  # of tensors that do not belong to the model
+        model = load_models(run_config(tmp_path / "base").trainer_plan, torch.device("cpu"))["policy"]
+        weights = Publisher(tmp_path / "run").publish(PolicyVersion("policy", 0, 1), model)
+        served = read_model(tmp_path / "base", dtype=torch.float32, max_context=16)
+    tensors = load_file(f"{weights.path}/model.safetensors")
+    assert torch.equal(tensors[extra], torch.ones(4))
+    mapped = map_weights_to_state(weights, tensors, served.state_dict(), served)
+    assert {name: tensor.shape for name, tensor in served.state_dict().items()}.items() <= {
+        name: tensor.shape for name, tensor in mapped.items()
+    }.items()
+    with pytest.raises(EngineError, match=r"not those of the model: 'model\.other'"):
+        map_weights_to_state(weights, tensors | {"model.other": torch.ones(4)}, served.state_dict(), served)
+
+
+def test_a_text_model_that_the_whole_hides_is_refused_until_it_is_saved_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    llama4().save_pretrained(tmp_path / "base")
+    for read in (
+        lambda path: model_dtype(path, "auto", torch.device("cpu")),
+        lambda path: read_meta_model(path, max_context=8),
+        lambda path: read_model(path, dtype=torch.float32, max_context=8, to_sample=False),
+    ):
+        with pytest.raises(ModelError, match=r"base: .*llama4.*AutoModelForCausalLM.*save_pretrained"):
+            read(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "text")
+    path, _ = publish(tmp_path / "text", tmp_path / "run")
+    served, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(served).__name__ == json.loads((path / "config.json").read_text())["architectures"][0]
 
 
 def test_what_was_published_with_a_tower_is_loaded_again_bit_for_bit(tmp_path: Path) -> None:

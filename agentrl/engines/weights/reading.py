@@ -28,6 +28,7 @@ from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
+from agentrl.engines.checkpoint import checkpoint_tensors
 from agentrl.engines.experts import (
     adaptable_experts,
     adapter_module,
@@ -191,8 +192,11 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
             )
     except (ValueError, RuntimeError) as error:
         raise version_refused_error(weights, f"its tensors do not match the model ({error})") from error
+    surplus = set(report["unexpected_keys"])
+    if surplus:  # a version keeps the tensors of its base that the model does not have
+        surplus -= checkpoint_tensors(Path(model.name_or_path), torch.float32).keys()
     wrong = {
-        "not those of the model": report["unexpected_keys"],
+        "not those of the model": surplus,
         "missing": report["missing_keys"],
         "of a wrong shape": [key for key, *_ in report["mismatched_keys"]],
     }
