@@ -194,7 +194,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
         raise version_refused_error(weights, f"its tensors do not match the model ({error})") from error
     surplus = set(report["unexpected_keys"])
     if surplus:  # a version keeps the tensors of its base that the model does not have
-        surplus -= checkpoint_tensors(Path(model.name_or_path), torch.float32).keys()
+        surplus -= checkpoint_tensors(Path(str(model.name_or_path)), torch.float32).keys()
     wrong = {
         "not those of the model": surplus,
         "missing": report["missing_keys"],
