@@ -7,8 +7,8 @@ of each script: while it may handle the call, between that call and the next, or
   one: losses, log-probabilities, samples, weights.
 * `steps_lost`, `steps_twice`: steps and loads that the weights at the end lack, or had more than once.
 * `futures_lost`: requests of all scripts without their first result at the end.
-* `control_futures_lost`: scripts of 5, each with one kill, that end with an error where the journal forgets accepted
-  requests at a kill, as a server does that keeps futures in memory.
+* `control_futures_lost`: scripts of 5, each with a kill right after a request was accepted, that end with an error if
+  the journal forgets such requests, as a server that keeps futures in memory does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from tests.support.tinker_kills import KilledServer, PersistentClient, plan, script
 
 KILLS_OF_SCRIPT = 5
-CONTROLS = 5
+CONTROLS = (2, 4, 7, 8, 12)
+"""Calls that post a sample, a model, a pass, a step, and weights to sample from."""
 
 
 async def kill(directory: Path, count: int) -> dict[str, float | None]:
@@ -55,10 +56,9 @@ async def control(directory: Path) -> int:
     failed = 0
     server = KilledServer(directory, forgets=True)
     try:
-        for number in range(CONTROLS):
+        for call in CONTROLS:
             try:
-                planned = plan(number, 1, ("answered",))
-                async with PersistentClient(server, planned) as client, asyncio.timeout(60):
+                async with PersistentClient(server, {call: "answered"}) as client, asyncio.timeout(60):
                     await script(client)
             except Exception:  # noqa: BLE001 - counted
                 failed += 1

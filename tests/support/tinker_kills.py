@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,7 +172,7 @@ async def script(client: Client) -> Outcome:
     return Outcome(answers, saved["agentrl_step"])
 
 
-def plan(seed: int, count: int, moments: Collection[str] = MOMENTS) -> dict[int, str]:
+def plan(seed: int, count: int) -> dict[int, str]:
     """Choose calls of a script, and the moment of the kill at each."""
     chosen = random.Random(seed)
-    return {call: chosen.choice(list(moments)) for call in sorted(chosen.sample(range(CALLS), count))}
+    return {call: chosen.choice(MOMENTS) for call in sorted(chosen.sample(range(CALLS), count))}
