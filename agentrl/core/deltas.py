@@ -37,7 +37,7 @@ from agentrl.core.files import (
     read_safetensors_header,
 )
 
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 20
 """Number of bytes of a version's data in one frame."""
 MAX_DELTAS = 8
 """Maximum number of deltas that a reader applies; the version after them is stored whole."""
@@ -133,12 +133,15 @@ def read_weight_bytes(path: Path, start: int, count: int) -> bytes:
 class _PiecesFile(io.RawIOBase):
     """A file to read, made of pieces."""
 
-    def __init__(self, pieces: Generator[bytes]) -> None:
+    def __init__(self, pieces: Generator[bytes | bytearray]) -> None:
         self._pieces = pieces
         self._rest = memoryview(next(pieces))  # raises here what opening would raise
 
     def readable(self) -> bool:
         return True
+
+    def readall(self) -> bytes:
+        return b"".join((self._rest, *self._pieces))  # by default, 8 KiB at a time
 
     def close(self) -> None:
         self._pieces.close()
@@ -155,7 +158,7 @@ class _PiecesFile(io.RawIOBase):
         return count
 
 
-def _rebuild(directory: Path, base: Path | None) -> Generator[bytes]:
+def _rebuild(directory: Path, base: Path | None) -> Generator[bytes | bytearray]:
     """Yield the header and the blocks of a version's `model.safetensors`."""
     with ExitStack() as files:
         deltas: list[_DeltaFile] = []
@@ -169,7 +172,7 @@ def _rebuild(directory: Path, base: Path | None) -> Generator[bytes]:
         whole.seek(len(read_safetensors_header(directory / _WHOLE_FILE)))
         yield [delta.read_header() for delta in deltas][-1]
         while True:
-            block = whole.read(BLOCK_BYTES)
+            block = bytearray(whole.read(BLOCK_BYTES))
             for delta in deltas:
                 changed = delta.change(block)
                 block = block if changed is None else changed
@@ -195,26 +198,26 @@ class _DeltaFile:
             raise DeltaError(f"{self._file.name} is empty")
         return self._decompress(frame[1], MAX_HEADER_BYTES)
 
-    def change(self, block: bytes) -> bytes | None:
-        """Return the base's next block with the changes of the next frame; None at the end."""
+    def change(self, block: bytearray) -> bytearray | None:
+        """Apply the next frame to the base's next block, in place, and return the result; None at the end."""
         if (frame := self._read_frame()) is None:
             return None
         num_distances, payload = frame
         if num_distances == _VERBATIM:
-            return payload
+            return bytearray(payload)
         if not payload:
             return block
         data = self._decompress(payload, 2 * BLOCK_BYTES)
         distances = np.frombuffer(data, np.uint8, min(num_distances, len(data)))
         is_change = distances != _SKIP
         positions = np.cumsum(distances + is_change, dtype=np.int64)[is_change] - 1
-        words = np.frombuffer(block, "<u2").copy()
+        words = np.frombuffer(block, "<u2")
         if len(data) != num_distances + 2 * len(positions) or (len(positions) and positions[-1] >= len(words)):
             raise DeltaError(f"{self._file.name} is damaged (its changes do not fit the base)")
         folded = np.frombuffer(data, np.uint8, offset=num_distances).reshape(2, -1).astype("<u2")
         folded = folded[0] | folded[1] << 8
         words[positions] += folded >> 1 ^ -(folded & 1)
-        return words.tobytes()
+        return block
 
     def _read_frame(self) -> tuple[int, bytes] | None:
         """Return the next frame's number of distances and payload; None at the end."""
