@@ -22,7 +22,7 @@ from agentrl.core.setting_paths import value_at
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-"""Patterns of the downloaded files, all at the top of a repository."""
+"""Patterns of the downloaded files. All are at the top of a repository, but for further chat templates."""
 
 
 def is_hub_name(path: str) -> bool:
@@ -112,7 +112,7 @@ def download_model(key: str, path: str, *, download: bool = True) -> Path:
                 name,
                 revision=revision or None,
                 allow_patterns=list(FILES),
-                ignore_patterns=["*/*"],
+                ignore_patterns=[f"*/{pattern}" for pattern in FILES if pattern != "*.jinja"],
                 local_files_only=not download,
             )
         )

@@ -29,7 +29,7 @@ from agentrl.core.setting_paths import value_at
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
-_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+_FILES = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model")
 """Patterns of the files that determine what a model computes."""
 _SOURCES = "sources.json"
 _MAX_SOURCES_BYTES = 1 << 20

@@ -55,7 +55,7 @@ from agentrl.engines.weights.transports import transport_named
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit
 from agentrl.learn.storage import converting_write_errors, write_tensors
-from agentrl.rollout.chat.chat_template import TEMPLATE_FILE
+from agentrl.rollout.chat.chat_template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from agentrl.rollout.chat.published import published_template
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 _, DELTA_FILE = DELTA_FILES
-_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """File patterns of a model besides its weights: configuration, tokenizer, chat template."""
 
 _CONTEXTS = 1
@@ -255,10 +255,11 @@ class Publisher:
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
                 _describe_weights(copy / "config.json", dtype)
-                settings = self._settings
-                if settings.template_variables or settings.tools_in != "template":
+                settings, tool_template = self._settings, copy / TOOL_TEMPLATE_FILE
+                if settings.template_variables or settings.tools_in != "template" or tool_template.is_file():
                     template = published_template(base, settings.template_variables, settings.tools_in)
                     (copy / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+                    tool_template.unlink(missing_ok=True)  # training rendered all conversations with one template
                 rename_durably(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)

@@ -261,6 +261,16 @@ def test_a_text_model_that_the_whole_hides_is_refused_until_it_is_saved_alone(tm
     assert type(served).__name__ == json.loads((path / "config.json").read_text())["architectures"][0]
 
 
+def test_a_version_has_the_template_with_which_it_was_trained(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", kind="llama")
+    (base / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tool_use", "additional_chat_templates/rag"):
+        (base / f"{name}.jinja").write_text(name)
+    path, _ = publish(base, tmp_path / "run")
+    assert (path / "chat_template.jinja").read_text() == "additional_chat_templates/tool_use"
+    assert [file.name for file in (path / "additional_chat_templates").iterdir()] == ["rag.jinja"]
+
+
 def test_what_was_published_with_a_tower_is_loaded_again_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     gemma3().save_pretrained(tmp_path / "base")

@@ -275,6 +275,8 @@ def stop_token_ids(directory: Path) -> list[int]:
 
 
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""File of the template for conversations with tools, where a model has two. All conversations are rendered with it."""
 
 
 def read_template(directory: Path) -> str:
@@ -283,12 +285,12 @@ def read_template(directory: Path) -> str:
     Raises:
         ModelError: there is none, or it cannot be read.
     """
-    path = directory / TEMPLATE_FILE
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
+    for path in (directory / TOOL_TEMPLATE_FILE, directory / TEMPLATE_FILE):
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
