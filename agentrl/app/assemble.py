@@ -36,6 +36,7 @@ from agentrl.journal.port import JournalStore
 from agentrl.journal.run_log import RunJournal
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
+from agentrl.orchestrator.admission_limit import AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.child_episodes import ChildEpisodes
@@ -125,6 +126,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     """
     config, trained = plan.settings, plan.trained
     check_engine_capabilities(plan.engine, parts.served.engine.capabilities)
+    max_in_flight, admission = _admission(plan, parts.served.engine)
     condition, activity, size = ChangeCondition(), ActivityClock(parts.clock), config.credit.group_size
     stop, resume_state = RunStop(condition), parts.resume_state
     buffer = _buffer(trained, config.credit, parts, deterministic=config.deterministic)
@@ -138,7 +140,12 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     )
     reservations = ChildUnitReservations(buffer.trainable, plan.rollout.seats.policy_of)
     opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, buffer, in_flight)
-    scheduler = _scheduler(plan, buffer, reservations, opponents, board, numbers=numbers, in_flight=in_flight)
+    scheduler = _scheduler(
+        *(plan, buffer, reservations, opponents, board),
+        numbers=numbers,
+        in_flight=in_flight,
+        max_in_flight=max_in_flight,
+    )
     dispatcher = Dispatcher(
         specs=EpisodeSpecs(
             environment=plan.environment,
@@ -155,7 +162,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         buffer=buffer,
         store=parts.store,
         changed=condition,
-        max_in_flight=config.max_in_flight,
+        max_in_flight=max_in_flight,
         fail=stop.fail,
         tell=parts.tell,
         group_scoring=scoring,
@@ -211,6 +218,8 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         step_advantages=_step_advantages(config.credit, parts.estimator),
         tell=parts.tell,
         code_changes=parts.code_changes,
+        admission=admission,
+        limit_workers=parts.workers.limit if parts.workers is not None else lambda count: None,
     )
     host = DispatchingHost(dispatcher, score_limits)
     if parts.workers is not None:
@@ -251,10 +260,23 @@ def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, he
 
 def change_orchestrator(orchestrator: Orchestrator, plan: RunPlan) -> None:
     """Give a running loop the settings of a plan that may change while it runs."""
-    max_in_flight = plan.settings.max_in_flight
-    orchestrator.change(_loop_settings(plan), max_in_flight=max_in_flight, steps=plan.trainer.steps)
-    if isinstance(pool := orchestrator.dispatcher.worker, WorkerPool):
-        pool.limit(max_in_flight)
+    limit, admission = _admission(plan, orchestrator.versions.engine)
+    if admission is not None and orchestrator.admission is not None:  # keep what it has learned
+        limit, admission = orchestrator.admission.limit, orchestrator.admission
+    orchestrator.change(_loop_settings(plan), max_in_flight=limit, admission=admission, steps=plan.trainer.steps)
+
+
+def _admission(plan: RunPlan, engine: Engine) -> tuple[int, AdmissionController | None]:
+    """Return the number of episodes that may run at once, and the part that adjusts it; None if the configuration sets
+    it.
+
+    Raises:
+        ConfigError: the number cannot be adjusted to the engine.
+    """
+    if plan.settings.max_in_flight != "auto":
+        return plan.settings.max_in_flight, None
+    admission = AdmissionController(engine.capabilities.places, max(demand.episodes for demand in plan.demands))
+    return admission.limit, admission
 
 
 def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
@@ -446,6 +468,7 @@ def _scheduler(
     *,
     numbers: EpisodeNumbers,
     in_flight: EpisodesInFlight,
+    max_in_flight: int,
 ) -> Scheduler:
     config, demand = plan.settings, plan.demands[0]
     bounds = {
@@ -469,7 +492,7 @@ def _scheduler(
             board=board,
             staleness=bounds,
             phases=phases,
-            max_in_flight=config.max_in_flight,
+            max_in_flight=max_in_flight,
         )
     return SynchronousBatchScheduler(
         demand=demand,
@@ -482,7 +505,7 @@ def _scheduler(
         board=board,
         staleness=bounds,
         phases=phases,
-        max_in_flight=config.max_in_flight,
+        max_in_flight=max_in_flight,
     )
 
 

@@ -68,6 +68,7 @@ from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
 from agentrl.observe.metrics import metrics_owner
 from agentrl.observe.run_state import MetricsFile
+from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
 from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, repeat_tasks
@@ -469,7 +470,7 @@ async def play_without_training(
         policy_of=plan.seats.policy_of,
         run_seed=plan.seed,
         group_size=plan.credit.group_size,
-        max_in_flight=plan.max_in_flight,
+        max_in_flight=first_limit(plan.max_in_flight, engine.capabilities.places, plan.credit.group_size),
         buffer=buffer,
         store=store,
         changed=ChangeCondition(),

@@ -144,7 +144,7 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     check_expert_adapters(config.bases, is_vllm_on_cpu=is_vllm_on_cpu)
     for name, policy in trained.items():
         check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
-    if size > config.max_in_flight:
+    if config.max_in_flight != "auto" and size > config.max_in_flight:
         raise ConfigError(
             f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
             "start: raise max_in_flight, or lower credit.group_size"

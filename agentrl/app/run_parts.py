@@ -51,6 +51,7 @@ from agentrl.environment.mixture import (
 )
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.journal.reader import TurnLogReader
+from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.sandbox.checks import check_sandboxes
@@ -136,7 +137,7 @@ def make_workers(
     settings = PoolSettings(
         workers=plan.workers,
         work=work,
-        max_in_flight=plan.max_in_flight,
+        max_in_flight=first_limit(plan.max_in_flight, engine.capabilities.places, plan.credit.group_size),
         silence_s=SILENCE_S,
     )
     receiver = None

@@ -188,7 +188,7 @@ class RolloutPlan:
     seed: int
     workers: int
     """Number of processes that play episodes."""
-    max_in_flight: int
+    max_in_flight: Literal["auto"] | int
 
     @property
     def trained(self) -> dict[str, PolicyConfig]:

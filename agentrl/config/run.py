@@ -88,9 +88,10 @@ class RunConfig(Section):
     steps: Live[Label[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]]] = 40
     """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
     }`."""
-    max_in_flight: Live[Episodes] = 256
-    """Maximum number of training episodes in flight, children included, to protect memory and services.
-    `max_staleness` may allow fewer. Held-out episodes are not counted: an evaluation plays as many root episodes
+    max_in_flight: Live[Annotated[Literal["auto"] | Episodes, NumberUnit("episodes")]] = 256
+    """Maximum number of training episodes in flight, children included, to protect memory and services. `auto`: as many
+    as keep the engine busy, adjusted while the run runs (docs/explanation/scheduling.md). `max_staleness` may allow
+    fewer. Held-out episodes are not counted: an evaluation plays as many root episodes
     besides."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
@@ -209,6 +210,7 @@ class RunConfig(Section):
             **{f"policies.{name}.kind = 'past'": True for name in self.of_kind(OpponentPoolPolicy)},
             **{f"policies.{name}.kind = 'remote'": True for name in self.of_kind(RemotePolicy)},
             "freeze": bool(self.freeze),
+            "max_in_flight = 'auto'": self.max_in_flight == "auto",
             "steps as a table": isinstance(self.steps, dict),
             "best.stop_at": self.best.stop_at is not None,
             "best.stop_fall": self.best.stop_fall is not None,

@@ -173,6 +173,11 @@ METRICS: tuple[Metric, ...] = (
         "episodes",
         "started training episodes that have not ended, children included",
     ),
+    Metric(
+        "episodes/limit",
+        "episodes",
+        'episodes that may be in flight now, with `max_in_flight = "auto"` (docs/explanation/scheduling.md)',
+    ),
     Metric("episodes/ready", "episodes", "committed episodes waiting to be trained"),
     Metric("episodes/trained", "episodes", "episodes trained since the run began"),
     Metric("episodes/dropped", "episodes", "episodes dropped since the run began"),

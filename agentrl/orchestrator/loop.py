@@ -11,6 +11,7 @@
 | `_train`        | ready units    | step_size units, or all that can come   | a released group, closed admission |
 | `_checkpoint`   | nothing        | the trainer to be between two steps     | the step's end                     |
 | evaluation      | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+| `_adjust_limit` | nothing        | turns to end, with `max_in_flight = "auto"` | time                           |
 | `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
 To follow one episode (docs/explanation/follow_one_episode.md): `Orchestrator._admit_groups` →
@@ -24,6 +25,7 @@ with their episode. `StepMetrics` (`step_metrics.py`) measures the steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
 from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch, commonest_error
 from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
+from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
@@ -147,6 +150,10 @@ class Orchestrator:
     """Callback that shows a line to the user."""
     code_changes: int = 0
     """Value of the metric `run/code_changes`."""
+    admission: AdmissionController | None = None
+    """Adjusts the number of episodes in flight; None: the configuration sets it."""
+    limit_workers: Callable[[int], None] = lambda count: None
+    """Tells worker processes the number of episodes that may run at once."""
     activity: ActivityClock = field(init=False)
     outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -169,6 +176,8 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self.activity = self.dispatcher.in_flight.activity
+        if self.admission is not None:
+            self.scheduler.limit(self.admission.limit, self.admission.reason)
         self._bottleneck = BottleneckWatch(
             self.activity_totals,
             {policy: self.scheduler.max_staleness(policy) for policy in self.board.trainable},
@@ -238,10 +247,24 @@ class Orchestrator:
         self.changed.notify()
         return self.buffer.ledger.in_flight
 
-    def change(self, plan: TrainingLoopSettings, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
+    def change(
+        self,
+        plan: TrainingLoopSettings,
+        *,
+        max_in_flight: int,
+        admission: AdmissionController | None,
+        steps: Mapping[str, int],
+    ) -> None:
         """Take other settings from now on."""
-        self.plan, self.dispatcher.max_in_flight = plan, max_in_flight
-        self.scheduler.limit(max_in_flight=max_in_flight, steps=steps)
+        self.plan, self.admission = plan, admission
+        self.scheduler.end_after(steps)
+        self.limit(max_in_flight, "" if admission is None else admission.reason)
+
+    def limit(self, max_in_flight: int, reason: str = "") -> None:
+        """Let as many episodes run at once from now on, for a reason that is read after "episodes are running"."""
+        self.dispatcher.max_in_flight = max_in_flight
+        self.scheduler.limit(max_in_flight, reason)
+        self.limit_workers(max_in_flight)
         self.changed.notify()
 
     def status(self) -> RunSnapshot:
@@ -329,6 +352,7 @@ class Orchestrator:
                 async with asyncio.TaskGroup() as loops:
                     loops.create_task(self._admit_groups(), name="admit")
                     loops.create_task(self._watch(), name="watch")
+                    loops.create_task(self._adjust_limit(), name="adjust the limit")
                     for policy in self.board.trainable:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
         except BaseExceptionGroup as group:
@@ -361,6 +385,28 @@ class Orchestrator:
             with self.activity.during(_held_activity(why)):
                 await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
             held_by = f"{self.clock.monotonic() - since:.3g} s {why}"
+
+    async def _adjust_limit(self) -> None:
+        """Let more or fewer episodes run at once, as the engine keeps up with them."""
+        while True:
+            await self.changed.wait_for(lambda: self._finished() or self.admission is not None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self.changed.wait_for(self._finished)
+            if self._finished():
+                return
+            admission = self.admission
+            if admission is None:  # the limit was set in the meantime
+                continue
+            num_evaluated, total = self.dispatcher.evaluated.progress()
+            if num_evaluated < total:
+                admission.restart()
+                continue
+            why = self.scheduler.why_not(self.demand())
+            in_flight, is_held = self.buffer.ledger.in_flight, _held_activity(why) == "held/max_in_flight"
+            totals = self.dispatcher.worker.activity()
+            if admission.look(self.clock.monotonic(), totals, in_flight, is_held=is_held):
+                self.limit(admission.limit, admission.reason)
 
     def demand(self) -> GroupDemand:
         """Demand of the next root group."""
@@ -461,6 +507,8 @@ class Orchestrator:
         metrics = self._metrics.of_step(report, ready_units, waited_s)
         if weights.changed_numbers is not None:
             metrics["changed_numbers"] = weights.changed_numbers
+        if self.admission is not None:
+            metrics["episodes/limit"] = float(self.admission.limit)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         measured_versions = self.best.sampled_by(self.board, (ready.sampled_by for ready in ready_units))
         self.board.advance(version)

@@ -170,7 +170,7 @@ class Scheduler:
         self._board = board
         self._bounds = staleness
         self.phases = phases
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._limit_reason = max_in_flight, ""
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
         """Number of root episodes per step of the policy that steps most often."""
@@ -189,9 +189,8 @@ class Scheduler:
         """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
         if self.is_paused or self.is_draining:
             return self._why_closed()
-        running = self._buffer.ledger.in_flight
-        if running + demand.episodes > self._max_in_flight:
-            return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
+        if why := self._why_full(demand):
+            return why
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
             learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
@@ -219,12 +218,21 @@ class Scheduler:
                 return f"because {trainer} is {behind} behind (max_staleness of {policy})"
         return None
 
+    def _why_full(self, demand: GroupDemand) -> str | None:
+        running = self._buffer.ledger.in_flight
+        if running + demand.episodes <= self._max_in_flight:
+            return None
+        return f"because {plural(running, 'episode is', 'episodes are')} running{self._limit_reason} (max_in_flight)"
+
     def _why_closed(self) -> str:
         return "for `agentrl run resume`: the run is paused" if self.is_paused else "because the run drains"
 
-    def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
-        """Change the number of episodes that may run at once, and the last step of each policy."""
-        self._max_in_flight = max_in_flight
+    def limit(self, max_in_flight: int, reason: str = "") -> None:
+        """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
+        self._max_in_flight, self._limit_reason = max_in_flight, reason
+
+    def end_after(self, steps: Mapping[str, int]) -> None:
+        """Change the last step of each policy."""
         self.phases = replace(self.phases, steps=steps)
 
     def _outstanding(self, policy: str) -> int:
@@ -460,8 +468,8 @@ class SynchronousBatchScheduler(Scheduler):
         self._pinned = frozenset(pinned)
         self._numbers, self._in_flight = numbers, in_flight
 
-    def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
-        super().limit(max_in_flight=max_in_flight, steps=steps)
+    def end_after(self, steps: Mapping[str, int]) -> None:
+        super().end_after(steps)
         self._steps = max(steps.values())
 
     def batch_of(self, episode_id: str) -> int:
@@ -475,9 +483,8 @@ class SynchronousBatchScheduler(Scheduler):
         # A drained run ends with a whole batch.
         if self.is_paused or (self.is_draining and self._numbers.next_group % self._groups == 0):
             return self._why_closed()
-        running = self._buffer.ledger.in_flight
-        if running + demand.episodes > self._max_in_flight:
-            return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
+        if why := self._why_full(demand):
+            return why
         batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
             return f"because the last steps of {', '.join(demand.units)} have all their episodes"

@@ -18,6 +18,7 @@ from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import DRAIN_S, Orchestrator
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Seen, SmallRun, config_for
+from tests.sim.test_bottleneck import LimitedEngine, SlowTools
 from tests.sim.test_several_policies import Duel, policies, steps_of
 
 pytestmark = pytest.mark.sim
@@ -74,6 +75,32 @@ def test_a_policy_that_had_taken_its_last_step_takes_more(simulated_loop: Seeded
             await run.run()
         assert steps_of(run)["asker"] == 5
         assert steps_of(run)["guesser"] in (5, 6)
+
+    simulated_loop.run(main)
+
+
+def test_the_number_of_episodes_is_adjusted_from_now_on_and_set_again(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        changes = {
+            ("guesser", 1): {"max_in_flight": "auto"},
+            ("guesser", 5): {"steps": 8},
+            ("guesser", 6): {"max_in_flight": 12},
+        }
+        run = ChangedRun(
+            config=config_for(max_in_flight=8, max_staleness=8, steps=10),
+            environment=SlowTools,
+            engine_class=LimitedEngine,
+            engine_options={"places": 4, "seconds_per_call": 1.0},
+            changes=changes,
+        )
+        async with asyncio.timeout(10_000):
+            await run.run()
+        limits = [metrics.get("episodes/limit") for _, _, metrics in run.seen.steps]
+        assert len(limits) == 8
+        assert limits[0] is None
+        assert limits[1] == 4
+        assert min(limits[4], limits[5]) > 8, "another change leaves the limit where it is"
+        assert limits[6:] == [None, None]
 
     simulated_loop.run(main)
 

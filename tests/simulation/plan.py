@@ -337,7 +337,9 @@ class SimulationPlan(Section):
     """Plan of a simulated run."""
 
     seed: int = 0
-    max_in_flight: Episodes = 256
+    jump: tuple[int, float] | None = None
+    """Number of the task from which on the tokens of prompts and tools are multiplied, and the factor."""
+    max_in_flight: Literal["auto"] | Episodes = 256
     environments: Annotated[dict[str, EnvironmentPlan], Field(min_length=1)]
     """Environments by name; the first one is that of root episodes."""
     policies: dict[str, PolicyPlan] = {"policy": PolicyPlan()}

@@ -122,7 +122,7 @@ async def _run(scenario: Scenario) -> Recorder:
         store=journal,
         observer=_Nobody(),
         clock=clock,
-        tasks=SimulatedTasks(plan.seed),
+        tasks=SimulatedTasks(plan.seed, plan.jump),
         versions=versions,
     )
     journal.orchestrator = orchestrator = assemble_orchestrator(resolve(config, make_root_environment(plan)), parts)

@@ -33,16 +33,24 @@ if TYPE_CHECKING:
 
 
 class SimulatedTasks:
-    """Endless tasks, each with the random numbers that its episodes share."""
+    """Endless tasks, each with the random numbers that its episodes share.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: seed of the random numbers.
+        jump: see `SimulationPlan.jump`.
+    """
+
+    def __init__(self, seed: int, jump: tuple[int, float] | None = None) -> None:
         self._seed = seed
+        self._jump, self._factor = jump or (0, 1.0)
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, number: int) -> Task:
-        return Task(id=f"task-{number}", data={"shared": [random_stream("simulated task", self._seed, number).gauss()]})
+        shared = [random_stream("simulated task", self._seed, number).gauss()]
+        factor = self._factor if number >= self._jump else 1.0
+        return Task(id=f"task-{number}", data={"shared": shared, "factor": factor})
 
 
 class PlannedEnvironment(Environment):
@@ -57,14 +65,18 @@ class PlannedEnvironment(Environment):
         shared = list(ctx.task.data["shared"])
         if self.children:
             shared.append(ctx.rng.gauss())
-        players = [_Player(ctx.agent(name), seat, self, shared, ctx.rng) for name, seat in self.plan.seats.items()]
+        players = [
+            _Player(ctx.agent(name), seat, self, shared, ctx.task.data["factor"], ctx.rng)
+            for name, seat in self.plan.seats.items()
+        ]
         for turn in range(max(player.turns for player in players)):
             for player in players:
                 if turn < player.turns:
                     if turn and self.plan.tool_seconds is not None:
                         await ctx.sleep(self.plan.tool_seconds.value(ctx.rng.gauss()))
                     await player.act()
-        groups = [ctx.spawn(child, {"shared": shared}, n=self.fan_out[name]) for name, child in self.children.items()]
+        child_data = {"shared": shared, "factor": ctx.task.data["factor"]}
+        groups = [ctx.spawn(child, child_data, n=self.fan_out[name]) for name, child in self.children.items()]
         await ctx.gather(*(child for group in groups for child in group))
         for player in players:
             player.agent.reward(float(ctx.rng.random() < 0.5))
@@ -74,7 +86,13 @@ class _Player:
     """Agent with the lengths of its future turns."""
 
     def __init__(
-        self, agent: Agent, seat: SeatPlan, program: PlannedEnvironment, shared: Sequence[float], rng: random.Random
+        self,
+        agent: Agent,
+        seat: SeatPlan,
+        program: PlannedEnvironment,
+        shared: Sequence[float],
+        factor: float,
+        rng: random.Random,
     ) -> None:
         likeness = program.plan.likeness
         z = math.sqrt(likeness / len(shared)) * math.fsum(shared) + math.sqrt(1 - likeness) * rng.gauss()
@@ -82,8 +100,8 @@ class _Player:
         self.turns = max(round(seat.turns.value(z)), 1)
         self._grain = program.grain
         self._blocks = seat.tokens.value(z) / self.turns / program.grain
-        self._answer = program.plan.tool_tokens / program.grain
-        self._context = program.plan.prompt / program.grain
+        self._answer = factor * program.plan.tool_tokens / program.grain
+        self._context = factor * program.plan.prompt / program.grain
         """Length of the context before the next turn, in blocks."""
         self._told = 0
         """Number of blocks of the context that the agent already has."""
