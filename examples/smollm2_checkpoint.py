@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging
 
 
 def packaged_weights() -> Path:
@@ -61,5 +62,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.directory.exists():
         raise SystemExit(f"{options.directory} exists already; remove it, or name another directory")
+    print(f"writing {options.directory}, in half a minute of two CPU cores …", flush=True)
+    logging.set_verbosity_error()  # its advice on dtypes is for others
     write_checkpoint(options.directory)
     print(f"wrote {options.directory}")

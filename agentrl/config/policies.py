@@ -101,7 +101,9 @@ class PolicyConfig(LocalPolicy):
     step_size: WaveFixed[Episodes] = 64
     """Units per optimizer step. A unit is the policy's part of one episode."""
     max_staleness: WaveFixed[MaybeSteps] = 1
-    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training."""
+    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. The mean is over
+    all steps since the last resume: a single step may exceed it, and so do episodes that began before a resume
+    (docs/explanation/off_policy.md)."""
     max_lag: WaveFixed[MaybeSteps | None] = None
     """Upper bound on the staleness of every trained token, in optimizer steps; null: none. It drops no episodes:
     admission pauses while a slow episode could exceed the bound (docs/explanation/off_policy.md)."""

@@ -60,6 +60,7 @@ STATUS = (
     " WHEN EXISTS (SELECT 1 FROM unit_drops d WHERE d.episode = a.episode AND d.attempt = a.attempt) THEN 'dropped'"
     " ELSE 'ready' END"
 )
+STATUSES = ("in_flight", "ready", "trained", "finished", "dropped", "repeated")
 DROP_REASON = (
     "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d WHERE d.episode = a.episode"
     " AND d.attempt = a.attempt AND a.purpose = 'train' AND NOT EXISTS"
@@ -79,7 +80,7 @@ REWARDS = (
 COLUMNS: dict[str, FilterColumn] = {
     "episode": FilterColumn("a.episode", "text"),
     "attempt": FilterColumn("a.attempt", "number"),
-    "status": FilterColumn(STATUS, "text"),
+    "status": FilterColumn(STATUS, "text", choices=STATUSES),
     "purpose": FilterColumn("a.purpose", "text"),
     "environment": FilterColumn("a.environment", "text"),
     "task": FilterColumn("a.task", "text"),

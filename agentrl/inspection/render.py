@@ -439,7 +439,11 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
             f"{policy.tokens:,}",
             format_number(policy.reward),
             str(policy.steps),
-            ", ".join(f"{steps}: {count:,}" for steps, count in policy.staleness.items()),
+            ", ".join(
+                f"{steps}: {count:,}"
+                for steps, count in (*policy.staleness.items(), ("begun before a resume", policy.before_resume))
+                if count
+            ),
         ]
         for policy in figures.policies
     ]

@@ -409,11 +409,20 @@ def _pair_runs(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDi
             line = _paired_difference(name, policy, group_runs, base_runs) if group_runs else None
             if line is not None:
                 lines.append(line)
+                if len(set(line.steps)) > 1:
+                    ours, theirs = (_steps_text(evaluated) for evaluated in (group_runs, base_runs))
+                    notes.append(
+                        f"{policy}: {name} was evaluated {ours}, {base_name} {theirs}, so they differ in training"
+                    )
             else:
                 notes.append(f"{policy}: {name} and {base_name} were not evaluated on the same held-out tasks")
         if not any(base):
             notes.append(f"{base_name} has no evaluation, so {name} is compared with it by training metrics alone")
     return lines, notes
+
+
+def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
+    return f"after step {', '.join(map(str, sorted({step for step, _ in evaluated})))}"
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:

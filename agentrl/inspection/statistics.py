@@ -78,9 +78,9 @@ class PolicyStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of a trajectory by name, before weights, if rewards have names."""
     steps: int
     staleness: dict[int, int]
-    """Number of trained trajectories by the lag of their oldest token in steps, if both versions belong to one
-    lineage.
-    """
+    """Number of trained trajectories by the lag of their oldest token in steps."""
+    before_resume: int
+    """Number of trained trajectories that began before a resume, whose weights it may have taken back."""
 
 
 class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,12 +220,17 @@ def _spread(values: Sequence[float]) -> EpisodeDistribution:
 def _policies(reader: RunReader) -> list[PolicyStatistics]:
     log = reader.log
     staleness: dict[str, dict[int, int]] = {}
+    before_resume: dict[str, int] = {}
     for policy, steps, count in log.rows(
-        "SELECT s.policy, max(s.step - 1 - t.oldest_step, 0) AS steps, count(*) FROM step_units s JOIN trajectories t"
+        "SELECT s.policy, CASE WHEN t.lineage = s.lineage THEN max(s.step - 1 - t.oldest_step, 0) END AS steps,"
+        " count(*) FROM step_units s JOIN trajectories t"
         " ON t.episode = s.episode AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
-        " WHERE t.lineage = s.lineage GROUP BY s.policy, steps ORDER BY s.policy, steps"
+        " GROUP BY s.policy, steps ORDER BY s.policy, steps"
     ):
-        staleness.setdefault(policy, {})[steps] = count
+        if steps is None:
+            before_resume[policy] = count
+        else:
+            staleness.setdefault(policy, {})[steps] = count
     step_counts = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
     reward_means: dict[str, dict[str, float]] = {}
     for policy, name, mean in log.rows(
@@ -246,6 +251,7 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
             named_rewards=reward_means.get(policy, {}),
             steps=step_counts.get(policy, 0),
             staleness=staleness.get(policy, {}),
+            before_resume=before_resume.get(policy, 0),
         )
         for policy, count, tokens, reward in log.rows(
             "SELECT policy, count(*), sum(tokens), avg(reward) FROM trajectories GROUP BY policy ORDER BY policy"

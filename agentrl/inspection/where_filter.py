@@ -30,6 +30,8 @@ class FilterColumn(NamedTuple):
     """`any`: a field of JSON, compared with a number if the filter's value is one."""
     values: tuple[str, ...] = ()
     """Values to bind in `sql`."""
+    choices: tuple[str, ...] = ()
+    """All values that a column of text can have; empty: any."""
 
 
 class ObjectColumn(NamedTuple):
@@ -186,6 +188,8 @@ class _Parser:
                 self._values.append(float(text))
             except ValueError as error:
                 raise InputError(f"--where: {name} must be compared with a number, not with {text!r}") from error
+        elif column.choices and text not in column.choices:
+            raise InputError(f"--where: {name} is one of {', '.join(column.choices)}, not {text!r}")
         else:
             self._values.append(_json_value(text) if column.kind == "any" else text)
         return f"({column.sql}) {_OPERATORS[operator]} ?"

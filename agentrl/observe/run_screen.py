@@ -129,6 +129,8 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
         text.append(f"  {format_duration(status.seconds)}", "dim")
     if age_s is not None and age_s > SILENT_S and is_running:
         text.append(f"  silent for {format_duration(age_s)}: is it alive?", "bold yellow")
+    if state.standing == "killed":
+        text.append("  to continue: the same command with --resume", "dim")
     return _cut(text, width)
 
 

@@ -118,7 +118,7 @@ def build_tiny_model(
     target = Path(out)
     if target.exists():
         raise InputError(f"{target} exists: give --out a new directory, or remove it")
-    on_progress("importing the environment")
+    on_progress("loading the environment and its tasks")
     environment_class = resolve(environment)
     config = RunConfig.model_validate(
         {"environment": {"id": str(environment)}, "model": {"path": str(out)}, "seed": seed}

@@ -290,6 +290,8 @@ def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> No
     reader = RunReader(run)
     with pytest.raises(InputError, match="reward"):
         reader.episodes("rewrad < 0")
+    with pytest.raises(InputError, match="status is one of in_flight, ready, trained, finished"):
+        reader.episodes("status = running")
     with pytest.raises(InputError, match="--sort"):
         reader.episodes(sort="reward; DROP TABLE episodes")
     reader.close()

@@ -299,6 +299,9 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
         assert sum(kind.ended.values()) == kind.episodes
         assert kind.turns.low <= kind.turns.median <= kind.turns.high  # type: ignore[operator]
     assert {policy.policy: policy.steps for policy in figures.policies}["checker"] == 0
+    [(trained,)] = reader.log.rows("SELECT count(*) FROM step_units")
+    assert sum(sum(policy.staleness.values()) + policy.before_resume for policy in figures.policies) == trained
+    assert any(policy.before_resume for policy in figures.policies)
     assert figures.repeated == reader.count("attempt > 0") == reader.count("status = repeated")
     assert "policies" in shown(statistics_page(figures))
 

@@ -338,6 +338,7 @@ def test_only_a_run_that_works_toward_its_last_step_has_time_left(standing: str,
     Console(file=screen, width=100).print(render_run_screen(state, width=100))
     LineDisplay(state, lines).step("p", 2, STEP)
     assert ["0:14 left" in shown.getvalue() for shown in (screen, lines)] == [is_left, is_left]
+    assert ("the same command with --resume" in screen.getvalue()) == (standing == "killed")
 
 
 def test_the_screen_of_a_failed_run_has_the_reason_and_the_place_of_the_rest(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_the_difference_is_paired_by_task_so_difficulty_cancels(pair: tuple[Path
     assert (line.tasks, line.better, line.worse, line.steps) == (20, 20, 0, [2, 4])
 
 
+def test_evaluations_of_different_steps_are_named(pair: tuple[Path, Path]) -> None:
+    assert compared(*pair).notes == ["solver: b was evaluated after step 2, a after step 4, so they differ in training"]
+    assert compared(pair[0], pair[0]).notes == []
+
+
 def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
     assert [(line.name, line.values) for line in compared(*pair).settings] == [
         ("policies.solver.learning_rate", [1e-5, 1e-4])
