@@ -135,9 +135,23 @@ def test_a_process_that_holds_the_base_is_sent_the_changes(tmp_path: Path, monke
         await engine.ready()
         assert set(sent) == whole
         assert await serve(6) == changes
-        (Path(versions[6].path) / DELTA_FILES[1]).write_bytes(b"no frames")
-        with pytest.raises(EngineError, match=r"solver@0\.7 refused: .*0\.7/delta\.bin ends within a frame"):
-            await engine.serve([versions[6]], ())
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_damaged_delta_is_refused_where_the_version_needs_it(tmp_path: Path) -> None:
+    first = written_full(tmp_path / "0.1", 1)
+    second = written_changes(first)
+    (Path(first.path) / DELTA_FILES[0]).write_text("{}")
+
+    async def main() -> None:
+        engine = await made(tmp_path)
+        await engine.serve([first], ())
+        for name, reason in (("delta.bin", r"delta\.bin ends within a frame"), ("delta.json", r"json is damaged")):
+            (Path(second.path) / name).write_text("{}")
+            with pytest.raises(EngineError, match=rf"solver@0\.2 refused: .*0\.2/.*{reason}"):
+                await engine.serve([second], ())
         await engine.close()
 
     asyncio.run(main())
