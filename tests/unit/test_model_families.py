@@ -23,6 +23,7 @@ from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.recurrence import RecurrencePlan
 from tests.default_starts import write_model
 from tests.model_families import (
+    FAMILIES,
     MAX_CONTEXT,
     family_config,
     family_rows,
@@ -157,3 +158,11 @@ def test_a_model_that_selects_all_keys_is_trained(tmp_path: Path) -> None:
     policy = load_models(long_run(path).trainer_plan, torch.device("cpu"))["policy"]
     found = np.concatenate(trained_logprobs(policy, rows, way="padded"))
     np.testing.assert_allclose(found, np.concatenate(plain_logprobs(path, rows)), atol=1e-4, rtol=0)
+
+
+def test_the_page_of_results_lists_the_families_that_are_loaded(repository: Path) -> None:
+    """`python -m benchmarks.families` prints its table."""
+    page = (repository / "docs/results/models.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    listed = {row[0].removeprefix("| "): row[1].strip("`") for row in rows}
+    assert listed == {name: kind.removesuffix("Config") for name, (kind, _) in FAMILIES.items()}
