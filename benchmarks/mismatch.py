@@ -35,7 +35,7 @@ import agentrl
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
-from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams, generate_when_room
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit
 from agentrl.core.tokens import Completion, TrainingSample
 from agentrl.credit.samples import unit_samples as unit_samples
@@ -110,9 +110,8 @@ async def rows_of(engine: Engine, *, episodes: int, sampling: SamplingParams) ->
             before = len(context)
             observed = random.integers(3, VOCABULARY, PROMPT if turn == 0 else 4).astype(np.int32)
             context = np.concatenate([context, observed])
-            completion = await session.generate(
-                GenerateRequest(request_id=f"{number}-{turn}", token_ids=context, sampling=sampling, seed=number)
-            )
+            request = GenerateRequest(request_id=f"{number}-{turn}", token_ids=context, sampling=sampling, seed=number)
+            completion = await generate_when_room(session, request)
             bodies.append(entry_of(completion, turn=turn, observed=observed, before=before))
             context = np.concatenate([context, completion.token_ids])
         entries = [JournalEntry(f"e{number}", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]

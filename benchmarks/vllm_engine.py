@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams, generate_when_room
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.vllm import process as vllm_process
@@ -123,7 +123,7 @@ class Requests:
         """One call in a session of its own."""
         session = engine.open(f"s{self._sent}", policy)
         try:
-            return await session.generate(self.call(prompt, new), _listen)
+            return await generate_when_room(session, self.call(prompt, new), _listen)
         finally:
             session.close()
 
