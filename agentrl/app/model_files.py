@@ -24,12 +24,21 @@ from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.deltas import DeltaError, make_whole
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.files import DELTA_FILES, open_regular, read_at_most, refuse_links, replace_file, sha256_of
+from agentrl.core.files import (
+    DELTA_FILES,
+    STAGING,
+    link_or_copy,
+    open_regular,
+    read_at_most,
+    refuse_links,
+    replace_file,
+    sha256_of,
+)
 from agentrl.core.setting_paths import value_at
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
-_FILES = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model")
+_FILES = ("*.safetensors", "delta.bin", "*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model")
 """Patterns of the files that determine what a model computes."""
 _SOURCES = "sources.json"
 _MAX_SOURCES_BYTES = 1 << 20
@@ -137,11 +146,9 @@ def _link_files(source: Path, target: Path) -> None:
     target.mkdir()
     make_whole(source, into=target)
     for file in source.iterdir():
-        if file.is_file() and file.name not in DELTA_FILES:
-            try:
-                os.link(file, target / file.name)
-            except OSError:
-                shutil.copyfile(file, target / file.name)
+        is_needed = file.name not in DELTA_FILES and not file.name.startswith(STAGING)
+        if is_needed and file.is_file() and not (target / file.name).exists():
+            link_or_copy(file, target / file.name)
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -31,11 +31,15 @@ from agentrl.core.files import (
     DELTA_FILES,
     LOCAL,
     MAX_HEADER_BYTES,
+    SAFETENSORS_LENGTH_BYTES,
     STAGING,
     WEIGHT_FILES,
     Disk,
-    read_safetensors_header,
+    open_regular,
 )
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 BLOCK_BYTES = 1 << 20
 """Number of bytes of a version's data in one frame."""
@@ -68,10 +72,10 @@ class DeltaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\d{1,18}\.\d{1,18}", self.base):
-            raise ValueError(f"{self.base[:80]!r} is no directory of a version")
+            raise ValueError(f"{self.base[:80]!r} is not a directory of a version")
         for digest in (self.base_sha256, self.sha256):
             if not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"{digest[:80]!r} is no digest")
+                raise ValueError(f"{digest[:80]!r} is not a digest")
 
 
 def read_record(directory: Path, *, disk: Disk = LOCAL) -> DeltaRecord | None:
@@ -114,26 +118,45 @@ def open_weights(path: Path, *, base: Path | None = None) -> io.BufferedReader:
         OSError: the file, or one that it is rebuilt from, cannot be read; from `read` as well.
         DeltaError: a delta is damaged; from `read` as well. The digest alone tells whether the bytes are the version's.
     """
-    if path.name != _WHOLE_FILE or path.is_file() or not (path.parent / _RECORD_FILE).is_file():
+    if not _is_rebuilt(path):
         return path.open("rb")
-    return io.BufferedReader(_PiecesFile(_rebuild(path.parent, base)), BLOCK_BYTES)
+    return io.BufferedReader(_PiecesFile(str(path), _rebuild(path.parent, base)), BLOCK_BYTES)
 
 
-def read_weight_bytes(path: Path, start: int, count: int) -> bytes:
-    """Return bytes of a file of a version, as `files.read_bytes` does.
+def _is_rebuilt(path: Path) -> bool:
+    """Whether a file of a version is not stored itself."""
+    return path.name == _WHOLE_FILE and not path.is_file() and (path.parent / _RECORD_FILE).is_file()
+
+
+def read_header(file: BinaryIO) -> bytes:
+    """Read an open safetensors file up to its first tensor.
 
     Raises:
-        OSError, DeltaError: see `open_weights`.
+        OSError: the file cannot be read.
+        DeltaError: it has no header, or is rebuilt and cannot be.
+    """
+    length = file.read(SAFETENSORS_LENGTH_BYTES)
+    size = int.from_bytes(length, "little")
+    if size > MAX_HEADER_BYTES or len(header := file.read(size)) < size:
+        raise DeltaError(f"{file.name} has no safetensors header")
+    return length + header
+
+
+def read_header_of(path: Path) -> bytes:
+    """Read the header of a safetensors file of a version.
+
+    Raises:
+        OSError, DeltaError: see `read_header`.
     """
     with open_weights(path) as file:
-        file.read(start)
-        return file.read(count)
+        return read_header(file)
 
 
 class _PiecesFile(io.RawIOBase):
     """A file to read, made of pieces."""
 
-    def __init__(self, pieces: Generator[bytes | bytearray]) -> None:
+    def __init__(self, name: str, pieces: Generator[bytes | bytearray]) -> None:
+        self.name = name
         self._pieces = pieces
         self._rest = memoryview(next(pieces))  # raises here what opening would raise
 
@@ -166,10 +189,12 @@ def _rebuild(directory: Path, base: Path | None) -> Generator[bytes | bytearray]
         while not (directory / _WHOLE_FILE).is_file() and (record := read_record(directory)) is not None:
             if len(deltas) == MAX_DELTAS:
                 raise DeltaError(f"{directory}: more than {MAX_DELTAS} deltas lead to it")
-            deltas.insert(0, _DeltaFile(files.enter_context((directory / _DELTA_FILE).open("rb"))))
+            deltas.insert(0, _DeltaFile(files.enter_context(open_regular(directory / _DELTA_FILE))))
             directory, base = base or directory.parent / record.base, None
-        whole = files.enter_context((directory / _WHOLE_FILE).open("rb"))
-        whole.seek(len(read_safetensors_header(directory / _WHOLE_FILE)))
+            if directory.is_symlink():
+                raise DeltaError(f"{directory} is a symbolic link, but another version needs it as its base")
+        whole = files.enter_context(open_regular(directory / _WHOLE_FILE))
+        read_header(whole)
         yield [delta.read_header() for delta in deltas][-1]
         while True:
             block = bytearray(whole.read(BLOCK_BYTES))
@@ -211,9 +236,10 @@ class _DeltaFile:
         distances = np.frombuffer(data, np.uint8, min(num_distances, len(data)))
         is_change = distances != _SKIP
         positions = np.cumsum(distances + is_change, dtype=np.int64)[is_change] - 1
-        words = np.frombuffer(block, "<u2")
-        if len(data) != num_distances + 2 * len(positions) or (len(positions) and positions[-1] >= len(words)):
+        has_words = not len(block) % 2 and (not len(positions) or 2 * positions[-1] < len(block))
+        if not has_words or len(data) != num_distances + 2 * len(positions):
             raise DeltaError(f"{self._file.name} is damaged (its changes do not fit the base)")
+        words = np.frombuffer(block, "<u2")
         folded = np.frombuffer(data, np.uint8, offset=num_distances).reshape(2, -1).astype("<u2")
         folded = folded[0] | folded[1] << 8
         words[positions] += folded >> 1 ^ -(folded & 1)
@@ -297,10 +323,10 @@ class DeltaEncoder:
         # Little but zeros repeats, so searching for repetitions would only cost time.
         compressor = zlib.compressobj(strategy=zlib.Z_RLE)
         payload = b""
+        # Each part ends a block of the compressor, so it has a Huffman code for its own values.
         for part in (distances, (folded & 0xFF).astype(np.uint8), (folded >> 8).astype(np.uint8)):
-            payload += compressor.compress(part.tobytes()) + compressor.flush(
-                zlib.Z_SYNC_FLUSH
-            )  # each has a code of its own
+            payload += compressor.compress(part.tobytes())
+            payload += compressor.flush(zlib.Z_SYNC_FLUSH)
         return _frame(len(distances), payload + compressor.flush())
 
 
@@ -320,7 +346,7 @@ def remove_delta(directory: Path) -> None:
 
 
 def make_whole(directory: Path, *, into: Path | None = None, base: Path | None = None) -> None:
-    """Write the `model.safetensors` of a version that lacks it, for programs that know no deltas.
+    """Write the `model.safetensors` of a version that lacks it, for programs that cannot read deltas.
 
     Args:
         directory: directory of the version.
@@ -331,24 +357,15 @@ def make_whole(directory: Path, *, into: Path | None = None, base: Path | None =
         OSError: a file cannot be read or written.
         DeltaError: the delta is damaged, or belongs to another base.
     """
-    record = None if (directory / _WHOLE_FILE).is_file() else read_record(directory)
-    if record is None:
+    if not _is_rebuilt(directory / _WHOLE_FILE):
         return
     into = into or directory
     partial = into / f"{STAGING}{_WHOLE_FILE}"
-    digest = hashlib.sha256()
     try:
-        with open_weights(directory / _WHOLE_FILE, base=base) as content, partial.open("wb") as file:
-            while data := content.read(BLOCK_BYTES):
-                digest.update(data)
-                file.write(data)
+        with partial.open("wb") as file:
+            _read_checked(directory / _WHOLE_FILE, hashlib.sha256(), base=base, copy=file)
             file.flush()
             os.fsync(file.fileno())
-        if digest.hexdigest() != record.sha256:
-            raise DeltaError(
-                f"{directory}: the SHA-256 digest of its weights is {digest.hexdigest()}, but {record.sha256} was "
-                "published"
-            )
         os.replace(partial, into / _WHOLE_FILE)
         LOCAL.sync(into)
     finally:
@@ -360,11 +377,25 @@ def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:
 
     Raises:
         OSError: a file cannot be read.
-        DeltaError: a delta is damaged.
+        DeltaError: the delta is damaged, or belongs to another base.
     """
     digest = hashlib.sha256()
     for name in WEIGHT_FILES[kind]:
-        with open_weights(directory / name) as file:
-            while data := file.read(BLOCK_BYTES):
-                digest.update(data)
+        _read_checked(directory / name, digest)
     return digest.hexdigest()
+
+
+def _read_checked(path: Path, digest: _Hash, *, base: Path | None = None, copy: BinaryIO | None = None) -> None:
+    """Add the bytes of a version's file to a digest and to a copy. If the file is rebuilt, the digest must be that of
+    its record."""
+    record = read_record(path.parent) if _is_rebuilt(path) else None
+    with open_weights(path, base=base) as content:
+        while data := content.read(BLOCK_BYTES):
+            digest.update(data)
+            if copy is not None:
+                copy.write(data)
+    if record is not None and digest.hexdigest() != record.sha256:
+        raise DeltaError(
+            f"{path.parent}: the SHA-256 digest of its weights is {digest.hexdigest()}, but {record.sha256} was "
+            "published"
+        )

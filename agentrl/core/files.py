@@ -107,8 +107,8 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "not a regular file")
-        return os.fdopen(descriptor, "rb")
+            raise OSError(0, "not a regular file", str(path))
+        return open(os.fspath(path), "rb", opener=lambda *_: descriptor)  # with its name, unlike `os.fdopen`
     except BaseException:
         os.close(descriptor)
         raise
@@ -231,6 +231,21 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link to a file that never changes, or a copy where the file system allows no link.
+
+    Raises:
+        FileExistsError: the target exists.
+        OSError: the file can be neither linked nor copied.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:  # a copy would replace its content
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def file_size(file: BufferedReader) -> int:

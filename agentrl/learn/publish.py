@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,14 +33,15 @@ from agentrl.core.deltas import (
     digest_of_version,
     make_whole,
     open_weights,
+    read_header,
     remove_delta,
     write_record,
 )
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import (
     DELTA_FILES,
-    SAFETENSORS_LENGTH_BYTES,
     WEIGHT_FILES,
+    link_or_copy,
     rename_durably,
     staging_directory,
 )
@@ -128,7 +128,12 @@ class Publisher:
             converting_write_errors(directory),
             staging_directory(directory, depth=2) as staging,
         ):
-            digest, num_deltas, changed_numbers = self._write(staging, policy, model, tensors, canary)
+            try:
+                digest, num_deltas, changed_numbers = self._write(staging, policy, model, tensors, canary)
+            except DeltaError as error:
+                raise StorageError(
+                    f"{error}; start the run again with --resume, which stores its next version whole"
+                ) from error
             try:
                 rename_durably(staging, directory, unless_same=lambda same: digest_of_version(same, kind) == digest)
             except FileExistsError as error:
@@ -198,16 +203,11 @@ class Publisher:
             write_tensors(directory / FULL_FILE, layout, tensors, metadata, digest)
             self._num_whole[policy] = max(0, self._num_whole.get(policy, 0) - 1)
         else:
-            try:
-                encoder = self._write_changes(directory, base, layout, tensors, metadata, digest)
-                is_small = 2 * (directory / DELTA_FILE).stat().st_size < sum(each.nbytes for each in layout.values())
-                num_deltas = (base.num_deltas + 1) % MAX_DELTAS if is_small else 0
-                if not num_deltas:
-                    make_whole(directory)
-            except DeltaError as error:
-                raise StorageError(
-                    f"{error}; start the run again with --resume, which stores its next version whole"
-                ) from error
+            encoder = self._write_changes(directory, base, layout, tensors, metadata, digest)
+            is_small = 2 * (directory / DELTA_FILE).stat().st_size < sum(each.nbytes for each in layout.values())
+            num_deltas = (base.num_deltas + 1) % MAX_DELTAS if is_small else 0
+            if not num_deltas:
+                make_whole(directory)
             if not is_small:
                 remove_delta(directory)
                 self._num_whole[policy] = MAX_DELTAS
@@ -236,7 +236,7 @@ class Publisher:
     ) -> DeltaEncoder:
         """Write the delta of a version; returns its encoder, which has counted the changes."""
         with open_weights(base.directory / FULL_FILE) as content:
-            _skip_header(content)
+            read_header(content)
             encoder = DeltaEncoder(content)
             write_tensors(directory / DELTA_FILE, layout, tensors, metadata, digest, encoder)
         write_record(directory, DeltaRecord(base.directory.name, base.sha256, digest.hexdigest()))
@@ -250,7 +250,7 @@ class Publisher:
             with staging_directory(source, depth=2) as copy:
                 for pattern in _COMPANIONS:
                     for file in sorted(base.glob(pattern)):
-                        if file.is_file() and not file.name.endswith(".index.json"):
+                        if file.is_file() and not file.name.endswith(".index.json") and file.name not in DELTA_FILES:
                             target = copy / file.relative_to(base)
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
@@ -264,20 +264,12 @@ class Publisher:
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(file, target)
-            except OSError:  # the file system has no hard links
-                shutil.copyfile(file, target)
-
-
-def _skip_header(content: BufferedReader) -> None:
-    """Read a safetensors file up to its first tensor."""
-    content.read(int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little"))
+            link_or_copy(file, target)
 
 
 def _read_tensors(content: BufferedReader, layout: Mapping[str, Tensor], device: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a version's safetensors file, which has the layout's order, on a device."""
-    _skip_header(content)
+    read_header(content)
     for name, tensor in layout.items():
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
         if content.readinto(on_host.view(-1).view(torch.uint8).numpy().data) < on_host.nbytes:

@@ -332,10 +332,13 @@ class VersionRetention:
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
         versions = list_version_directories(directory, disk=self._disk)
         needed = {f"{lineage}.{step}" for lineage, step in (*versions[-self._keep :], *stay)}
-        for name in list(needed):
-            with contextlib.suppress(OSError, DeltaError):  # its readers report a damaged version
-                while (base := base_needed(directory / name, disk=self._disk)) is not None and base not in needed:
-                    needed.add(name := base)
+        try:
+            for name in list(needed):
+                with contextlib.suppress(DeltaError):  # its readers report a damaged version
+                    while (base := base_needed(directory / name, disk=self._disk)) is not None and base not in needed:
+                        needed.add(name := base)
+        except OSError:  # what the versions need is unknown, so the next pruning deletes them
+            return
         for lineage, step in versions:
             if (name := f"{lineage}.{step}") not in needed:
                 self._disk.remove_tree(directory / name)

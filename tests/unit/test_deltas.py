@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +28,14 @@ from agentrl.core.deltas import (
     DeltaEncoder,
     DeltaError,
     DeltaRecord,
+    digest_of_version,
     make_whole,
     open_weights,
     read_record,
     write_record,
 )
-from agentrl.core.errors import EngineError, ModelError, StorageError, TrainerError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, check_model_directory
+from agentrl.core.errors import EngineError, InputError, ModelError, StorageError, TrainerError
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, LocalDisk, check_model_directory
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.weights.reading import copy_weight_files, read_metadata, read_weights
@@ -144,6 +147,15 @@ def another_base(directory: Path) -> None:
     write_record(directory / "0.2", DeltaRecord("0.3", "0" * 64, reference(directory).sha256))
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("moved")))
+
+
 def loop(directory: Path) -> None:
     write_record(directory / "0.2", DeltaRecord("0.2", "0" * 64, "0" * 64))
 
@@ -164,8 +176,17 @@ def loop(directory: Path) -> None:
             lambda directory: (directory / "0.2" / RECORD).write_text(
                 '{"base": "../1", "base_sha256": "", "sha256": ""}'
             ),
-            "0.2/delta.json is damaged .*is no directory of a version",
+            "0.2/delta.json is damaged .*is not a directory of a version",
         ),
+        (
+            lambda directory: (directory / "0.1" / WHOLE).write_bytes(b"\xff" * 9),
+            "0.1/model.safetensors has no .*header",
+        ),
+        (lambda directory: os.truncate(directory / "0.1" / WHOLE, 10_015), "0.2/delta.bin .*do not fit the base"),
+        (lambda directory: pipe(directory / "0.2" / DELTA), "0.2/delta.bin cannot be read .not a regular file"),
+        (lambda directory: pipe(directory / "0.1" / WHOLE), "0.1/model.safetensors cannot be read .not a regular file"),
+        (lambda directory: link(directory / "0.1" / WHOLE), "0.1/model.safetensors cannot be read .Too many"),
+        (lambda directory: link(directory / "0.1"), "0.1 is a symbolic link"),
     ],
 )
 def test_a_damaged_version_is_refused_by_name(stored: Path, damage: object, reason: str) -> None:
@@ -173,7 +194,11 @@ def test_a_damaged_version_is_refused_by_name(stored: Path, damage: object, reas
     damage(stored)
     with pytest.raises(EngineError, match=f"policy@0.2 refused: .*{reason}"):
         read_weights(reference(stored))
+    with pytest.raises((OSError, DeltaError)):
+        digest_of_version(stored / "0.2", "full")
     if reason.startswith("the SHA"):
+        with pytest.raises(InputError, match=r"0\.2: the SHA-256 digest .*give another version"):
+            weights_from_directory("other", stored / "0.2")
         with pytest.raises(DeltaError, match=r"0\.2: the SHA-256 digest"):
             make_whole(stored / "0.2")
     assert sorted(path.name for path in (stored / "0.2").iterdir() if path.name == WHOLE) == []
@@ -211,6 +236,32 @@ def test_versions_that_a_delta_needs_stay_while_it_does(tmp_path: Path) -> None:
         assert sorted(path.name for path in directory.iterdir()) == ["0.5", "0.6", "0.7", "0.8"]
 
     asyncio.run(main())
+
+
+def test_nothing_is_deleted_while_a_record_cannot_be_read(tmp_path: Path) -> None:
+    class FailingDisk(LocalDisk):
+        fails = True
+
+        def read(self, path: Path, *, limit: int) -> bytes:
+            if self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return super().read(path, limit=limit)
+
+    for step in range(3):
+        (tmp_path / f"0.{step}").mkdir()
+        (tmp_path / f"0.{step}" / WHOLE).write_bytes(HEADER + bytes(10))
+    store(tmp_path / "0.3", bytes(10), tmp_path / "0.2", bytes(10))
+    newest = WeightsRef(version=PolicyVersion("policy", 0, 3), path=str(tmp_path / "0.3"), kind="full", sha256="")
+    disk = FailingDisk()
+    retention = VersionRetention(keep=1, disk=disk)
+    asyncio.run(retention.prune(newest))
+    assert len(list(tmp_path.iterdir())) == 4
+    disk.fails = False
+    asyncio.run(retention.prune(newest))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.2", "0.3"]
+    (tmp_path / "0.3" / RECORD).write_text("damaged")
+    asyncio.run(retention.prune(newest))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.3"]
 
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
@@ -302,6 +353,19 @@ def test_whoever_reads_a_version_gets_it_whole(tmp_path: Path, model: Path) -> N
     assert torch.equal(loaded.state_dict()["model.norm.weight"], expected.tensors["model.norm.weight"])
 
 
+def test_a_run_from_a_copy_of_a_version_has_its_own_versions(tmp_path: Path, model: Path) -> None:
+    """The copy of `policies/NAME` has a delta too, next to the whole file."""
+    first = train(tmp_path / "first", config_of(model))
+    publish(first, 0)
+    links = RunDirectory(tmp_path / "first").link("policies", {"policy": publish(first, 1)})
+    second = train(tmp_path / "second", config_of(Path(shutil.copytree(links["policy"], tmp_path / "copy"))))
+    assert (tmp_path / "copy" / DELTA).is_file()
+    assert names(publish(second, 0)) == {WHOLE}
+    weights = publish(second, 1)
+    assert names(weights) == {DELTA, RECORD}
+    assert weights_from_directory("policy", weights.path).sha256 == weights.sha256
+
+
 def test_a_version_is_never_published_again_with_other_weights(tmp_path: Path, model: Path) -> None:
     """A restarted trainer stores it whole where it was a delta, and finds it equal."""
     first = train(tmp_path, config_of(model))
@@ -349,6 +413,9 @@ def test_a_damaged_base_stops_the_run_by_name(tmp_path: Path, model: Path) -> No
     flip(Path(weights.path) / DELTA, -1)
     with pytest.raises(StorageError, match=r"0\.1/delta\.bin is damaged .*start the run again with --resume"):
         publish(trainer, 2)
+    (Path(weights.path) / RECORD).write_text("{}")
+    with pytest.raises(StorageError, match=r"0\.1/delta\.json is damaged .*start the run again with --resume"):
+        trainer.publish("policy", PolicyVersion("policy", 0, 2))
 
 
 def test_the_record_names_the_base(stored: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from agentrl.core.files import (
     LOCAL,
     Disk,
+    link_or_copy,
     os_error_advice,
     remove_staging_directories,
     rename_durably,
@@ -79,6 +80,22 @@ def test_a_build_that_fails_leaves_nothing_and_leftovers_can_be_cleared(disk_and
     build(disk, root / "0.2", b"weights")
     remove_staging_directories(root, disk=disk)
     assert disk.names(root) == ["0.2"]
+
+
+def test_a_link_never_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, copy = (tmp_path / name for name in ("source", "target", "copy"))
+    source.write_text("new")
+    target.write_text("old")
+    with pytest.raises(FileExistsError):
+        link_or_copy(source, target)
+    assert target.read_text() == "old"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    link_or_copy(source, copy)
+    assert copy.read_text() == "new"
 
 
 def test_versions_are_ordered_by_lineage_and_step(disk_and_root: tuple[Disk, Path]) -> None:

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from agentrl.core.deltas import BLOCK_BYTES, DeltaError, open_weights, read_weight_bytes
+from agentrl.core.deltas import BLOCK_BYTES, DeltaError, open_weights, read_header_of
 from agentrl.core.errors import EngineStorageError, version_refused_error
-from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.checkpoint import checkpoint_tensors
@@ -131,7 +131,7 @@ def read_metadata(weights: WeightsRef) -> dict[str, str]:
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
-        header = msgspec.json.decode(read_safetensors_header(path, read_weight_bytes)[8:], type=_Header)
+        header = msgspec.json.decode(read_header_of(path)[8:], type=_Header)
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
     return header.metadata

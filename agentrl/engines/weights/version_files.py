@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.core.deltas import DeltaError, open_weights, read_record, read_weight_bytes
+from agentrl.core.deltas import DeltaError, open_weights, read_header_of, read_record
 from agentrl.core.errors import EngineError, EngineLostError, version_refused_error
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import protocol
 
@@ -134,7 +134,7 @@ class VersionFiles:
     async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
         (name,) = WEIGHT_FILES["full"]
         try:
-            header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name, read_weight_bytes)
+            header = await asyncio.to_thread(read_header_of, Path(weights.path) / name)
         except (OSError, ValueError) as error:
             raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
         self._headers_only[weights.sha256] = (weights, len(header))
