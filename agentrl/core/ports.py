@@ -118,6 +118,8 @@ class GenerateRequest:
     """`ids.opening_digest` of the context of the conversation's first turn. Conversations with the same opening share a
     prefix (members of a group, forks, a parked conversation), so they go to the same replica. 0: the whole context
     counts as the opening."""
+    row: int = 0
+    """Row of the conversation. A new row does not continue the context of the last one."""
 
 
 class NewTokensCallback(Protocol):

@@ -2,14 +2,18 @@
 
 Owns the budget in tokens, the reservations in it, the order of waiting calls, and the time for which an idle
 conversation keeps its reservation. Does not know episodes. Each engine has one budget, and each of its sessions one
-reservation, whichever process opened the session: so the sum of all reservations never exceeds the memory, however many
-workers sample from the engine. A session that ends, because its worker was killed for example, returns its reservation.
+reservation, whichever process opened the session: so a conversation is admitted only if it fits next to those of all
+workers. A session that ends, because its worker was killed for example, returns its reservation.
 
-A conversation reserves memory with its first call. Between two turns it is idle: keeping its n of M tokens for t
-seconds costs n/M of the engine's capacity in that time; recomputing them at p tokens per second costs the full capacity
-for n/p seconds. The costs are equal after M/p seconds, for any n. An idle reservation is therefore kept for that
-long (the break-even rule of the ski-rental problem), or not at all if, over the recent idle times of its kind, keeping
-has cost more than recomputing. After that it is evictable: a waiting call may take its memory.
+A conversation reserves memory with its first call, and again when it begins a new row. Its reservation grows with it.
+Growth takes the memory of idle conversations first, but is never refused: running conversations may outgrow the memory
+together, and the engine then preempts some. No other conversation is admitted meanwhile.
+
+Between two turns a conversation is idle: keeping its n of M tokens for t seconds costs n/M of the engine's capacity in
+that time; recomputing them at p tokens per second costs the full capacity for n/p seconds. The costs are equal after
+M/p seconds, for any n. An idle reservation is therefore kept for that long (the break-even rule of the ski-rental
+problem), or not at all if, over the recent idle times of its kind, keeping has cost more than recomputing. After that
+it is evictable: a waiting call may take its memory.
 
 If the engine stores shared prefixes once (system prompt and tools, the task of a group), a prefix is charged once for
 all conversations that share it.
@@ -85,15 +89,18 @@ class KVBudget:
         """
         return Reservation(self, weights)
 
-    def reserve(self, reservation: Reservation, kind: Hashable, tokens: int, context: Int32Array | None) -> bool:
+    def reserve(
+        self, reservation: Reservation, kind: Hashable, tokens: int, context: Int32Array | None, row: int
+    ) -> bool:
         if not self.is_bounded:
             return True
         reservation.kind = kind
         if reservation.idle_since is not None:
             self._costs.learn(reservation.kind, asyncio.get_running_loop().time() - reservation.idle_since)
             reservation.idle_since = None
-        if tokens < reservation.tokens:
-            self._evict(reservation)  # the conversation began a new row
+        if row != reservation.row:
+            self._evict(reservation)
+            reservation.row = row
         if reservation.is_held:
             self._pin(reservation)
         else:
@@ -125,9 +132,12 @@ class KVBudget:
     def release(self, reservation: Reservation) -> None:
         reservation.idle_since = None
         self._evict(reservation)
+        self._leave_queue(reservation)
+        self._admit_waiting()
+
+    def _leave_queue(self, reservation: Reservation) -> None:
         if reservation.admitted is not None and not reservation.admitted.done():
             reservation.admitted.set_result(None)  # `_admit_waiting` then skips it
-        self._admit_waiting()
 
     def _parts(self, weights: Hashable, context: Int32Array | None) -> tuple[tuple[int, int], ...]:
         """Split the context into parts that others may share: (hash of all tokens up to the part's end, tokens of the
@@ -212,6 +222,7 @@ class Reservation:
         "kept_until",
         "kind",
         "parts",
+        "row",
         "tokens",
         "weights",
     )
@@ -222,6 +233,8 @@ class Reservation:
         """Kind of the conversation; the cost of keeping idle reservations is learned per kind."""
         self.weights = weights
         self.is_held = False
+        self.row = 0
+        """Row of the newest call."""
         self.tokens = 0
         """Number of tokens of the conversation, as last stated."""
         self.parts: tuple[tuple[int, int], ...] = ()
@@ -246,7 +259,8 @@ class Reservation:
             NoRoomError: the memory has no room for the context. The call is in the queue; `wait` waits for its turn.
         """
         tokens = len(request.token_ids)
-        if not self.reserve(tokens, request.token_ids[: tokens - request.sampled_before], request.seat):
+        context = request.token_ids[: tokens - request.sampled_before]
+        if not self.reserve(tokens, context, request.seat, request.row):
             self.queue(request.priority)
             raise NoRoomError(f"call {request.request_id}: the KV cache has no room for {tokens} tokens now")
         try:
@@ -258,7 +272,7 @@ class Reservation:
             self.idle(tokens + len(completion.token_ids))
         return completion
 
-    def reserve(self, tokens: int, context: Int32Array | None = None, kind: Hashable = None) -> bool:
+    def reserve(self, tokens: int, context: Int32Array | None = None, kind: Hashable = None, row: int = 0) -> bool:
         """Try to reserve memory for a call; returns whether the call may begin. The memory is held until `release`, or
         until it is idle and evicted.
 
@@ -266,8 +280,9 @@ class Reservation:
             tokens: length of the context.
             context: tokens of the context that others may share, `[T]`; None: none are shared.
             kind: kind of the conversation.
+            row: row of the conversation. A new row gives the memory of the last one back.
         """
-        return self._budget.reserve(self, kind, tokens, context)
+        return self._budget.reserve(self, kind, tokens, context, row)
 
     def queue(self, priority: int) -> None:
         """Queue for the memory that `reserve` refused; lower priorities go first."""
@@ -284,7 +299,7 @@ class Reservation:
             raise
 
     def idle(self, tokens: int) -> None:
-        """Mark the conversation as idle, with `tokens` tokens, after its turn has ended."""
+        """Mark the conversation as idle, with `tokens` tokens, after a call."""
         self._budget.idle(self, tokens)
 
     def release(self) -> None:

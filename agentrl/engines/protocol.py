@@ -60,6 +60,7 @@ class StartGenerationRequest(rpc.WireMessage, frozen=True):
     sampled_before: int
     priority: int
     seat: str
+    row: int
     deltas: bool
 
 
@@ -211,6 +212,7 @@ def message_from_generate_request(
         sampled_before=request.sampled_before,
         priority=request.priority,
         seat=request.seat,
+        row=request.row,
         deltas=deltas,
     )
 
@@ -225,4 +227,5 @@ def generate_request_from_message(message: StartGenerationRequest) -> GenerateRe
         sampled_before=message.sampled_before,
         priority=message.priority,
         seat=message.seat,
+        row=message.row,
     )

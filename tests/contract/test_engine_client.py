@@ -7,8 +7,10 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Coroutine
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.core import rpc
@@ -65,6 +67,16 @@ def test_a_guest_gets_the_log_probabilities_that_the_owner_gets() -> None:
         assert (await client.score("solver", tokens)).tolist() == (await engine.score("solver", tokens)).tolist()
 
     with_guest(scenario)
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    sent = replace(request("r", prompt(5), seed=1, sampled_before=2, priority=3), seat="environment.seat", row=4)
+    message = protocol.message_from_generate_request(1, 2, sent, deltas=True)
+    arrived = protocol.generate_request_from_message(message)
+    for field in fields(sent):
+        if field.name != "opening":  # the client uses it to choose the replica
+            assert getattr(sent, field.name) is not field.default, "the test sends every field"
+            np.testing.assert_equal(getattr(arrived, field.name), getattr(sent, field.name))
 
 
 def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None:

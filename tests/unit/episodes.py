@@ -28,6 +28,8 @@ class Played:
     """What the worker remembers of a failure."""
     seen: list[list[int]]
     """What the engine saw in each call, in order: the context it was given and the tokens it sampled."""
+    rows: list[int]
+    """Row that each call names."""
     metrics: Mapping[str, float]
     """What it counted, as committed."""
     told: str
@@ -75,11 +77,13 @@ def play(
 async def _play(environment: type[agentrl.Environment], replies: list[str | bytes], setting: Setting) -> Played:
     journal, said = MemoryJournal(), iter(replies)
     seen: list[list[int]] = []
+    rows: list[int] = []
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         reply = next(said)
         sampled = [*(reply.encode() if isinstance(reply, str) else reply), STOP_TOKEN]
         seen.append([*request.token_ids.tolist(), *sampled])
+        rows.append(request.row)
         return sampled
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=setting.max_context)
@@ -101,7 +105,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         raise failures[0]
     entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
     end = next(end for end in journal.of_kind(EpisodeEnd) if end.header.episode_id == "e0")
-    return Played(ended[0], entries, worker.last_failure, seen, end.metrics, end.detail)
+    return Played(ended[0], entries, worker.last_failure, seen, rows, end.metrics, end.detail)
 
 
 def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:

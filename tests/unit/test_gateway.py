@@ -127,7 +127,7 @@ class Branching(Loop):
 
 def test_rows_of_an_episode_are_one_trajectory_with_one_reward() -> None:
     played = play(Branching, ["one", "two", "three", "four"])
-    assert [entry.row for entry in turns(played)] == [0, 1, 0, 2]
+    assert [entry.row for entry in turns(played)] == played.rows == [0, 1, 0, 2]
     assert [(t.reward, t.tokens) for t in played.header.trajectories] == [(1.0, 4 + 4 + 6 + 5)]
     assert {name: value for name, value in played.metrics.items() if name.startswith("rows/")} == {
         "rows/conversation": 1.0,

@@ -44,6 +44,7 @@ def test_agents_rows_and_rewards() -> None:
     ]
     assert [entry.turn for entry in played.entries if isinstance(entry, RewardEntry)] == [0, None, None, None]
     assert [entry.row for entry in played.entries if isinstance(entry, TurnEntry)] == [0, 0, 0, 1]
+    assert played.rows == [0, 0, 0, 1]
 
 
 class Counting(agentrl.ToolEnvironment):

@@ -282,7 +282,8 @@ class ExternalAgent(TurnRecorder):
         stops: Sequence[str],
     ) -> Completion:
         """Sample a reply, or return the one with which a fork replaces it."""
-        sample = partial(sampler.sample, call, placement.context(), placement.opening(), sampled_before=self._sampled)
+        row, opening = placement.row.number, placement.opening()
+        sample = partial(sampler.sample, call, placement.context(), row, opening, sampled_before=self._sampled)
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
             return self._cut(await sample(sampling=sampling), stops)

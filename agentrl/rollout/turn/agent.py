@@ -160,7 +160,9 @@ class LiveAgent(TurnRecorder):
         row, before = rows.row, rows.before
         try:
             with CallExecution(journal, call, "a turn", limit):
-                completion = await sampler.sample(call, rows.context(), rows.opening, request.sampling, self._sampled)
+                completion = await sampler.sample(
+                    call, rows.context(), row, rows.opening, request.sampling, self._sampled
+                )
                 if request.reply is not None:
                     completion = self._completion_of_reply(request.reply, completion)
         except EngineError as error:

@@ -94,13 +94,20 @@ class TurnSampler:
         return f"{self._episode.name}:{self._conversation}"
 
     async def sample(
-        self, call: JournaledCall, context: Int32Array, opening: int, sampling: SamplingParams, sampled_before: int
+        self,
+        call: JournaledCall,
+        context: Int32Array,
+        row: int,
+        opening: int,
+        sampling: SamplingParams,
+        sampled_before: int,
     ) -> Completion:
         """Sample one whole turn.
 
         Args:
             call: the turn's call.
             context: the conversation, `[T]`.
+            row: number of the row in the conversation.
             opening: see `GenerateRequest`.
             sampling: sampling parameters of the turn.
             sampled_before: number of tokens that the agent has sampled in earlier turns, for the priority of the call.
@@ -122,7 +129,7 @@ class TurnSampler:
                 if episode.spec.episode_id in services.parking.waiting:
                     await self._wait_while_parked(turn, call)
                 try:
-                    request = self._request(turn, call, context, opening, sampling, priority)
+                    request = self._request(turn, call, context, row, opening, sampling, priority)
                     self._in_flight = request.request_id
                     with episode.waiting_for(self._activity):
                         sample = await self._open().generate(request, turn.on_delta)
@@ -215,6 +222,7 @@ class TurnSampler:
         turn: PartialTurn,
         call: JournaledCall,
         context: Int32Array,
+        row: int,
         opening: int,
         sampling: SamplingParams,
         priority: int,
@@ -236,6 +244,7 @@ class TurnSampler:
             priority=priority,
             seat=self._seat,
             opening=opening,
+            row=row,
         )
 
     def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
