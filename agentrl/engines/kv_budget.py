@@ -112,6 +112,7 @@ class KVBudget:
         return True
 
     def queue(self, reservation: Reservation, priority: int) -> None:
+        self._leave_queue(reservation)
         self._arrivals += 1
         reservation.admitted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, self._arrivals, reservation, reservation.admitted))
@@ -268,8 +269,7 @@ class Reservation:
         except BaseException:
             self.release()
             raise
-        if completion.finish_reason != "abort":  # the next call continues an aborted turn
-            self.idle(tokens + len(completion.token_ids))
+        self.idle(tokens + len(completion.token_ids))  # also after an abort, which may have come at the last token
         return completion
 
     def reserve(self, tokens: int, context: Int32Array | None = None, kind: Hashable = None, row: int = 0) -> bool:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineError
+from agentrl.core.ports import GenerateRequest, SamplingParams, generate_when_room
+from agentrl.core.records import PolicyVersion
 from agentrl.engines.kv_budget import KVBudget, Reservation
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.virtual_time import simulate
@@ -28,6 +30,11 @@ def ran(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 def budget(kv_tokens: int = 1000, prefill_rate: float = 100.0) -> KVBudget:
     """Of 900 tokens, after what is left for running calls; places are kept for 10 s."""
     return KVBudget(kv_tokens, prefill_rate)
+
+
+def request(name: str, tokens: int) -> GenerateRequest:
+    context = np.zeros(tokens, np.int32)
+    return GenerateRequest(request_id=name, token_ids=context, sampling=SamplingParams(max_tokens=90), seed=0)
 
 
 def asked(place: Reservation, tokens: int, priority: int = 0) -> asyncio.Task[float]:
@@ -151,6 +158,62 @@ def test_what_grows_beyond_the_memory_takes_the_places_that_rested_longest() -> 
         assert places[2].reserve(400)
 
     ran(main)
+
+
+def test_running_conversations_may_outgrow_the_memory_and_no_other_is_admitted_meanwhile() -> None:
+    async def main() -> None:
+        shared = budget()
+        running = [shared.reservation() for _ in range(4)]
+        assert all(place.reserve(220) for place in running)
+        assert all(place.reserve(400) for place in running), "a running conversation is never cut"
+        assert shared.reserved == 1600
+        last = shared.reservation()
+        assert not last.reserve(10)
+        waiting = asked(last, 10)
+        for place in running[:2]:
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            place.release()
+        assert await waiting == 2
+
+    ran(main)
+
+
+def test_a_call_that_is_refused_twice_has_one_place_in_the_queue() -> None:
+    async def main() -> None:
+        shared = budget()
+        first, refused = shared.reservation(), shared.reservation()
+        assert first.reserve(800)
+        earlier: list[asyncio.Task[None]] = []
+        for tokens in (500, 300):
+            assert not refused.reserve(tokens)
+            refused.queue(0)
+            earlier.append(asyncio.create_task(refused.wait()))
+            await asyncio.sleep(1)
+        await earlier[0]
+        assert not earlier[1].done()
+        refused.release()
+        await earlier[1]
+        first.release()
+        assert shared.reserved == 0
+
+    ran(main)
+
+
+def test_a_call_that_is_aborted_keeps_its_place_no_longer_than_one_that_ended() -> None:
+    """The abort may come at the turn's last token, and a long tool follow."""
+
+    async def main() -> float:
+        engine = ScriptedEngine([[1] * 90], versions={"policy": PolicyVersion("policy", 0, 0)}, seconds_per_token=1.0)
+        engine.capabilities = replace(engine.capabilities, kv_tokens=1000, prefill_rate=100.0)
+        call = asyncio.create_task(engine.open("a", "policy").generate(request("a", 700)))
+        await asyncio.sleep(5)
+        engine.abort("a")
+        assert (await call).finish_reason == "abort"
+        await generate_when_room(engine.open("b", "policy"), request("b", 700))
+        return asyncio.get_running_loop().time()
+
+    assert ran(main) == 5 + 10 + 90
 
 
 def test_a_kind_that_rests_too_long_keeps_nothing_and_others_do() -> None:
@@ -316,15 +379,17 @@ def test_a_conversation_that_begins_anew_is_charged_for_what_it_is() -> None:
     ran(main)
 
 
-def test_a_shorter_context_is_a_new_row_and_charged_as_such() -> None:
+@pytest.mark.parametrize("tokens", [100, 600, 700])
+def test_a_new_row_is_charged_for_what_it_is_whatever_its_length(tokens: int) -> None:
     async def main() -> None:
-        shared = sharing()
+        shared = sharing(2000)
         first, second = shared.reservation(), shared.reservation()
         for place in (first, second):
             assert place.reserve(600, TASK)
             place.idle(650)
-        assert first.reserve(100, TASK[:100])
-        assert shared.reserved == 650 + 100 - 64, "their first part is the same"
+        new = np.concatenate([TASK[:64], 1000 + np.arange(tokens - 64, dtype=np.int32)])
+        assert first.reserve(tokens, new, row=1)
+        assert shared.reserved == 650 + tokens - 64, "their first part is the same"
 
     ran(main)
 
