@@ -1,7 +1,7 @@
 """What engines grant of their memory to 1 to 512 workers, and how many episodes `max_in_flight = "auto"` admits.
 
-`kv_overcommit`: tokens that calls in flight hold over the tokens that the engines have, for the number of workers with
-the largest share: two engine processes, one client per worker, conversations of a 75th of the memory.
+`kv_overcommit`: tokens in the contexts of admitted calls over the tokens that the engines have, for the number of
+workers with the largest share: two engine processes, one client per worker, conversations of a 75th of the memory.
 `kv_overcommit_divided`: the same if each worker grants its part of the memory by itself.
 `auto_over_best`: tokens per second with `max_in_flight = "auto"` over those with the best of some fixed values, the
 mean over six simulated workloads; `auto_over_best_worst`: the smallest of them.

@@ -1,4 +1,4 @@
-"""The memory of an engine's process: all its clients together hold no more than there is, and a dead one holds none."""
+"""The memory of an engine's process: clients' conversations are admitted if they fit, and a dead client holds none."""
 
 from __future__ import annotations
 
