@@ -125,8 +125,6 @@ class ClientModel:
     """Tokens by which its turns are counted."""
     used_at: float = 0.0
     steps_since_checkpoint: int = 0
-    has_loaded: bool = False
-    """Whether weights were loaded since the newest checkpoint. Their files may be gone before they are needed again."""
     has_gradient: bool = False
     unpublished: UnpublishedSteps = field(default_factory=lambda: UnpublishedSteps())
     saved: dict[str, SavedWeights] = field(default_factory=dict)

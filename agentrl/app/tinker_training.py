@@ -114,8 +114,10 @@ class ModelTraining:
         return outcome
 
     async def keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:
-        """Write a checkpoint after a finished request if one is due."""
-        await self._call(self._keep_checkpoint, model, request)
+        """Write a checkpoint after a finished request if one is due and there is no gradient, which it would lack."""
+        every = self._checkpoint_every
+        if every and model.steps_since_checkpoint >= every and not model.has_gradient:
+            await self._call(self._write_checkpoint, model, request.sequence)
 
     def close(self) -> None:
         """End the thread."""
@@ -135,7 +137,9 @@ class ModelTraining:
             case messages.CreateModel():
                 return Outcome.of({"type": "create_model", "model_id": model.id})
             case messages.LoadWeights():
-                self._load(model, content)
+                if not self._checkpoint(model, request.sequence).is_dir():  # else a killed process loaded them
+                    self._load(model, content)
+                    self._write_checkpoint(model, request.sequence)  # the files may be gone when it is rebuilt
                 return Outcome.of({"type": "load_weights", "path": content.path, "model_id": model.id})
             case messages.ForwardBackwardRequest():
                 return self._forward_backward(model, request, content)
@@ -207,7 +211,6 @@ class ModelTraining:
         directory = self._tables.saved_directory(self._tables.saved_model(saved.path), saved.sequence)
         model.base.trainer.load(model.id, directory / "state", optimizer=content.optimizer)
         model.has_gradient = False
-        model.has_loaded = True
 
     def _publish(self, model: ClientModel) -> WeightsRef:
         """Publish a model's weights as its next version, unless they are those of its newest."""
@@ -275,7 +278,8 @@ class ModelTraining:
         """Rebuild a model: its newest checkpoint, and the finished requests since then, executed again.
 
         Raises:
-            TrainerError: a repeated step has another gradient than it had. The model is not in memory then.
+            TrainerError: a repeated step has another gradient than it had, or the checkpoint of loaded weights is
+                missing. The model is not in memory then.
         """
         try:
             self._rebuild(model)
@@ -288,17 +292,23 @@ class ModelTraining:
         trainer.add(model.id, model.lora, model.seed)
         model.has_gradient = False
         model.unpublished = UnpublishedSteps()
-        written = [int(place.name) for place in self._checkpoints(model).glob("*") if place.name.isdecimal()]
+        checkpoints = self._checkpoint(model, 0).parent
+        written = [int(place.name) for place in checkpoints.glob("*") if place.name.isdecimal()]
         sequence = max(written, default=-1)
         if sequence >= 0:
-            checkpoint = self._checkpoints(model) / str(sequence)
+            checkpoint = self._checkpoint(model, sequence)
             trainer.restore(model.id, checkpoint / "state")
             unpublished = (checkpoint / "unpublished.json").read_bytes()
             model.unpublished = msgspec.json.decode(unpublished, type=UnpublishedSteps)
-        model.steps_since_checkpoint, model.has_loaded = 0, False
+        model.steps_since_checkpoint = 0
         turns = model.trained_tokens
         for request in self._repeated(model, sequence):
             content = messages.read_request(request.route, request.body)
+            if isinstance(content, messages.LoadWeights):
+                raise TrainerError(
+                    f"{checkpoints}: the checkpoint of request {request.sequence}, which loaded weights, is missing; "
+                    "restore it from a copy"
+                )
             if isinstance(content, messages.SaveForSampler):
                 model.unpublished = UnpublishedSteps()
                 continue
@@ -327,24 +337,20 @@ class ModelTraining:
                 f"{now:.6g} when it was repeated from the journal; the model's base or the code has changed since"
             )
 
-    def _keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:
-        """Write a checkpoint if one is due: right after a step, when there is no gradient to keep."""
-        every = self._checkpoint_every
-        is_due = model.has_loaded or (every and model.steps_since_checkpoint >= every)
-        if model.has_gradient or not is_due:
-            return
-        directory = self._checkpoints(model) / str(request.sequence)
+    def _write_checkpoint(self, model: ClientModel, sequence: int) -> None:
+        """Write a checkpoint of the model after a request, and remove the older ones."""
+        directory = self._checkpoint(model, sequence)
         with _writing(directory) as staging:
             model.base.trainer.save(model.id, staging / "state")
             (staging / "unpublished.json").write_bytes(msgspec.json.encode(model.unpublished))
             rename_durably(staging, directory)
-        model.steps_since_checkpoint, model.has_loaded = 0, False
-        for older in self._checkpoints(model).iterdir():
-            if older.name.isdecimal() and int(older.name) < request.sequence:
-                shutil.rmtree(older)
+            for older in directory.parent.iterdir():
+                if older.name.isdecimal() and int(older.name) < sequence:
+                    shutil.rmtree(older)
+        model.steps_since_checkpoint = 0
 
-    def _checkpoints(self, model: ClientModel) -> Path:
-        return self._directory.checkpoints / "models" / str(model.number)
+    def _checkpoint(self, model: ClientModel, sequence: int) -> Path:
+        return self._directory.checkpoints / "models" / str(model.number) / str(sequence)
 
 
 @contextlib.contextmanager

@@ -463,6 +463,83 @@ def test_named_weights_survive_a_start(tmp_path: Path) -> None:
     run(work)
 
 
+async def loss(client: Client, model: str) -> float:
+    """The loss of a model's weights."""
+    return decoded_pass(await client.result(await client.forward_backward(model, ROWS, forward_only=True)))[1]
+
+
+def test_loaded_weights_survive_a_change_of_their_name(tmp_path: Path) -> None:
+    """A load has no result before its checkpoint is written, so a restart does not read the name again."""
+
+    async def before() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            client._next = numbers
+            models.extend([await client.model(number) for number in range(2)])
+            await train(client, models[0], 1)
+            path = (await client.result(await client.submit("save_weights", models[0], path="w")))["path"]
+            losses.append(await loss(client, models[0]))
+            blocked.parent.mkdir(parents=True)
+            blocked.write_text("in the way")
+            promises.append(await client.submit("load_weights", models[1], path=path, optimizer=True))
+            with pytest.raises(StorageError, match="models/2/1: could not be written"):
+                await service.failure
+
+    async def after() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            client._next = numbers
+            await client.result(promises[0])
+            await train(client, models[0], 1)
+            await client.result(await client.submit("save_weights", models[0], path="w", overwrite=True))
+            assert await loss(client, models[1]) == losses[0] != await loss(client, models[0])
+
+    numbers: dict[str, int] = {}
+    models: list[str] = []
+    losses: list[float] = []
+    promises: list[Any] = []
+    blocked = tmp_path / "server/checkpoints/models/2"
+    run(before)
+    blocked.unlink()
+    run(after)
+
+
+def test_a_load_without_a_result_is_not_repeated(tmp_path: Path) -> None:
+    """A process that was killed between the checkpoint of a load and its result: the name is gone since."""
+
+    async def before() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            models.extend([await client.model(number) for number in range(2)])
+            await train(client, models[0], 1)
+            path = (await client.result(await client.submit("save_weights", models[0], path="w")))["path"]
+            promises.append(await client.submit("load_weights", models[1], path=path, optimizer=True))
+            await client.result(promises[0])
+            await client.send("DELETE", f"training_runs/{models[0]}/checkpoints/weights/w")
+
+    async def after() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            await client.result(promises[0])
+            client.sequence(models[1])
+            first = await loss(client, models[1])
+            client._next[models[0]] = 4
+            assert first == await loss(client, models[0])
+            trainer = service.tables.models[models[1]].base.trainer
+            assert trainer.step(models[1]) == 1
+
+    async def lost() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            client._next[models[1]] = 2
+            with pytest.raises(Failed, match="the checkpoint of request 1, which loaded weights, is missing"):
+                await loss(client, models[1])
+
+    models: list[str] = []
+    promises: list[Any] = []
+    run(before)
+    with contextlib.closing(sqlite3.connect(tmp_path / "server/journal/requests.db")) as connection, connection:
+        connection.execute("DELETE FROM results WHERE id = ?", [promises[0]["request_id"]])
+    run(after)
+    shutil.rmtree(tmp_path / "server/checkpoints/models/2")
+    run(lost)
+
+
 def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "version").mkdir()
     contents = {"a.json": b"{}", "b.bin": bytes(range(256)) * 10_000, "c": b""}
