@@ -29,12 +29,12 @@ import asyncio
 import heapq
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import NoRoomError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    from collections.abc import Callable, Coroutine, Hashable
 
     from agentrl.core.ports import EngineCapabilities, GenerateRequest
     from agentrl.core.records import Int32Array
@@ -249,7 +249,9 @@ class Reservation:
         self.admitted: asyncio.Future[None] | None = None
         """Future that resolves when the newest place in the queue ends."""
 
-    async def sample(self, request: GenerateRequest, generate: Callable[[], Awaitable[Completion]]) -> Completion:
+    def sample(
+        self, request: GenerateRequest, generate: Callable[[], Coroutine[Any, Any, Completion]]
+    ) -> Coroutine[Any, Any, Completion]:
         """Make a call of the conversation while it holds its memory.
 
         Args:
@@ -259,6 +261,12 @@ class Reservation:
         Raises:
             NoRoomError: the memory has no room for the context. The call is in the queue; `wait` waits for its turn.
         """
+        # An unbounded call gets no frame of ours, which would stay in memory for each call in flight.
+        return self._sample(request, generate) if self._budget.is_bounded else generate()
+
+    async def _sample(
+        self, request: GenerateRequest, generate: Callable[[], Coroutine[Any, Any, Completion]]
+    ) -> Completion:
         tokens = len(request.token_ids)
         context = request.token_ids[: tokens - request.sampled_before]
         if not self.reserve(tokens, context, request.seat, request.row):

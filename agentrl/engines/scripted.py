@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -436,8 +436,10 @@ class ScriptedSession:
         self._reservation = engine.kv_budget.reservation((policy, pin))
         self.closed = False
 
-    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        return await self._reservation.sample(request, lambda: self._sample(request, on_delta))
+    def generate(
+        self, request: GenerateRequest, on_delta: NewTokensCallback | None = None
+    ) -> Coroutine[Any, Any, Completion]:
+        return self._reservation.sample(request, lambda: self._sample(request, on_delta))
 
     async def wait_for_room(self) -> None:
         await self._reservation.wait()

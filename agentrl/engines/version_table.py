@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -199,8 +199,10 @@ class VersionedSession(Generic[LiveT]):
         """Whether the session's KV is assumed to be cached; vLLM does not report dropped prefixes."""
         return True
 
-    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        return await self.reservation.sample(request, lambda: self.engine.generate(self, request, on_delta))
+    def generate(
+        self, request: GenerateRequest, on_delta: NewTokensCallback | None = None
+    ) -> Coroutine[Any, Any, Completion]:
+        return self.reservation.sample(request, lambda: self.engine.generate(self, request, on_delta))
 
     async def wait_for_room(self) -> None:
         await self.reservation.wait()
