@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import itertools
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.core.deltas import DeltaEncoder, DeltaError, DeltaRecord, digest_of_version, open_weights, write_record
+from agentrl.core.deltas import (
+    DeltaEncoder,
+    DeltaError,
+    DeltaRecord,
+    digest_of_version,
+    open_weights,
+    read_header,
+    write_record,
+)
 from agentrl.core.errors import EngineError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -127,22 +134,29 @@ def written_changes(base: WeightsRef) -> WeightsRef:
     step = base.version.step + 1
     directory = Path(base.path).with_name(f"0.{step}")
     directory.mkdir()
-    with open_weights(Path(base.path) / WEIGHT_FILES["full"][0]) as file:
-        header = file.read(int.from_bytes(file.read(8), "little"))
-        old = file.read()
+    (name,) = WEIGHT_FILES["full"]
+    with open_weights(Path(base.path) / name) as file:
+        header, old = read_header(file), file.read()
     new = np.frombuffer(old, "<u2").copy()
     new[step::1000] += 1
-    encoder = DeltaEncoder(BytesIO(old))
-    frames = [
-        *encoder.add(memoryview(len(header).to_bytes(8, "little") + header)),
-        *encoder.add(new.data.cast("B")),
-        *encoder.finish(),
-    ]
-    (directory / DELTA_FILES[1]).write_bytes(b"".join(frames))
+    (directory / name).write_bytes(header + new.tobytes())
     version = PolicyVersion("solver", 0, step)
-    digest = hashlib.sha256(len(header).to_bytes(8, "little") + header + new.tobytes()).hexdigest()
-    write_record(directory, DeltaRecord(Path(base.path).name, base.sha256, digest))
-    return WeightsRef(version=version, path=str(directory), kind="full", sha256=digest)
+    weights = WeightsRef(version=version, path=str(directory), kind="full", sha256=sha256_of(directory / name))
+    store_as_changes(weights, base)
+    return weights
+
+
+def store_as_changes(weights: WeightsRef, base: WeightsRef) -> None:
+    """Replace a version's file by the changes since the one next to it."""
+    (name,) = WEIGHT_FILES["full"]
+    with open_weights(Path(base.path) / name) as old, Path(weights.path, name).open("rb") as new:
+        read_header(old)
+        encoder = DeltaEncoder(old)
+        parts = (memoryview(read_header(new)), memoryview(new.read()))
+        frames = [*itertools.chain.from_iterable(map(encoder.add, parts)), *encoder.finish()]
+    Path(weights.path, DELTA_FILES[1]).write_bytes(b"".join(frames))
+    write_record(Path(weights.path), DeltaRecord(Path(base.path).name, base.sha256, weights.sha256))
+    Path(weights.path, name).unlink()
 
 
 def written(directory: Path, step: int, size: int) -> WeightsRef:

@@ -24,6 +24,7 @@ from agentrl.engines.weights.senders import (
     WeightSenders,
     WeightTransferConnection,
 )
+from tests.contract.elsewhere import store_as_changes
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.file_sender import FileSender
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
@@ -164,8 +165,9 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
     make_vllm.run(main)
 
 
+@pytest.mark.parametrize("stored", ["whole", "as changes"])
 def test_half_of_the_weights_never_serve_when_the_file_fails_too(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
 ) -> None:
     """The trainer dies in the middle, and the published file is damaged: the version before serves again."""
     monkeypatch.setattr(senders, "CHUNK_BYTES", 1 << 16)
@@ -176,13 +178,15 @@ def test_half_of_the_weights_never_serve_when_the_file_fails_too(
         await trainer.listen()
         first, second = (
             write_full(
-                tmp_path / str(step),
+                tmp_path / f"0.{step}",
                 version(step),
                 tensors_of(zoo, step),
                 canary=canary_of(zoo.load(seed=step), zoo.load()),
             )
             for step in (1, 2)
         )
+        if stored == "as changes":
+            store_as_changes(first, second)
         trainer.tensors = tensors_of(zoo, 1)
         await engine.serve([first])
         trainer.outbox, trainer.tensors = WeightSenders(LeavesInTheMiddle), tensors_of(zoo, 2)

@@ -459,15 +459,24 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         try:
             if old.file:
                 await self._inbox.fetch(old.version)
-                directory = str(Path(old.file).parent)
-                file = WeightsRef(version=old.version, path=directory, kind="full", sha256=old.digest)
-                await asyncio.to_thread(read_weights, file)  # checks the digest
+                await asyncio.to_thread(self._check_file, old)
             await self._control.load_full(old.file, str(old.version))
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
                 f"weights {weights.version}: {reason}, and vLLM cannot return to {old.version} ({error})"
             ) from error
+
+    def _check_file(self, old: VllmVersion) -> None:
+        """Check the digest of a version's file; if the trainer sent the version and published only its changes, write
+        the file first."""
+        directory = str(Path(old.file).parent)
+        weights = WeightsRef(version=old.version, path=directory, kind="full", sha256=old.digest)
+        if not Path(old.file).is_file():
+            copy = Path(self._copies.name) / str(next(self._numbers))
+            weights = copy_weight_files(weights, copy)
+            old.file = str(copy / WEIGHT_FILES["full"][0])
+        read_weights(weights)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
