@@ -252,7 +252,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
         summary = _summary(config.name, observer.state, orchestrator, num_evaluated, seconds) | {
             "run_seconds": store.seconds()
         }
-        return _report_conclusion(directory, store, observer, orchestrator, summary)
+        return await _report_conclusion(directory, store, observer, orchestrator, summary)
 
 
 def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
@@ -423,7 +423,7 @@ async def _check_machine(
     observer.say(await asyncio.to_thread(memory_line, engine, trainer))
 
 
-def _report_conclusion(
+async def _report_conclusion(
     directory: RunDirectory,
     store: SqliteJournal,
     observer: RunObserver,
@@ -432,10 +432,10 @@ def _report_conclusion(
 ) -> Run:
     """Write the links and the summary of a finished run."""
     best_weights = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
-    policies = directory.link(
-        "policies", {name: orchestrator.versions.current[name] for name in orchestrator.board.trainable}
-    )
-    best = directory.link("best", {name: weights for name, weights in best_weights.items() if weights is not None})
+    current = {name: orchestrator.versions.current[name] for name in orchestrator.board.trainable}
+    policies = await asyncio.to_thread(directory.link, "policies", current)
+    published = {name: weights for name, weights in best_weights.items() if weights is not None}
+    best = await asyncio.to_thread(directory.link, "best", published)
     directory.write_summary(summary)
     record_process_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
     running_mean = orchestrator.best.measured

@@ -182,7 +182,8 @@ class RunDirectory:
         return False
 
     def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `FOLDER/NAME` to a version of each policy, stored whole, and remove all other links there.
+        """Point `FOLDER/NAME` to a version of each policy, stored whole, and remove all other links there. If a version
+        cannot be stored whole, the previous links stay.
 
         Raises:
             StorageError: the disk failed, or a version is damaged.
@@ -192,13 +193,14 @@ class RunDirectory:
         links: dict[str, Path] = {}
         directory = self.path / folder
         try:
+            for weights_ref in weights.values():
+                make_whole(Path(weights_ref.path))
             if weights or directory.exists():
                 directory.mkdir(exist_ok=True)
             for link in directory.glob("*"):
                 if link.is_symlink():
                     link.unlink()
             for name, weights_ref in weights.items():
-                make_whole(Path(weights_ref.path))
                 (directory / name).symlink_to(os.path.relpath(weights_ref.path, directory))
                 links[name] = self.user_path / folder / name
         except OSError as error:
