@@ -538,9 +538,13 @@ def check_tokenizers(plan: EnginePlan) -> None:
                 if not reference.is_dir():
                     raise InputError(f"policies.{name}.reference: there is no directory {reference}")
                 if not any(reference.glob("*.safetensors")):
+                    is_delta = (reference / DELTA_FILES[0]).is_file()
                     raise InputError(
-                        f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the directory "
-                        "of a model, or of an adapter such as another run's policies/NAME"
+                        f"policies.{name}.reference: {reference} is stored as changes since another version; give its "
+                        "run's policies/NAME or best/NAME, which is whole"
+                        if is_delta
+                        else f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the "
+                        "directory of a model, or of an adapter such as another run's policies/NAME"
                     )
                 why = "a reference scores the policy's own tokens"
                 _check_tokenizer(f"policies.{name}.reference", reference, base.path, why)

@@ -408,9 +408,13 @@ def test_without_its_base_a_version_is_whole(tmp_path: Path, model: Path) -> Non
 
 def test_a_damaged_base_stops_the_run_by_name(tmp_path: Path, model: Path) -> None:
     trainer = train(tmp_path, config_of(model))
-    publish(trainer, 0)
+    directory = RunDirectory(tmp_path)
+    directory.link("policies", {"policy": publish(trainer, 0)})
     weights = publish(trainer, 1)
     flip(Path(weights.path) / DELTA, -1)
+    with pytest.raises(StorageError, match=r"0\.1/delta\.bin is damaged .*--resume"):
+        directory.link("policies", {"policy": weights})
+    assert directory.linked("policies")["policy"].resolve().name == "0.0"
     with pytest.raises(StorageError, match=r"0\.1/delta\.bin is damaged .*start the run again with --resume"):
         publish(trainer, 2)
     (Path(weights.path) / RECORD).write_text("{}")

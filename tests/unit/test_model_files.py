@@ -80,6 +80,7 @@ def recorded(config: RunConfig) -> Any:
         lambda model: (model / "model-3.safetensors").write_text("third"),
         lambda model: (model / "config.json").write_text('{"rope_theta": 1}'),
         lambda model: (model / "tokenizer.json").write_text("{}"),
+        lambda model: (model / "delta.bin").write_text("changes"),
     ],
 )
 def test_a_model_that_changed_in_place_is_refused_by_its_setting(
@@ -156,10 +157,12 @@ def test_a_version_of_another_run_outlives_it(
         monkeypatch.setattr(os, "link", refuse)
     run = tmp_path / "runs" / "two"
     asked = with_model_paths(written(tmp_path), {setting: str(one / "policies" / "solver")})
+    (one / "policies" / "solver" / ".tmp-model.safetensors").write_text("half of it")
     config = keep_models(asked, run)
     kept = Path(model_paths(config)[setting])
     assert {key for key, path in model_paths(config).items() if path != model_paths(asked)[key]} == {setting}
     assert kept == run / "models" / "one-solver-0.2"
+    assert not (kept / ".tmp-model.safetensors").exists()
     assert (kept / "model-1.safetensors").samefile(one / "versions/solver/0.2/model-1.safetensors") == can_link
     before = json.loads(RunDirectory.create(run, config.model_dump_json()).path.joinpath("config.json").read_text())
     # one trains on, and is removed: the command of the start, and the version's own name, mean what they meant

@@ -249,6 +249,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="weights"):
         check_tokenizers(config_of(student, tmp_path / "empty").engine_plan)
+    (tmp_path / "empty" / "delta.json").write_text("{}")
+    with pytest.raises(InputError, match=r"stored as changes .*policies/NAME"):
+        check_tokenizers(config_of(student, tmp_path / "empty").engine_plan)
 
 
 def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
