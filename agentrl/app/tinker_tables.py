@@ -221,7 +221,7 @@ class ClientTables:
         return weights
 
     def admit_model(self, request: ClientRequest) -> None:
-        """Enter a model whose first request was accepted; its number is its place among all of them."""
+        """Register a model whose first request was accepted; its number is its place among all of them."""
         if request.sequence != 0:
             return
         content = messages.read_request(request.route, request.body)
@@ -246,7 +246,7 @@ class ClientTables:
     def add_saved(
         self, request: ClientRequest, content: Any, result: Mapping[str, Any], weights: WeightsRef | None
     ) -> None:
-        """Enter weights that were saved under a name."""
+        """Register weights that were saved under a name."""
         model, at = self.models[request.subject], request.received_at
         saved = SavedWeights(
             path=result["path"],
@@ -262,7 +262,7 @@ class ClientTables:
     def add_published(
         self, request: ClientRequest, content: messages.SaveForSampler, result: Mapping[str, Any], weights: WeightsRef
     ) -> None:
-        """Enter a published version, under its name or as a sampling session."""
+        """Register a published version, under its name or as a sampling session."""
         model = self.models[request.subject]
         model.newest, model.newest_step = weights, result["agentrl_step"]
         if content.path is not None:

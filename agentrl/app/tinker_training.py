@@ -1,4 +1,4 @@
-"""What requests of clients do to their models: passes, steps, saved weights; and models that leave and return.
+"""Executes client requests; evicts and restores models.
 
 One thread trains. A model that is not in memory, after a start or because others took its place, is read from its
 newest checkpoint, and the finished requests since then are executed again, from their recorded bodies; each repeated
@@ -206,7 +206,7 @@ class ModelTraining:
         return norm
 
     def _load(self, model: ClientModel, content: messages.LoadWeights) -> None:
-        # They did not have to be in time for this thread, but when the request was accepted.
+        # Expiry was checked at acceptance.
         saved = self._tables.saved_of(model.owner, content.path, WEIGHTS, expired=True)
         directory = self._tables.saved_directory(self._tables.saved_model(saved.path), saved.sequence)
         model.base.trainer.load(model.id, directory / "state", optimizer=content.optimizer)

@@ -1,4 +1,4 @@
-"""HTTP as the servers here speak it: bounded headers, keys, no browsers, answers in JSON."""
+"""Shared parts of the HTTP servers: bounded headers, keys, no browsers, answers in JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 HOST = "127.0.0.1"
-MOST_HEADER_BYTES = 8192
+MAX_HEADER_BYTES = 8192
 """Maximum length of a header line: OpenTelemetry's `baggage` has this length."""
-MOST_HEADERS = 64
+MAX_HEADERS = 64
 
 
 def refuse_browsers(request: web.Request, host: str) -> None:
@@ -36,7 +36,7 @@ def refuse_browsers(request: web.Request, host: str) -> None:
         )
 
 
-def shown_key(request: web.Request) -> str:
+def key_of(request: web.Request) -> str:
     """Return the key in a request's headers; empty without one."""
     authorization = request.headers.get("Authorization", "")
     bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
@@ -59,9 +59,9 @@ def connection_type() -> Callable[..., asyncio.BaseProtocol]:
                 logger=connections.http_logger(),
                 auto_decompress=False,
                 keepalive_timeout=75.0,
-                max_headers=MOST_HEADERS,
-                max_field_size=MOST_HEADER_BYTES,
-                max_line_size=MOST_HEADER_BYTES,
+                max_headers=MAX_HEADERS,
+                max_field_size=MAX_HEADER_BYTES,
+                max_line_size=MAX_HEADER_BYTES,
                 **options,
             )
 
@@ -77,8 +77,8 @@ def connection_type() -> Callable[..., asyncio.BaseProtocol]:
             text = "the server failed"
             if status < 500:
                 text = (
-                    f"the request cannot be read: {message}. A request may have {MOST_HEADERS} headers, and a header "
-                    f"line {MOST_HEADER_BYTES} bytes"
+                    f"the request cannot be read: {message}. A request may have {MAX_HEADERS} headers, and a header "
+                    f"line {MAX_HEADER_BYTES} bytes"
                 )
             # The path is unknown: this is an error body of OpenAI's and of Anthropic's protocols.
             response = json_response(status, {"type": "error", **openai_refusal(RequestRefusedError(text))})

@@ -43,8 +43,8 @@ from agentrl.gateway.http import (
     connection_type,
     digest_of,
     json_response,
+    key_of,
     refuse_browsers,
-    shown_key,
     to_json,
 )
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
@@ -335,7 +335,7 @@ class Gateway:
         Raises:
             RequestRefusedError: the request has no key, or one of no running episode.
         """
-        key = in_address or shown_key(request)
+        key = in_address or key_of(request)
         endpoint_and_seat = self._endpoints_by_key.get(digest_of(key))
         if endpoint_and_seat is None:
             reason = (

@@ -24,7 +24,7 @@ from agentrl.core import connections
 from agentrl.core.errors import InputError, StorageError
 from agentrl.gateway import bodies, tinker_messages
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.http import connection_of, connection_type, digest_of, json_response, refuse_browsers, shown_key
+from agentrl.gateway.http import connection_of, connection_type, digest_of, json_response, key_of, refuse_browsers
 
 if TYPE_CHECKING:
     import msgspec
@@ -155,7 +155,7 @@ class TinkerServer:
         return application
 
     def _owner(self, request: web.Request) -> str:
-        key = shown_key(request)
+        key = key_of(request)
         owner = self._owners.get(digest_of(key))
         if owner is None:
             raise RequestRefusedError(
