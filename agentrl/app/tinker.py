@@ -263,9 +263,11 @@ class TinkerService:
         return self._log.result(request_id)
 
     async def _finish(self, request: ClientRequest, kind: str, body: bytes) -> None:
-        """Record a result, and wake its client once it is on disk."""
+        """Record a result, apply it once it is on disk, and wake its client."""
         self._log.finish(RequestResult(request.id, kind, body))
         await self._log.flush()
+        if kind == "json":
+            self.tables.fold(request, json.loads(body))
         self._done.pop(request.id, asyncio.Event()).set()
 
     async def _fail(self, request: ClientRequest, error: Exception) -> None:
@@ -346,6 +348,8 @@ class TinkerService:
             await self._fail(request, error)
         else:
             await self._finish(request, outcome.kind, outcome.body)
+            if outcome.weights is not None:
+                self.tables.remove_old_versions(model)
             await self._training.keep_checkpoint(model, request)
         model.trained_tokens = max(model.trained_tokens, before + 1.0)
 

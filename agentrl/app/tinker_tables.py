@@ -203,10 +203,10 @@ class ClientTables:
                 content = messages.read_json(json.loads(request.body), messages.CreateSampler)
                 self._add_sampler(request.owner, result["sampling_session_id"], content)
             case "save_weights":
-                self.add_saved(request, messages.read_request(request.route, request.body), result, None)
+                self._add_saved(request, messages.read_request(request.route, request.body), result, None)
             case "save_weights_for_sampler":
                 content = messages.read_request(request.route, request.body)
-                self.add_published(request, content, result, self._published(result["agentrl_version"]))
+                self._add_published(request, content, result, self._published(result["agentrl_version"]))
             case "delete_checkpoint":
                 self._forget_saved(self.models[request.subject], json.loads(request.body)["checkpoint"])
             case "set_checkpoint_ttl":
@@ -243,7 +243,7 @@ class ClientTables:
             metadata=content.user_metadata,
         )
 
-    def add_saved(
+    def _add_saved(
         self, request: ClientRequest, content: Any, result: Mapping[str, Any], weights: WeightsRef | None
     ) -> None:
         """Register weights that were saved under a name."""
@@ -259,14 +259,14 @@ class ClientTables:
         self._forget_saved(model, saved.checkpoint_id)
         model.saved[saved.checkpoint_id] = saved
 
-    def add_published(
+    def _add_published(
         self, request: ClientRequest, content: messages.SaveForSampler, result: Mapping[str, Any], weights: WeightsRef
     ) -> None:
         """Register a published version, under its name or as a sampling session."""
         model = self.models[request.subject]
         model.newest, model.newest_step = weights, result["agentrl_step"]
         if content.path is not None:
-            self.add_saved(request, content, result, weights)
+            self._add_saved(request, content, result, weights)
         else:
             sampler_id = result["sampling_session_id"]
             follows = content.kind == "inflight"

@@ -98,7 +98,7 @@ class ModelTraining:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer")
 
     async def execute(self, model: ClientModel, request: ClientRequest) -> Outcome:
-        """Execute a request, and enter what it did in tables and control log."""
+        """Execute a request, and record the version that it published."""
         content = messages.read_request(request.route, request.body)
         await self._make_resident(model)
         try:
@@ -110,7 +110,8 @@ class ModelTraining:
                 # It may have changed the weights in part; without it, they are rebuilt from the journal.
                 await self._call(self._forget, model)
             raise
-        await self._record(model, request, content, outcome)
+        if outcome.weights is not None and outcome.weights != model.newest:
+            await self._record_version(model, outcome.weights)
         return outcome
 
     async def keep_checkpoint(self, model: ClientModel, request: ClientRequest) -> None:
@@ -220,18 +221,6 @@ class ModelTraining:
             return model.newest
         version = model.newest.version._replace(step=model.newest.version.step + 1)
         return model.base.trainer.write_version(model.id, version)
-
-    async def _record(self, model: ClientModel, request: ClientRequest, content: Any, outcome: Outcome) -> None:
-        """Enter what a request did in the tables and the control log, whose rows are on disk before its result."""
-        match content:
-            case messages.SaveWeights():
-                self._tables.add_saved(request, content, outcome.content, None)
-            case messages.SaveForSampler():
-                assert outcome.weights is not None
-                if outcome.weights != model.newest:
-                    await self._record_version(model, outcome.weights)
-                self._tables.add_published(request, content, outcome.content, outcome.weights)
-                self._tables.remove_old_versions(model)
 
     async def _record_version(self, model: ClientModel, weights: WeightsRef) -> None:
         """Record a version, and the step from the one before it, in which the client may have taken several."""

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -538,6 +539,36 @@ def test_a_load_without_a_result_is_not_repeated(tmp_path: Path) -> None:
     run(after)
     shutil.rmtree(tmp_path / "server/checkpoints/models/2")
     run(lost)
+
+
+def test_replaced_weights_stay_until_the_result_is_on_disk(tmp_path: Path) -> None:
+    """A process that ends between the files of weights and their result leaves what the name had before."""
+
+    async def before() -> None:
+        async with serving(server_config(tmp_path)) as (address, service), Client(address) as client:
+            model = await client.model()
+            await client.result(await client.submit("save_weights", model, path="w"))
+            is_moved = threading.Event()
+            service._training._thread.submit(is_moved.wait)
+            promises.append(await client.submit("save_weights", model, path="w", overwrite=True))
+            journal.rename(moved)
+            is_moved.set()
+            with pytest.raises(StorageError, match="moved, removed or replaced"):
+                await service.failure
+
+    async def after() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            await client.result(promises[0])
+
+    promises: list[Any] = []
+    journal, moved, saved = (
+        tmp_path / "server" / name for name in ("journal/requests.db", "moved", "checkpoints/saved")
+    )
+    run(before)
+    assert {place.name for place in saved.glob("1/*")} == {"1", "2"}
+    moved.rename(journal)
+    run(after)
+    assert [place.name for place in saved.glob("1/*")] == ["2"]
 
 
 def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
