@@ -76,8 +76,8 @@ _CONTEXTS = 1
 
 
 DELTA_FROM_BYTES = 16 << 20
-"""Size of a version from which `engine.publish = "auto"` stores changes; smaller files are kept whole, for programs of
-others."""
+"""Size of a version from which `engine.publish = "auto"` stores changes; smaller files are kept whole, for other
+programs."""
 
 
 class _Base(NamedTuple):
