@@ -37,8 +37,8 @@ from transformers.utils import logging as transformers_logging
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
 from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
-from agentrl.engines.checkpoint import FLOAT_DTYPES, WEIGHTS_INDEX, checkpoint_tensors, weight_files
 from agentrl.engines.meta import runnable_on_meta
+from agentrl.engines.stored_tensors import FLOAT_DTYPES, WEIGHTS_INDEX, checkpoint_tensors, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

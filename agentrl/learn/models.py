@@ -43,7 +43,6 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
 from agentrl.core.tokens import TrainingSample
-from agentrl.engines.checkpoint import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
 from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
     check_finite_logits,
@@ -57,6 +56,7 @@ from agentrl.engines.models import (
     read_meta_model,
     read_model,
 )
+from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
 from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.context import ContextGroup
 from agentrl.learn.experts import ParamWrapper, predict_layer_bytes

@@ -28,7 +28,6 @@ from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
-from agentrl.engines.checkpoint import checkpoint_tensors
 from agentrl.engines.experts import (
     adaptable_experts,
     adapter_module,
@@ -50,6 +49,7 @@ from agentrl.engines.models import (
     state_bytes_per_slot,
 )
 from agentrl.engines.process import MAKE_ROOM
+from agentrl.engines.stored_tensors import checkpoint_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
