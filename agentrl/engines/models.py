@@ -38,7 +38,13 @@ from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
 from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
 from agentrl.engines.meta import runnable_on_meta
-from agentrl.engines.stored_tensors import FLOAT_DTYPES, WEIGHTS_INDEX, checkpoint_tensors, weight_files
+from agentrl.engines.stored_tensors import (
+    FLOAT_DTYPES,
+    QUANTIZATION_SUFFIXES,
+    WEIGHTS_INDEX,
+    checkpoint_tensors,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,8 +106,6 @@ _REWARD_MODELS: dict[str, Any] = {
     "ForTokenClassification": AutoModelForTokenClassification,
 }
 """Kinds of reward models, by the end of their architecture's name."""
-_QUANTIZED = ("scale", "scales", "scale_inv", "_blocks", "zero_point", "qzeros", "absmax")
-"""Ends of names of tensors that belong to quantized weights."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -668,7 +672,7 @@ def _check_alone(path: Path) -> None:
 def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
     """Refuse a model with weights that did not come from its files; report tensors that it does not use."""
     unexpected_keys = report["unexpected_keys"]
-    if scales := [name for name in unexpected_keys if name.endswith(_QUANTIZED)]:
+    if scales := [name for name in unexpected_keys if name.endswith(QUANTIZATION_SUFFIXES)]:
         raise ModelError(
             f"{path}: the weights are quantized, which config.json does not say: {quote_first_names(scales)} do not "
             "belong to the model. Copy config.json again, or give a 16-bit copy of the model"

@@ -1,9 +1,8 @@
-"""The tensors of a model directory by name, each read when it is needed, and quantized ones as the weights they stand
-for.
+"""The tensors of a model directory by name, each read when it is needed, and dequantized if it is stored quantized.
 
 A quantized weight is multiplied by its scales in float32 and rounded once. So models, adapters and published versions
-are those of the checkpoint's 16-bit copy. Two formats are read: FP8 with a scale per block (Qwen3-…-FP8, DeepSeek-V3)
-or per tensor, and the MXFP4 experts of gpt-oss.
+are those of a dequantized copy of the checkpoint. Two formats are read: FP8 with a scale per block (Qwen3-…-FP8,
+DeepSeek-V3) or per tensor, and the MXFP4 experts of gpt-oss.
 """
 
 from __future__ import annotations
@@ -28,8 +27,13 @@ FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 _SCALE = "_scale_inv"
 """End of the name of an FP8 weight's scales; a weight is its numbers times its scales."""
-_FP8_EXTRAS = (_SCALE, "activation_scale", "input_scale")
+_FP8_SUFFIXES = (_SCALE, "activation_scale", "input_scale")
 """Ends of names of tensors that belong to FP8 weights."""
+QUANTIZATION_SUFFIXES = (
+    *_FP8_SUFFIXES,
+    *("weight_scale", "._scale", "scales", "_blocks", "zero_point", "qzeros", "absmax"),
+)
+"""Ends of names of tensors that belong to quantized weights of any format."""
 _GROUP = 32
 """Number of weights that share a scale in MXFP4."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -83,7 +87,7 @@ def checkpoint_tensors(path: Path, dtype: torch.dtype) -> dict[str, StoredTensor
         dtype: dtype of the weights that are stored quantized; the others have the checkpoint's.
 
     Raises:
-        ModelError: the weights are quantized by another method, or their scales are missing or of a wrong shape.
+        ModelError: the weights are quantized by another method, or their description or scales do not fit them.
     """
     check_quantization(path)
     stored: dict[str, StoredTensor] = {}
@@ -101,18 +105,33 @@ def _read_fp8(
     path: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype, quantization: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     block = quantization.get("weight_block_size")
-    weights = {name: tensor for name, tensor in stored.items() if not name.endswith(_FP8_EXTRAS)}
+    if block is not None and not _is_block(block):
+        raise ModelError(
+            f"{path}/config.json: weight_block_size must be two positive integers or null, not {ascii(block)[:40]}. "
+            "Copy the directory again, or give a 16-bit copy of the model"
+        )
+    weights = {name: tensor for name, tensor in stored.items() if not name.endswith(_FP8_SUFFIXES)}
     for name, numbers in weights.items():
         scales = stored.get(name + _SCALE)
         if scales is None and numbers.get_dtype() not in FLOAT_DTYPES and numbers.get_dtype()[0] == "F":
-            raise ModelError(
-                f"{path}: {name!a} is stored in {numbers.get_dtype()}, and its scales {name + _SCALE!a} are missing. "
-                "Copy the directory again, or give a 16-bit copy of the model"
+            problem = (
+                f"{path}: {name!a} is stored in {numbers.get_dtype()}, and its scales {name + _SCALE!a} are missing"
             )
+            if name + "_scale" in stored:
+                raise ModelError(
+                    f"{problem}. Scales named {name + '_scale'!a}, as AutoFP8 writes them, are not supported. Give a "
+                    "16-bit copy of the model"
+                )
+            raise ModelError(f"{problem}. Copy the directory again, or give a 16-bit copy of the model")
         if scales is None:
             continue
         shape, scale_shape = numbers.get_shape(), scales.get_shape()
-        blocks = shape[-2:] if block is None else block
+        if block is not None and len(shape) < 2:
+            raise ModelError(
+                f"{path}: {name!a} of shape {shape} has scales, but only matrices are quantized in blocks. The files "
+                "do not belong to config.json; copy the directory again"
+            )
+        blocks = [max(size, 1) for size in shape[-2:]] if block is None else block
         grid = [*shape[:-2], *(-(-size // side) for size, side in zip(shape[-2:], blocks, strict=True))]
         if scale_shape not in ([grid] if block is not None else [grid, [1], []]):
             raise ModelError(
@@ -121,6 +140,11 @@ def _read_fp8(
             )
         weights[name] = _Dequantized(shape, dtype, partial(_scale, numbers, scales, blocks))
     return weights
+
+
+def _is_block(value: object) -> bool:
+    """Whether a value is the two sides of a block."""
+    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
 
 
 def _scale(numbers: StoredTensor, scales: StoredTensor, block: Sequence[int]) -> Tensor:
@@ -143,7 +167,7 @@ def _read_mxfp4(
                 weights[name] = tensor
             continue
         scales, shape = stored.get(f"{weight}_scales"), tensor.get_shape()
-        if scales is None or shape[-1:] != [_GROUP // 2] or scales.get_shape() != shape[:-1]:
+        if scales is None or len(shape) < 3 or shape[-1] != _GROUP // 2 or scales.get_shape() != shape[:-1]:
             raise ModelError(
                 f"{path}: {name!a} of shape {shape} has scales of shape {scales and scales.get_shape()}; MXFP4 has one "
                 f"per {_GROUP // 2} bytes. Copy the directory again"

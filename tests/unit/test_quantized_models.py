@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 and MXFP4 are loaded, trained and published as the weights they stand for; others are refused."""
+"""Checkpoints in FP8 and MXFP4 are dequantized, trained and published; others are refused."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.models import model_dtype, read_meta_model, read_model
+from agentrl.engines.stored_tensors import checkpoint_tensors
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.publish import Publisher
 from tests.default_starts import default_config, start
@@ -29,6 +30,7 @@ from tests.unit.test_published_whole import qwen3_5
 KINDS = ("qwen3", "moe", "deepseek", "gpt_oss")
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 MERGED: dict[str, Any] = {"lora": {"rank": 2, "merge": True}}
+FP8_MATRIX = torch.ones((16, 16), dtype=torch.float8_e4m3fn)
 
 
 def write(kind: str, directory: Path, **options: Any) -> Path:
@@ -46,6 +48,14 @@ def change(directory: Path, **values: object) -> None:
     """Change settings of a model's configuration."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def write_fp8_file(directory: Path, tensors: dict[str, torch.Tensor], block: object) -> Path:
+    """Write the tensors of an FP8 checkpoint, and of its configuration only the quantization."""
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text("{}")
+    change(directory, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    return directory
 
 
 def load(path: Path, policy: dict[str, Any] | None = None, dtype: str = "auto") -> PolicyModel:
@@ -163,8 +173,10 @@ def test_scales_per_tensor_and_in_eight_bits_are_read(tmp_path: Path) -> None:
     [
         (lambda name, tensor: None if name.endswith("q_proj.weight_scale_inv") else tensor, "scales .* are missing"),
         (lambda name, tensor: tensor[:1] if name.endswith("q_proj.weight_scale_inv") else tensor, r"shape \[1, 2\]"),
+        (lambda name, tensor: tensor[0] if name.endswith("q_proj.weight") else tensor, "only matrices"),
+        (lambda name, tensor: tensor[0, 0] if name.endswith("q_proj.weight") else tensor, "only matrices"),
     ],
-    ids=["missing", "shape"],
+    ids=["missing", "shape", "vector", "number"],
 )
 def test_scales_that_do_not_fit_are_named(tmp_path: Path, damage: Any, message: str) -> None:
     path = write("qwen3", tmp_path)
@@ -174,6 +186,38 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, damage: Any, message: 
         read_model(path, dtype=torch.float32, max_context=8)
 
 
+@pytest.mark.parametrize("block", [0, "128", [], [16], [16, 0], [16, -16], [16, 16, 16], [16.0, 16], [True, 16], {}])
+def test_a_block_that_is_none_is_named(tmp_path: Path, block: object) -> None:
+    path = write_fp8_file(tmp_path, {"w.weight": FP8_MATRIX, "w.weight_scale_inv": torch.ones(1, 1)}, block)
+    with pytest.raises(
+        ModelError, match=r"config\.json: weight_block_size must be two positive integers or null, not "
+    ):
+        checkpoint_tensors(path, torch.float32)
+
+
+def test_names_of_scales_that_are_not_supported_are_named(tmp_path: Path) -> None:
+    path = write_fp8_file(tmp_path, {"w.weight": FP8_MATRIX, "w.weight_scale": torch.ones(())}, None)
+    with pytest.raises(
+        ModelError, match=r"'w\.weight_scale', as AutoFP8 writes them, are not supported\. Give a 16-bit"
+    ):
+        checkpoint_tensors(path, torch.float32)
+
+
+def test_scales_per_tensor_may_be_of_a_vector_or_of_an_empty_matrix(tmp_path: Path) -> None:
+    for shape in ((3,), (0, 3)):
+        weight = torch.ones(shape, dtype=torch.float8_e4m3fn)
+        path = write_fp8_file(tmp_path, {"w.weight": weight, "w.weight_scale_inv": torch.full((1,), 2.0)}, None)
+        assert torch.equal(checkpoint_tensors(path, torch.float32)["w.weight"][...], torch.full(shape, 2.0))
+
+
+def test_experts_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
+    blocks = {"w_blocks": torch.zeros(16, dtype=torch.uint8), "w_scales": torch.zeros((), dtype=torch.uint8)}
+    path = write_fp8_file(tmp_path, blocks, None)
+    change(path, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match=r"'w_blocks' of shape \[16\] has scales of shape \[\]"):
+        checkpoint_tensors(path, torch.float32)
+
+
 def test_quantized_weights_without_a_description_are_named(tmp_path: Path) -> None:
     """Whoever removes `quantization_config` to have 16 bits gets numbers without their scales."""
     for kind, name in (("qwen3", "weight_scale_inv"), ("gpt_oss", "_blocks")):
@@ -181,6 +225,14 @@ def test_quantized_weights_without_a_description_are_named(tmp_path: Path) -> No
         change(path, quantization_config=None)
         with pytest.raises(ModelError, match=f"quantiz.*{name}"):
             read_model(path, dtype=torch.float32, max_context=8)
+
+
+def test_further_tensors_may_be_scales_of_other_things(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", kind="qwen3")
+    tensors = {**load_file(path / "model.safetensors"), "vision.logit_scale": torch.ones(())}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="'vision.logit_scale'"):
+        read_model(path, dtype=torch.float32, max_context=8)
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
