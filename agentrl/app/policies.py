@@ -515,7 +515,7 @@ def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: boo
             continue
         key, settings = f"policies.{name}.lora", read_json(path / "config.json")
         if settings and "expert" not in " ".join((*settings, *(settings.get("text_config") or ()))):
-            raise ConfigError(f"{key}.experts = true: {path} is no mixture of experts. Remove the setting")
+            raise ConfigError(f"{key}.experts = true: {path} is not a mixture of experts. Remove the setting")
         if is_vllm_on_cpu and not policy.lora.merge:
             raise ConfigError(
                 f"{key}.experts = true: without a GPU vLLM serves no adapters on experts. Set engine.vllm = false for "

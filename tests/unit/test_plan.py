@@ -71,7 +71,7 @@ def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
 @pytest.mark.parametrize(
     ("settings", "vllm", "merge", "reason"),
     [
-        ({"hidden_size": 8}, False, False, "is no mixture of experts"),
+        ({"hidden_size": 8}, False, False, "is not a mixture of experts"),
         ({"text_config": {"num_experts": 4}}, True, False, "without a GPU vLLM serves no adapters on experts"),
         ({"num_experts": 4}, True, True, ""),
         ({"num_local_experts": 4}, False, False, ""),
