@@ -15,10 +15,10 @@ from agentrl.app.run_parts import RunFactories, environment_of
 from agentrl.app.training import run_training
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.run import RunConfig
-from agentrl.core.deltas import DeltaRecord, read_record, write_record
 from agentrl.core.errors import EngineError
 from agentrl.core.files import DELTA_FILES
 from agentrl.core.records import PolicyVersion, StepReport, WeightsRef
+from agentrl.core.weight_deltas import DeltaRecord, read_record, write_record
 from agentrl.engines.weights.reading import read_weights
 from agentrl.inspection.reader import RunReader
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
@@ -26,7 +26,7 @@ from benchmarks.parts import outcomes
 
 STEPS, QUICK_STEPS = 24, 6
 TESTS = (
-    "tests/unit/test_deltas.py",
+    "tests/unit/test_weight_deltas.py",
     "tests/contract/test_engine_elsewhere.py::test_a_process_that_holds_the_base_is_sent_the_changes",
 )
 

@@ -22,7 +22,6 @@ import msgspec
 
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core.deltas import DeltaError, make_whole
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.files import (
     DELTA_FILES,
@@ -35,6 +34,7 @@ from agentrl.core.files import (
     sha256_of,
 )
 from agentrl.core.setting_paths import value_at
+from agentrl.core.weight_deltas import WeightDeltaError, make_whole
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
@@ -127,7 +127,7 @@ def keep_models(config: RunConfig, run: Path) -> RunConfig:
         for name, (real_path, *_) in sources.items():
             _link_files(Path(real_path), directory / name)
         replace_file(directory / _SOURCES, json.dumps(sources).encode())
-    except (OSError, DeltaError) as error:
+    except (OSError, WeightDeltaError) as error:
         raise StorageError(
             f"{directory}: cannot keep a copy of another run's version "
             f"({(isinstance(error, OSError) and error.strerror) or error}). Copy the version "

@@ -26,13 +26,13 @@ from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
-from agentrl.core.deltas import DeltaError, digest_of_version
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
+from agentrl.core.weight_deltas import WeightDeltaError, digest_of_version
 from agentrl.credit.estimators import advantage_declaration
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
@@ -633,7 +633,7 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
                 digest = digest_of_version(directory, kind)
             except OSError as error:
                 raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
-            except DeltaError as error:
+            except WeightDeltaError as error:
                 raise InputError(f"{error}; give another version") from error
             # Lineage -1 marks weights from a user; their step comes from their digest. No run publishes such versions,
             # so tokens recorded with them are never mistaken for a run's.

@@ -45,8 +45,8 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 """Files of a version's directory that determine what it samples, by kind of weights: tensors first, then their
 scale."""
 DELTA_FILES = ("delta.json", "delta.bin")
-"""Files of a version whose full weights are stored as changes since another version (`core.deltas`): the name of that
-version, then the changes."""
+"""Files of a version whose full weights are stored as changes since another version (`core.weight_deltas`): the name of
+that version, then the changes."""
 
 
 ReadBytes = Callable[[Path, int, int], bytes]

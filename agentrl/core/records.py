@@ -132,8 +132,8 @@ class WeightsRef:
 
     version: PolicyVersion
     path: str
-    """Directory with `model.safetensors` or a delta (full weights, `core.deltas`), or `adapter_model.safetensors` and
-    `adapter_config.json`."""
+    """Directory with `model.safetensors` or a delta (full weights, `core.weight_deltas`), or
+    `adapter_model.safetensors` and `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
     """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""

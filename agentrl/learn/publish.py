@@ -1,7 +1,8 @@
 """Published versions, which engines load: their files, their canaries, and sending them.
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
-Full weights of 16 bits are stored as the changes since the policy's last version (`core.deltas`) where these are small.
+Full weights of 16 bits are stored as the changes since the policy's last version (`core.weight_deltas`) where these are
+small.
 `core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
 The metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next
 tokens, which an engine must reproduce before it serves the version.
@@ -25,18 +26,6 @@ import torch
 from torch import Tensor
 
 from agentrl.config.sections import ModelConfig
-from agentrl.core.deltas import (
-    MAX_DELTAS,
-    DeltaEncoder,
-    DeltaError,
-    DeltaRecord,
-    digest_of_version,
-    make_whole,
-    open_weights,
-    read_header,
-    remove_delta,
-    write_record,
-)
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import (
     DELTA_FILES,
@@ -48,6 +37,18 @@ from agentrl.core.files import (
 from agentrl.core.ids import stable_hash64
 from agentrl.core.quantization import CONFIG_KEYS
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.weight_deltas import (
+    MAX_DELTAS,
+    DeltaEncoder,
+    DeltaRecord,
+    WeightDeltaError,
+    digest_of_version,
+    make_whole,
+    open_weights,
+    read_header,
+    remove_delta,
+    write_record,
+)
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
 from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
@@ -130,7 +131,7 @@ class Publisher:
         ):
             try:
                 digest, num_deltas, changed_numbers = self._write(staging, policy, model, tensors, canary)
-            except DeltaError as error:
+            except WeightDeltaError as error:
                 raise StorageError(
                     f"{error}; start the run again with --resume, which stores its next version whole"
                 ) from error

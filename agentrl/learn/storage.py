@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from agentrl.core.deltas import DeltaEncoder
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import (
     SAFETENSORS_LENGTH_BYTES,
@@ -35,6 +34,7 @@ from agentrl.core.files import (
     read_safetensors_header,
 )
 from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.core.weight_deltas import DeltaEncoder
 from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard
 
 if TYPE_CHECKING:

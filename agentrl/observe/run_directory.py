@@ -188,7 +188,7 @@ class RunDirectory:
         Raises:
             StorageError: the disk failed, or a version is damaged.
         """
-        from agentrl.core.deltas import DeltaError, make_whole  # imported late: it imports numpy
+        from agentrl.core.weight_deltas import WeightDeltaError, make_whole  # imported late: it imports numpy
 
         links: dict[str, Path] = {}
         directory = self.path / folder
@@ -205,7 +205,7 @@ class RunDirectory:
                 links[name] = self.user_path / folder / name
         except OSError as error:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
-        except DeltaError as error:
+        except WeightDeltaError as error:
             raise StorageError(
                 f"{error}; start the run again with --resume, which publishes its weights again"
             ) from error

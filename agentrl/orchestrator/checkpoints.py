@@ -27,12 +27,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from agentrl.core.deltas import DeltaError, base_needed
 from agentrl.core.errors import StorageError
 from agentrl.core.files import LOCAL, Disk, os_error_advice, refuse_links, rename_durably, staging_directory
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
+from agentrl.core.weight_deltas import WeightDeltaError, base_needed
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
@@ -334,7 +334,7 @@ class VersionRetention:
         needed = {f"{lineage}.{step}" for lineage, step in (*versions[-self._keep :], *stay)}
         try:
             for name in list(needed):
-                with contextlib.suppress(DeltaError):  # its readers report a damaged version
+                with contextlib.suppress(WeightDeltaError):  # its readers report a damaged version
                     while (base := base_needed(directory / name, disk=self._disk)) is not None and base not in needed:
                         needed.add(name := base)
         except OSError:  # what the versions need is unknown, so the next pruning deletes them

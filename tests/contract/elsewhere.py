@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.core.deltas import (
+from agentrl.core.errors import EngineError
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header, sha256_of
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.weight_deltas import (
     DeltaEncoder,
-    DeltaError,
     DeltaRecord,
+    WeightDeltaError,
     digest_of_version,
     open_weights,
     read_header,
     write_record,
 )
-from agentrl.core.errors import EngineError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, read_safetensors_header, sha256_of
-from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.engines.weights.gloo import GlooBroadcast, Rendezvous, join_broadcast
@@ -56,7 +56,7 @@ class ReadingEngine(ScriptedEngine):
             raise EngineError(f"{weights.path} is read by path")
         try:
             digest = digest_of_version(Path(weights.path), weights.kind)
-        except (OSError, DeltaError) as error:
+        except (OSError, WeightDeltaError) as error:
             raise EngineError(f"{weights.version} cannot be read: {error}") from error
         if digest != weights.sha256:
             raise EngineError(f"{weights.version} has other files than were published")

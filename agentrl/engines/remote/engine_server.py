@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 from agentrl.core import rpc
-from agentrl.core.deltas import DeltaError, make_whole, read_record, remove_delta
 from agentrl.core.errors import (
     AgentRLError,
     EngineCapabilityError,
@@ -37,6 +36,7 @@ from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
 from agentrl.core.machine import rare_collections
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
+from agentrl.core.weight_deltas import WeightDeltaError, make_whole, read_record, remove_delta
 from agentrl.engines import protocol
 from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
 from agentrl.engines.weights.receiver import WeightReceivingEngine
@@ -230,7 +230,8 @@ class ReceivedWeightFiles:
         if weights.sha256 not in self._digests:
             return weights
         directory = self._root / weights.sha256
-        with contextlib.suppress(OSError, DeltaError):  # the engine refuses the version, and the owner sends it whole
+        # After an error the engine refuses the version, and the owner sends it whole.
+        with contextlib.suppress(OSError, WeightDeltaError):
             if (record := read_record(directory)) is not None:
                 make_whole(directory, base=self._root / record.base_sha256)
                 remove_delta(directory)

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from agentrl.core.deltas import BLOCK_BYTES, DeltaError, open_weights, read_header_of
 from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
+from agentrl.core.weight_deltas import BLOCK_BYTES, WeightDeltaError, open_weights, read_header_of
 from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.experts import (
     adaptable_experts,
@@ -93,7 +93,7 @@ def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
             content = file.read()
     except OSError as error:
         raise version_refused_error(weights, f"{error.filename or path} cannot be read ({error.strerror})") from error
-    except DeltaError as error:
+    except WeightDeltaError as error:
         raise version_refused_error(weights, str(error)) from error
     digest = hashlib.sha256(content)
     digest.update(config)
@@ -286,7 +286,7 @@ def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:
         try:
             with open_weights(Path(weights.path) / name) as content, (directory / name).open("wb") as copy:
                 shutil.copyfileobj(content, copy, BLOCK_BYTES)
-        except DeltaError as error:
+        except WeightDeltaError as error:
             raise version_refused_error(weights, str(error)) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

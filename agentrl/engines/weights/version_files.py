@@ -1,6 +1,6 @@
 """The owner's end of weight transfers: it sends the files of versions to an engine on another machine.
 
-Of full weights that are stored as a delta (`core.deltas`), only the delta is sent to a process that holds its base. If
+If full weights are stored as a delta (`core.weight_deltas`), a process that holds the base is sent only the delta. If
 the process refuses the result, because its copy of the base or the delta was damaged, the version is sent whole.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.core.deltas import DeltaError, open_weights, read_header_of, read_record
 from agentrl.core.errors import EngineError, EngineLostError, version_refused_error
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
 from agentrl.core.records import PolicyVersion
+from agentrl.core.weight_deltas import WeightDeltaError, open_weights, read_header_of, read_record
 from agentrl.engines import protocol
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class VersionFiles:
         """Whether the process can rebuild a version from its delta."""
         try:
             record = read_record(Path(weights.path))
-        except (OSError, DeltaError):  # it is sent whole, which reports the damage unless it is stored whole
+        except (OSError, WeightDeltaError):  # it is sent whole, which reports the damage unless it is stored whole
             return False
         return (
             record is not None
@@ -148,7 +148,7 @@ class VersionFiles:
         while not is_last:
             try:
                 read, is_last = await asyncio.to_thread(next, pieces_to_read)
-            except DeltaError as error:
+            except WeightDeltaError as error:
                 raise version_refused_error(weights, str(error)) from error
             except OSError as error:
                 raise version_refused_error(
@@ -185,7 +185,7 @@ def _read_in_pieces(
     whether a list is the last; without the first `start` bytes of the first file.
 
     Raises:
-        OSError, DeltaError: a file cannot be read; see `open_weights`.
+        OSError, WeightDeltaError: a file cannot be read; see `open_weights`.
     """
     read: list[tuple[str, int, bytes]] = []
     room = size

@@ -56,7 +56,7 @@ _SKIP = 255
 """A distance of 255 unchanged words, after which the distance continues."""
 
 
-class DeltaError(ValueError):
+class WeightDeltaError(ValueError):
     """A delta that is damaged, or that belongs to another base."""
 
 
@@ -83,7 +83,7 @@ def read_record(directory: Path, *, disk: Disk = LOCAL) -> DeltaRecord | None:
 
     Raises:
         OSError: the record cannot be read.
-        DeltaError: it is damaged.
+        WeightDeltaError: it is damaged.
     """
     path = directory / _RECORD_FILE
     try:
@@ -91,14 +91,14 @@ def read_record(directory: Path, *, disk: Disk = LOCAL) -> DeltaRecord | None:
     except FileNotFoundError:
         return None
     except ValueError as error:  # msgspec's errors are ValueErrors
-        raise DeltaError(f"{path} is damaged ({error})") from error
+        raise WeightDeltaError(f"{path} is damaged ({error})") from error
 
 
 def base_needed(directory: Path, *, disk: Disk = LOCAL) -> str | None:
     """Return the name of the directory without which a version cannot be read; None if it is whole.
 
     Raises:
-        OSError, DeltaError: see `read_record`.
+        OSError, WeightDeltaError: see `read_record`.
     """
     record = None if _WHOLE_FILE in disk.files(directory) else read_record(directory, disk=disk)
     return None if record is None else record.base
@@ -116,7 +116,8 @@ def open_weights(path: Path, *, base: Path | None = None) -> io.BufferedReader:
 
     Raises:
         OSError: the file, or one that it is rebuilt from, cannot be read; from `read` as well.
-        DeltaError: a delta is damaged; from `read` as well. The digest alone tells whether the bytes are the version's.
+        WeightDeltaError: a delta is damaged; from `read` as well. Only the digest tells whether the bytes are the
+            version's.
     """
     if not _is_rebuilt(path):
         return path.open("rb")
@@ -133,12 +134,12 @@ def read_header(file: BinaryIO) -> bytes:
 
     Raises:
         OSError: the file cannot be read.
-        DeltaError: it has no header, or is rebuilt and cannot be.
+        WeightDeltaError: it has no header, or is rebuilt and cannot be.
     """
     length = file.read(SAFETENSORS_LENGTH_BYTES)
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES or len(header := file.read(size)) < size:
-        raise DeltaError(f"{file.name} has no safetensors header")
+        raise WeightDeltaError(f"{file.name} has no safetensors header")
     return length + header
 
 
@@ -146,7 +147,7 @@ def read_header_of(path: Path) -> bytes:
     """Read the header of a safetensors file of a version.
 
     Raises:
-        OSError, DeltaError: see `read_header`.
+        OSError, WeightDeltaError: see `read_header`.
     """
     with open_weights(path) as file:
         return read_header(file)
@@ -188,11 +189,11 @@ def _rebuild(directory: Path, base: Path | None) -> Generator[bytes | bytearray]
         """Deltas that lead from a whole version to this one, oldest first."""
         while not (directory / _WHOLE_FILE).is_file() and (record := read_record(directory)) is not None:
             if len(deltas) == MAX_DELTAS:
-                raise DeltaError(f"{directory}: more than {MAX_DELTAS} deltas lead to it")
+                raise WeightDeltaError(f"{directory}: more than {MAX_DELTAS} deltas lead to it")
             deltas.insert(0, _DeltaFile(files.enter_context(open_regular(directory / _DELTA_FILE))))
             directory, base = base or directory.parent / record.base, None
             if directory.is_symlink():
-                raise DeltaError(f"{directory} is a symbolic link, but another version needs it as its base")
+                raise WeightDeltaError(f"{directory} is a symbolic link, but another version needs it as its base")
         whole = files.enter_context(open_regular(directory / _WHOLE_FILE))
         read_header(whole)
         yield [delta.read_header() for delta in deltas][-1]
@@ -210,7 +211,7 @@ class _DeltaFile:
     """A `delta.bin`, read from start to end.
 
     Raises, from every method:
-        DeltaError: the file is damaged.
+        WeightDeltaError: the file is damaged.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -220,7 +221,7 @@ class _DeltaFile:
         """Return the header of the version's `model.safetensors`."""
         frame = self._read_frame()
         if frame is None:
-            raise DeltaError(f"{self._file.name} is empty")
+            raise WeightDeltaError(f"{self._file.name} is empty")
         return self._decompress(frame[1], MAX_HEADER_BYTES)
 
     def change(self, block: bytearray) -> bytearray | None:
@@ -238,7 +239,7 @@ class _DeltaFile:
         positions = np.cumsum(distances + is_change, dtype=np.int64)[is_change] - 1
         has_words = not len(block) % 2 and (not len(positions) or 2 * positions[-1] < len(block))
         if not has_words or len(data) != num_distances + 2 * len(positions):
-            raise DeltaError(f"{self._file.name} is damaged (its changes do not fit the base)")
+            raise WeightDeltaError(f"{self._file.name} is damaged (its changes do not fit the base)")
         words = np.frombuffer(block, "<u2")
         folded = np.frombuffer(data, np.uint8, offset=num_distances).reshape(2, -1).astype("<u2")
         folded = folded[0] | folded[1] << 8
@@ -251,7 +252,7 @@ class _DeltaFile:
             return None
         num_distances, size = _FRAME.unpack(start.ljust(_FRAME.size, b"\xff"))
         if size > MAX_HEADER_BYTES or len(payload := self._file.read(size)) < size:
-            raise DeltaError(f"{self._file.name} ends within a frame")
+            raise WeightDeltaError(f"{self._file.name} ends within a frame")
         return num_distances, payload
 
     def _decompress(self, payload: bytes, limit: int) -> bytes:
@@ -259,9 +260,9 @@ class _DeltaFile:
         try:
             data = decompressor.decompress(payload, limit)
         except zlib.error as error:
-            raise DeltaError(f"{self._file.name} is damaged ({error})") from error
+            raise WeightDeltaError(f"{self._file.name} is damaged ({error})") from error
         if not decompressor.eof:
-            raise DeltaError(f"{self._file.name} is damaged (a frame does not end where it should)")
+            raise WeightDeltaError(f"{self._file.name} is damaged (a frame does not end where it should)")
         return data
 
 
@@ -355,7 +356,7 @@ def make_whole(directory: Path, *, into: Path | None = None, base: Path | None =
 
     Raises:
         OSError: a file cannot be read or written.
-        DeltaError: the delta is damaged, or belongs to another base.
+        WeightDeltaError: the delta is damaged, or belongs to another base.
     """
     if not _is_rebuilt(directory / _WHOLE_FILE):
         return
@@ -377,7 +378,7 @@ def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:
 
     Raises:
         OSError: a file cannot be read.
-        DeltaError: the delta is damaged, or belongs to another base.
+        WeightDeltaError: the delta is damaged, or belongs to another base.
     """
     digest = hashlib.sha256()
     for name in WEIGHT_FILES[kind]:
@@ -395,7 +396,7 @@ def _read_checked(path: Path, digest: _Hash, *, base: Path | None = None, copy: 
             if copy is not None:
                 copy.write(data)
     if record is not None and digest.hexdigest() != record.sha256:
-        raise DeltaError(
+        raise WeightDeltaError(
             f"{path.parent}: the SHA-256 digest of its weights is {digest.hexdigest()}, but {record.sha256} was "
             "published"
         )

@@ -23,20 +23,20 @@ from agentrl.app.policies import weights_from_directory
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import ModelConfig
-from agentrl.core import deltas
-from agentrl.core.deltas import (
+from agentrl.core import weight_deltas
+from agentrl.core.errors import EngineError, InputError, ModelError, StorageError, TrainerError
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, LocalDisk, check_model_directory
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.weight_deltas import (
     DeltaEncoder,
-    DeltaError,
     DeltaRecord,
+    WeightDeltaError,
     digest_of_version,
     make_whole,
     open_weights,
     read_record,
     write_record,
 )
-from agentrl.core.errors import EngineError, InputError, ModelError, StorageError, TrainerError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, LocalDisk, check_model_directory
-from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.weights.reading import copy_weight_files, read_metadata, read_weights
 from agentrl.learn.trainer import PolicyTrainer
@@ -90,7 +90,7 @@ def test_what_is_read_is_what_was_encoded(
     (directory / "0.0" / WHOLE).write_bytes(HEADER + words.tobytes())
     data = [words.tobytes()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "BLOCK_BYTES", block_bytes)
+        patch.setattr(weight_deltas, "BLOCK_BYTES", block_bytes)
         for number, changes in enumerate(versions, start=1):
             for position, difference in changes.items():
                 if position < len(words):
@@ -194,21 +194,21 @@ def test_a_damaged_version_is_refused_by_name(stored: Path, damage: object, reas
     damage(stored)
     with pytest.raises(EngineError, match=f"policy@0.2 refused: .*{reason}"):
         read_weights(reference(stored))
-    with pytest.raises((OSError, DeltaError)):
+    with pytest.raises((OSError, WeightDeltaError)):
         digest_of_version(stored / "0.2", "full")
     if reason.startswith("the SHA"):
         with pytest.raises(InputError, match=r"0\.2: the SHA-256 digest .*give another version"):
             weights_from_directory("other", stored / "0.2")
-        with pytest.raises(DeltaError, match=r"0\.2: the SHA-256 digest"):
+        with pytest.raises(WeightDeltaError, match=r"0\.2: the SHA-256 digest"):
             make_whole(stored / "0.2")
     assert sorted(path.name for path in (stored / "0.2").iterdir() if path.name == WHOLE) == []
 
 
 def test_changes_that_expand_without_end_are_refused(stored: Path) -> None:
-    payload = deltas.zlib.compress(bytes(1 << 26))
+    payload = weight_deltas.zlib.compress(bytes(1 << 26))
     with (stored / "0.2" / DELTA).open("ab") as file:
-        file.write(deltas._FRAME.pack(10, len(payload)) + payload)
-    with pytest.raises(DeltaError, match="a frame does not end"):
+        file.write(weight_deltas._FRAME.pack(10, len(payload)) + payload)
+    with pytest.raises(WeightDeltaError, match="a frame does not end"):
         content(stored / "0.2")
 
 
