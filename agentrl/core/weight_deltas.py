@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import msgspec
-import numpy as np
 
 from agentrl.core.files import (
     DELTA_FILES,
@@ -233,6 +232,8 @@ class _DeltaFile:
             return bytearray(payload)
         if not payload:
             return block
+        import numpy as np  # imported late: most readers of a run have no deltas
+
         data = self._decompress(payload, 2 * BLOCK_BYTES)
         distances = np.frombuffer(data, np.uint8, min(num_distances, len(data)))
         is_change = distances != _SKIP
@@ -308,6 +309,8 @@ class DeltaEncoder:
         if len(old) != len(new) or len(new) % 2:
             self.num_changed += len(new) // 2
             return _frame(_VERBATIM, new)
+        import numpy as np  # imported late: most readers of a run have no deltas
+
         old_words, new_words = np.frombuffer(old, "<u2"), np.frombuffer(new, "<u2")
         positions = np.flatnonzero(old_words != new_words)
         self.num_changed += len(positions)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, open_regular, read_at_most, refuse_links, refuse_links_below, replace_file
+from agentrl.core.weight_deltas import WeightDeltaError, make_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -188,8 +189,6 @@ class RunDirectory:
         Raises:
             StorageError: the disk failed, or a version is damaged.
         """
-        from agentrl.core.weight_deltas import WeightDeltaError, make_whole  # imported late: it imports numpy
-
         links: dict[str, Path] = {}
         directory = self.path / folder
         try:
