@@ -142,7 +142,7 @@ def _is_version(path: Path) -> bool:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Link the files of a version, which never change; copy them to another file system, and those of a delta whole."""
+    """Link the files of a version, which never change. On another file system copy them; make a delta whole."""
     target.mkdir()
     make_whole(source, into=target)
     for file in source.iterdir():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -358,10 +358,7 @@ class ClientTables:
         Raises:
             RequestRefusedError: there is none.
         """
-        model = self.models.get(model_id)
-        if model is None or model.owner != owner:
-            raise RequestRefusedError(f"there is no model {model_id[:100]!r}", "model")
-        return model
+        return _owned(self.models.get(model_id), owner, f"model {model_id[:100]!r}")
 
     def models_of(self, owner: str) -> list[ClientModel]:
         """Return the models of an owner."""
@@ -373,17 +370,14 @@ class ClientTables:
         Raises:
             RequestRefusedError: there is none.
         """
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None or sampler.owner != owner:
-            raise RequestRefusedError(f"there is no sampler {sampler_id[:100]!r}", "model")
-        return sampler
+        return _owned(self.samplers.get(sampler_id), owner, f"sampler {sampler_id[:100]!r}")
 
     def saved_model(self, path: str) -> ClientModel:
         """Return the model whose weights were saved, by their path."""
         return self.models[path.removeprefix("tinker://").partition("/")[0]]
 
     def saved_of(self, owner: str, path: str, kind: str, *, expired: bool = False) -> SavedWeights:
-        """Return saved weights of an owner by their path; those that expired only on request.
+        """Return saved weights of an owner by their path; expired ones only on request.
 
         Raises:
             InputError: there are none.
@@ -432,3 +426,17 @@ def sequence_number(number: int | None, *, least: int) -> int:
     if number is None or not least <= number < 1 << 53:
         raise InputError(f"the sequence number {number} is missing or out of range; it is at least {least}")
     return number
+
+
+OwnedT = TypeVar("OwnedT", ClientModel, Sampler)
+
+
+def _owned(found: OwnedT | None, owner: str, name: str) -> OwnedT:
+    """Return what was found for an owner. What others own is refused in the same words as what does not exist.
+
+    Raises:
+        RequestRefusedError: nothing was found, or it belongs to another owner.
+    """
+    if found is None or found.owner != owner:
+        raise RequestRefusedError(f"there is no {name}", "model")
+    return found

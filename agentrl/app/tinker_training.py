@@ -214,7 +214,7 @@ class ModelTraining:
         model.has_gradient = False
 
     def _publish(self, model: ClientModel) -> WeightsRef:
-        """Publish a model's weights as its next version, unless they are those of its newest."""
+        """Publish a model's weights as its next version, unless its newest version has them already."""
         if model.newest is None:
             return model.base.trainer.write_version(model.id, PolicyVersion(model.base.policy, model.number, 0))
         if model.newest_step == model.base.trainer.step(model.id):

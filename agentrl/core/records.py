@@ -138,7 +138,7 @@ class WeightsRef:
     sha256: str
     """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""
     changed_numbers: float | None = field(default=None, compare=False)
-    """Share of the numbers that differ from those of the version before; None: it was not computed."""
+    """Share of the numbers that differ from the previous version; None: it was not computed."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

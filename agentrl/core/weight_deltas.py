@@ -282,7 +282,7 @@ class DeltaEncoder:
         self._has_header = False
         self._block = bytearray()
         self.num_words = self.num_changed = 0
-        """Numbers of 16-bit words, and of those that differ from the base."""
+        """Number of 16-bit words, and how many of them differ from the base."""
 
     def add(self, data: memoryview) -> Iterator[memoryview]:
         """Yield the frames that the next bytes complete; the first ones are the header."""
