@@ -141,9 +141,13 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
         def on_evaluation(self, versions: Any, metrics: Any) -> None: ...
 
     environment = resolve(config.environment.id)
-    run = asyncio.run(
-        run_training(config, environment, observers=[Steps()], factories=RunFactories(engine=timed_engine))
-    )
+    try:
+        run = asyncio.run(
+            run_training(config, environment, observers=[Steps()], factories=RunFactories(engine=timed_engine))
+        )
+    finally:
+        for log in bench.temporary.glob("run/*.log"):
+            shutil.copyfile(log, bench.output.with_suffix(f".{bench.piece}.{log.name}"))
     bench.put(**{name: run.summary[name] for name in ("reward_start", "reward_end", "rl_seconds", "seconds")})
 
 
@@ -299,7 +303,10 @@ def _engine(bench: Bench) -> None:
 
 
 def _suite(bench: Bench) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [str(path) for path in files if "mark.gpu" in path.read_text("utf-8")]
+    parallel = ["-n", "4"] if importlib.util.find_spec("xdist") else []  # most of the time goes to compiling
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *parallel, *marked]
     ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(ran.stdout)
     bench.put(exit_code=ran.returncode, last_line=(ran.stdout.strip().splitlines() or [""])[-1])

@@ -10,19 +10,16 @@ import torch
 from agentrl.learn import trainer
 from tests.support.device_cases import CASES, CPU, largest_difference
 
-NAMES = (
-    *("pass", "pass with masks", "padded rows", "full weights", "adapter", "recomputed layers", "window layers"),
-    *("experts", "engine", "engine with adapters", "engine with filters"),
-)
-TOLERANCE = 1e-3
-"""Largest difference from the CPU in float32, relative to the largest entry: GPUs sum in another order."""
+TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 5e-2
+"""Largest difference from the CPU, relative to the largest entry: GPUs sum in another order."""
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_gpu_computes_what_the_cpu_does(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert torch.cuda.is_available(), "pytest -m gpu needs a GPU"
     monkeypatch.setattr(trainer, "rank_device", trainer.rank_device)  # the cases replace it
     expected = CASES[name](CPU, tmp_path)
-    assert largest_difference(CASES[name](torch.device("cuda"), tmp_path), expected) < TOLERANCE
+    tolerance = BFLOAT16_TOLERANCE if "bfloat16" in name else TOLERANCE
+    assert largest_difference(CASES[name](torch.device("cuda"), tmp_path), expected) < tolerance
