@@ -164,8 +164,8 @@ def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[i
     replies = []
     for call in message.tool_calls:
         try:
-            bound = table[call.name]
-            text = observation_of(getattr(environment, bound.method)(**bound.validate(call.arguments)), call.name)
+            arguments = table[call.name].validate(call.arguments)
+            text = observation_of(getattr(environment, call.name)(**arguments), call.name)
         except (KeyError, ValueError) as error:
             text = f"error: {error}"
         replies.append(Message(role="tool", content=text, tool_call_id=call.id, name=call.name))
