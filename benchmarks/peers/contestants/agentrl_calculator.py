@@ -16,6 +16,10 @@ class Calculator(agentrl.ToolEnvironment):
         await asyncio.sleep(draw_wait())  # measured
         return {"+": a + b, "-": a - b, "*": a * b}[op]
 
+    async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
+        if any(isinstance(call.arguments, str) for call in ctx.agent("agent").turns[-1].tool_calls):
+            raise agentrl.LimitReachedError("the tool call is not JSON", stop_reason="max_turns")
+
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
         return float(episode.answer.strip() == task.data["answer"])
 

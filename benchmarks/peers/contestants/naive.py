@@ -1,5 +1,6 @@
 """The naive loop of `benchmarks/naive_loop.py`, with the settings of the others."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def on_step(number, step, model):
         model.save_pretrained(output / f"checkpoint-{number + 1}")
 
 
+def answer(chat, episode, max_turns):
+    if any(isinstance(call.arguments, str) for call in chat.parse(episode.said).tool_calls):  # not JSON
+        naive_loop.end_turn(chat, episode)
+        return []
+    return naive_loop.answer(chat, episode, max_turns)
+
+
 write(begin=True)  # measured
 naive_loop.run(
     SETTINGS["model"],
@@ -30,5 +38,5 @@ naive_loop.run(
     tokens_per_unit=None,
     latency=wait,  # measured
     on_step=on_step,
-    game=naive_loop.CALCULATOR if SETTINGS["has_tools"] else WORDS,
+    game=dataclasses.replace(naive_loop.CALCULATOR, answer=answer) if SETTINGS["has_tools"] else WORDS,
 )
