@@ -52,7 +52,7 @@ def _errors(
     errors, controls = [], []
     for ranks in (2,) if quick else (2, 4):
         every = cases(ranks)
-        for name, each in compared(models, place, ranks, every).items():
+        for name, each in compared(models, place / str(ranks), ranks, every).items():
             print(f"  {ranks} ranks, {name}: {each.error:.2g}", flush=True)
             (controls if "fault" in every[name]["settings"] else errors).append(each.error)
     return max(errors), min(controls)

@@ -17,6 +17,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Generator, Iterator
@@ -367,13 +368,26 @@ def make_whole(directory: Path, *, into: Path | None = None, base: Path | None =
     partial = into / f"{STAGING}{_WHOLE_FILE}"
     try:
         with partial.open("wb") as file:
-            _read_checked(directory / _WHOLE_FILE, hashlib.sha256(), base=base, copy=file)
+            copy_weights(directory / _WHOLE_FILE, file, base=base)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, into / _WHOLE_FILE)
         LOCAL.sync(into)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def copy_weights(path: Path, into: BinaryIO, *, base: Path | None = None) -> None:
+    """Write the bytes of a version's file into an open one. If the file is rebuilt, its digest is checked.
+
+    Raises:
+        OSError, WeightDeltaError: see `open_weights`.
+    """
+    if _is_rebuilt(path):
+        _read_checked(path, hashlib.sha256(), base=base, copy=into)
+    else:
+        with path.open("rb") as content:
+            shutil.copyfileobj(content, into, BLOCK_BYTES)
 
 
 def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import math
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,7 +25,7 @@ from torch import nn
 from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
-from agentrl.core.weight_deltas import BLOCK_BYTES, WeightDeltaError, open_weights, read_header_of
+from agentrl.core.weight_deltas import WeightDeltaError, copy_weights, open_weights, read_header_of
 from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.experts import (
     adaptable_experts,
@@ -284,8 +283,8 @@ def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:
     directory.mkdir(exist_ok=True)
     for name in WEIGHT_FILES[weights.kind]:
         try:
-            with open_weights(Path(weights.path) / name) as content, (directory / name).open("wb") as copy:
-                shutil.copyfileobj(content, copy, BLOCK_BYTES)
+            with (directory / name).open("wb") as copy:
+                copy_weights(Path(weights.path) / name, copy)
         except WeightDeltaError as error:
             raise version_refused_error(weights, str(error)) from error
         except OSError as error:
