@@ -97,10 +97,11 @@ dist: $(DEV_STAMP)  ## wheel, sdist and an SBOM (CycloneDX, with licenses) of th
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo
 
-docs-config: $(DEV_STAMP)  ## write docs/reference/configuration.md, docs/reference/metrics.md and docs/reference/cli.md from the code
+docs-config: $(DEV_STAMP)  ## write the pages of docs/ that come from the code, and docs/results/models.md from docs/families.json
 	@$(BIN)/python -m docs.generators.configuration > docs/reference/.configuration.md && mv docs/reference/.configuration.md docs/reference/configuration.md
 	@$(BIN)/python -m docs.generators.metrics > docs/reference/.metrics.md && mv docs/reference/.metrics.md docs/reference/metrics.md
 	@$(BIN)/python -m docs.generators.commands > docs/reference/.cli.md && mv docs/reference/.cli.md docs/reference/cli.md
+	@$(BIN)/python -m docs.generators.families > docs/results/.models.md && mv docs/results/.models.md docs/results/models.md
 
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'

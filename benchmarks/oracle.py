@@ -22,6 +22,7 @@
 * `received`: run directories from other people, with every recorded field set to hostile values
   (`tests/received_runs.py`).
 * `starts`: runs of every family of models that set no size (`oracle_starts.py`).
+* `families`: hybrid models, and checkpoints for images and text, against transformers (`families.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice`, `ledger_errors`,
 `resampled` (journal entries that a later life recorded anew) and `version_gone` (episodes dropped for a version whose
@@ -166,6 +167,7 @@ PARTS = {
     "inputs": _measured_by("benchmarks.oracle_inputs", "measure"),
     "received": received,
     "starts": _measured_by("benchmarks.oracle_starts"),
+    "families": _measured_by("benchmarks.families", "measure_hybrid_and_wrapped"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors", "resampled", "version_gone"),
@@ -182,6 +184,8 @@ FIGURES = (
     *("default_starts", "default_starts_refused", "starts_failed", "predictions_failed", "prediction_errors_that_stop"),
     *("received_run_fields", "code_run", "bytes_sent", "files_opened_outside", "connections", "received_run_faults"),
     *("received_planted_found", "start_s"),
+    *("family_shapes", "family_max_dlogp", "family_max_gradient_error", "engine_max_dlogp", "published_whole"),
+    "zero_states_found",
 )
 SUMMED = ("violations", "bricked", "runs_ended")
 """Figures of several parts."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import re
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl import Run
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(slots=True)
@@ -31,6 +38,19 @@ class Report:
             "repeats": self.repeats,
         }
         print(json.dumps(line), flush=True)  # some benchmarks leave by os._exit
+
+
+def conditions() -> dict[str, str]:
+    """What the runs share: when, where, and of which commit."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    commit = subprocess.run(
+        ("git", "rev-parse", "--short=8", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%-d %B %Y"),
+        "machine": f"{len(os.sched_getaffinity(0))} CPU cores ({cpu[1] if cpu else 'unknown'})",
+        "commit": commit.stdout.strip(),
+    }
 
 
 def completed(run: Run) -> Run:

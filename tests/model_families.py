@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from agentrl.config.policies import AnyPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.tokens import TrainingSample
+from agentrl.engines.models import language_model_class
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.packing import pack
@@ -86,9 +90,9 @@ def _long_rope(dimensions: int) -> dict[str, Any]:
     return {**_rope("longrope", **factors), "original_max_position_embeddings": ORIGINAL}
 
 
-_STATE_GATES = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
-"""Weights that decide what a recurrent state forgets. Saturated gates leave states near zero, which a norm divides by
-themselves: in float32, transformers' own results then depend on where a context is cut."""
+_UNSCALED = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "conv1d.weight")
+"""Weights that decide what a recurrent state keeps and forgets. Saturated gates leave states near zero, which a norm
+divides by themselves: in float32, transformers' own results then depend on where a context is cut."""
 FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "Llama 3": ("LlamaConfig", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
@@ -199,6 +203,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name, class of its configuration, what differs from the common shape."""
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW}
+RECURRENT = ("Qwen3.5", "Qwen3-Next", "Mamba 2", "Falcon-H1", "Bamba", "Granite-MoE-Hybrid")
+"""Families whose recurrent layers start from a state, at which branches of a tree begin."""
 FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "BioGPT": ("BioGptConfig", {}),
     "Bamba": ("BambaConfig", {**_STATE_SPACE, "attn_layer_indices": [1]}),
@@ -284,11 +290,131 @@ FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 """Families that docs/reference/models.md does not list, whose runs start or are refused by name."""
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+}
+# Beyond `VOCABULARY`, so that no row has a token that the released class takes for an image.
+_IMAGE_TOKENS = {"image_token_id": 97, "video_token_id": 98, "vision_start_token_id": 99, "vision_end_token_id": 100}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN3_5 = {**_DELTA_NET, "num_hidden_layers": 4}
+_ROPE_3D = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+WRAPPED: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "Qwen3.5, 3.6": ("Qwen3_5Config", {"text_config": _QWEN3_5, "vision_config": _TOWER, **_IMAGE_TOKENS}),
+    "Qwen3.5-MoE, 3.6": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32},
+            "vision_config": _TOWER,
+            **_IMAGE_TOKENS,
+        },
+    ),
+    "Qwen3-VL": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {"rope_parameters": {**_ROPE_3D, "mrope_interleaved": True}},
+            "vision_config": {**_TOWER, "deepstack_visual_indexes": [0, 1]},
+            **_IMAGE_TOKENS,
+        },
+    ),
+    "Gemma 3, with images": (
+        "Gemma3Config",
+        {
+            "text_config": {"sliding_window": WINDOW, "layer_types": _SLIDING, "query_pre_attn_scalar": 8},
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 97,
+            "boi_token_index": 98,
+            "eoi_token_index": 99,
+        },
+    ),
+    "Gemma 4": (
+        "Gemma4Config",
+        {
+            "text_config": {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "global_head_dim": 8,
+                "sliding_window": WINDOW,
+                "layer_types": _SLIDING,
+            },
+            "vision_config": {key: _SIGLIP[key] for key in _SIGLIP if key != "image_size"} | {"head_dim": 8},
+            "audio_config": None,
+            "image_token_id": 97,
+            "boi_token_id": 98,
+            "eoi_token_id": 99,
+        },
+    ),
+    "Mistral 3": (
+        "Mistral3Config",
+        {
+            "text_config": {"model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_SIGLIP, "model_type": "pixtral"},
+            "image_token_index": 97,
+            "spatial_merge_size": 2,
+        },
+    ),
+    "GLM-4.1V": (
+        "Glm4vConfig",
+        {
+            "text_config": {"rope_parameters": {**_ROPE_3D, "mrope_section": [1, 0, 1], "partial_rotary_factor": 0.5}},
+            "vision_config": {
+                **{key: value for key, value in _TOWER.items() if key != "num_position_embeddings"},
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_id": 97,
+            "video_token_id": 98,
+        },
+    ),
+    "Llama 4, with images": (
+        "Llama4Config",
+        {
+            "text_config": {
+                "attention_chunk_size": WINDOW,
+                "num_local_experts": 4,
+                "intermediate_size_mlp": 64,
+                "attn_temperature_tuning": False,
+            },
+            "vision_config": {
+                **_SIGLIP,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "vision_output_dim": 32,
+            },
+            "image_token_index": 97,
+        },
+    ),
+}
+"""Checkpoints for images and text, loaded as their released class: name, class of its configuration, its arguments.
+What `text_config` says differs from the common shape."""
+
+
+SERVED_BY_VLLM = {
+    "Qwen3": "tests/contract/test_engine_vllm.py",
+    "Qwen3-MoE": "tests/contract/test_engine_vllm_experts.py",
+}
+"""Families of which a test serves a small model with vLLM: the test."""
 
 
 def family_config(name: str, **shape: Any) -> PretrainedConfig:
     """The configuration of a small model of a family."""
-    kind, different = {**FAMILIES, **FURTHER_FAMILIES}[name]
+    kind, different = {**FAMILIES, **FURTHER_FAMILIES, **WRAPPED}[name]
+    if name in WRAPPED:
+        sizes = {**_SHAPE, "vocab_size": VOCABULARY + 7, **shape, **different["text_config"]}
+        different = {**different, "text_config": sizes}
+        return cast("PretrainedConfig", getattr(transformers, kind)(**different))
     values = {name: value for name, value in {**_SHAPE, **shape, **different}.items() if value is not _LEFT_OUT}
     made: PretrainedConfig = getattr(transformers, kind)(**values)
     return made
@@ -306,10 +432,10 @@ def sharp_model(config: PretrainedConfig, *, seed: int = 1) -> PreTrainedModel:
     for _ in range(20):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = language_model_class(config).from_config(config, dtype=torch.float32)
             for name, parameter in model.named_parameters():
                 with torch.no_grad():
-                    if parameter.ndim > 1 and not name.endswith(_STATE_GATES):
+                    if parameter.ndim > 1 and not name.endswith(_UNSCALED):
                         parameter.mul_(scale)
                     elif name.endswith("bias") or "sink" in name:
                         parameter.normal_(0, 0.5)
@@ -327,6 +453,25 @@ def mean_entropy(model: PreTrainedModel) -> float:
         logits = model(input_ids=torch.randint(3, VOCABULARY, (4, 48)), use_cache=False).logits.float()
         logprobs = logits.log_softmax(-1)
         return float(-(logprobs.exp() * logprobs).sum(-1).mean())
+
+
+def lost_in_publishing(base: Path, path: Path) -> list[str]:
+    """What differs between a checkpoint and a version published from it: names and shapes of tensors, and what the
+    released class does not find in it."""
+    stored, published = (
+        {name: tensor.shape for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for directory in (base, path)
+    )
+    config = transformers.AutoConfig.from_pretrained(path)
+    model, report = language_model_class(config).from_pretrained(path, output_loading_info=True)
+    released = json.loads((path / "config.json").read_text())["architectures"]
+    return [
+        *(name for name in stored.keys() | published.keys() if stored.get(name) != published.get(name)),
+        *report["missing_keys"],
+        *(name for name in report["unexpected_keys"] if name not in stored),
+        *(name for name, *_ in report["mismatched_keys"]),
+        *([] if released == [type(model).__name__] else released),
+    ]
 
 
 def write_family(name: str, directory: Path) -> Path:
@@ -373,16 +518,23 @@ def logprobs_of(model: PreTrainedModel, rows: Sequence[TrainingSample]) -> list[
     return found
 
 
+def plain_model(directory: Path) -> PreTrainedModel:
+    """The model of a directory as transformers loads its released class."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model: PreTrainedModel = language_model_class(config).from_pretrained(directory, dtype=torch.float32)
+    return model
+
+
 def plain_logprobs(directory: Path, rows: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
     """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = plain_model(directory)
     with torch.no_grad():
         return [each.numpy() for each in logprobs_of(model, rows)]
 
 
 def gradient_error(directory: Path, policy: PolicyModel, rows: Sequence[TrainingSample]) -> float:
     """Difference of the gradient of the summed log-probabilities from that of transformers, over its norm."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    plain = plain_model(directory)
     torch.cat(logprobs_of(plain, rows)).sum().backward()
     policy.model.zero_grad()
     for batch in pack(rows, max_tokens=1 << 20, share=policy.shared_prefixes):
@@ -406,18 +558,26 @@ def trained_logprobs(policy: PolicyModel, rows: Sequence[TrainingSample], *, way
         way: "packed" in one micro-batch without sharing, "shared", "split" into several, or "padded".
     """
     model, tree = policy.model, way != "padded"
-    before = model.config._attn_implementation
-    if not tree:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     most = max(LENGTHS) + 30 if way == "split" else 1 << 20
-    with torch.no_grad():
+    with torch.no_grad(), forward_as(model, tree=tree):
         for batch in pack(rows, max_tokens=most, share=way in ("shared", "split")):
             values = token_logprobs(model, batch, shared=tree).logprob.cpu().numpy()
             for sample, position, value in zip(batch.sample, batch.position, values, strict=True):
                 found[sample][position] = value
-    model.set_attn_implementation(before)
     return [each[1:] for each in found]
+
+
+@contextmanager
+def forward_as(model: PreTrainedModel, *, tree: bool) -> Iterator[None]:
+    """Within the context, a model loaded for trees forwards padded rows unless `tree`."""
+    before = model.config._attn_implementation
+    if not tree:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def long_run(directory: Path, *, policies: Mapping[str, AnyPolicy] | None = None) -> RunConfig:

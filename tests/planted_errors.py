@@ -19,7 +19,8 @@ LEAK, POSITIONS, FACTOR = "leaked neighbor", "positions + 1", "wrong rope factor
 
 
 class PlantedErrors:
-    """Hooks that change the trainer's passes; the model's own, which are handed no positions and no mask, stay right.
+    """Hooks that change the trainer's passes. The model's own, whose caller gives no positions or mask, stays right,
+    even if the model gives its body some.
 
     `LEAK` adds a tenth of another row's hidden state to one of each row behind the first layer, `POSITIONS` moves what
     stands behind the eighth token by one, `FACTOR` stretches all positions by a tenth.
@@ -30,7 +31,9 @@ class PlantedErrors:
         embeddings = model.get_input_embeddings()
         if body is model:
             body = next(child for child in model.children() if any(part is embeddings for part in child.modules()))
-        self._body = body
+        self._model, self._body = model, body
+        self._own = False
+        """Whether a pass of the model's own runs."""
         self._layers = next(module for module in body.modules() if isinstance(module, nn.ModuleList))
         self._rotary = [each for each in body.modules() if hasattr(each, "inv_freq") or hasattr(each, "rope_type")]
         self._learned = any("position" in name or name == "wpe" for name, _ in body.named_children())
@@ -49,6 +52,8 @@ class PlantedErrors:
         """With one of them in the model."""
         self._error = error
         hooks = [
+            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._model.register_forward_hook(self._end, always_call=True),
             self._body.register_forward_pre_hook(self._enter, with_kwargs=True),
             self._body.register_forward_hook(self._leave),
             self._layers[0].register_forward_hook(self._leak),
@@ -60,9 +65,15 @@ class PlantedErrors:
             for hook in hooks:
                 hook.remove()
 
+    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        self._own = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
+
+    def _end(self, *_: object) -> None:
+        self._own = False
+
     def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        self._inside = positions is not None or mask is not None
+        self._inside = not self._own and (positions is not None or mask is not None)
         if not self._inside:
             return None
         self._begins = None if positions is None else positions[0, 1:] != positions[0, :-1] + 1

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import re
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,9 +17,10 @@ import benchmarks.peers
 from agentrl.config.load import load
 from benchmarks.peers import orchestration, scoring, summary
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code, user_files
-from benchmarks.peers.environments import ROOT, Built, build, float32_model, wheel
+from benchmarks.peers.environments import Built, build, float32_model, wheel
 from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, machine_cpu_seconds, read_log, vllm_server
 from benchmarks.peers.trainings import QUICK, TRAININGS, Training
+from benchmarks.report import conditions
 
 PARTS = ("calculator", "word_problems", "orchestration", "kills", "tools")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
@@ -329,19 +327,6 @@ def settings_of(contender: Contender, part: str, training: Training) -> dict[str
         words["staleness"] = f"{bound} {staleness}, none dropped" if staleness else "0"
         words["in_flight"] = str(round(steps_in_flight * training.step_size))
     return {**words, "threads": threads, "learning_rate": f"{training.learning_rates[contender.weights]:g}"}
-
-
-def conditions() -> dict[str, str]:
-    """What the runs share: when, where, and of which commit."""
-    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    commit = subprocess.run(
-        ("git", "rev-parse", "--short=8", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%-d %B %Y"),
-        "machine": f"{len(os.sched_getaffinity(0))} CPU cores ({cpu[1] if cpu else 'unknown'})",
-        "commit": commit.stdout.strip(),
-    }
 
 
 def combined(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:

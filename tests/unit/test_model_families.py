@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -21,10 +22,15 @@ from agentrl.core.errors import ModelError
 from agentrl.engines.models import check_sparse_attention
 from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.recurrence import RecurrencePlan
+from benchmarks.families import shape_digest, vllm_classes
+from docs.generators.families import families_page
 from tests.default_starts import write_model
 from tests.model_families import (
     FAMILIES,
     MAX_CONTEXT,
+    RECURRENT,
+    SERVED_BY_VLLM,
+    WRAPPED,
     family_config,
     family_rows,
     gradient_error,
@@ -46,9 +52,6 @@ def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Pat
     for way in ways(policy):
         found = np.concatenate(trained_logprobs(policy, rows, way=way))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=way)
-
-
-RECURRENT = ("Qwen3.5", "Qwen3-Next", "Mamba 2", "Falcon-H1", "Bamba", "Granite-MoE-Hybrid")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,35 @@ def test_a_model_that_selects_all_keys_is_trained(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.concatenate(plain_logprobs(path, rows)), atol=1e-4, rtol=0)
 
 
-def test_the_page_of_results_lists_the_families_that_are_loaded(repository: Path) -> None:
-    """`python -m benchmarks.families` prints its table."""
+def test_the_page_of_results_is_that_of_the_last_run(repository: Path) -> None:
+    seen = json.loads((repository / "docs/families.json").read_text(encoding="utf-8"))
     page = (repository / "docs/results/models.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    listed = {row[0].removeprefix("| "): row[1].strip("`") for row in rows}
-    assert listed == {name: kind.removesuffix("Config") for name, (kind, _) in FAMILIES.items()}
+    assert page == families_page(seen), "run `make docs-config`"
+
+
+def test_the_last_run_saw_the_families_that_are_loaded(repository: Path) -> None:
+    """The models as they are now, by name and shape, and the classes of the installed vLLM."""
+    seen = json.loads((repository / "docs/families.json").read_text(encoding="utf-8"))
+    shapes = {name: each["shape"] for name, each in seen["families"].items()}
+    assert shapes == {name: shape_digest(name) for name in (*FAMILIES, *WRAPPED)}, (
+        "run `python -m benchmarks.families --output docs/families.json` and `make docs-config`"
+    )
+    assert all(repository.joinpath(test).is_file() for test in SERVED_BY_VLLM.values())
+    vllm = vllm_classes({each["released_class"] for each in seen["families"].values()})
+    if vllm and vllm["version"] == seen["vllm"]["version"]:
+        assert vllm["classes"] == seen["vllm"]["classes"]
+
+
+@pytest.mark.parametrize("change", ["difference", "lost", "embedded", "refused", "cost"])
+def test_what_a_run_saw_is_on_the_page(repository: Path, change: str) -> None:
+    seen = json.loads((repository / "docs/families.json").read_text(encoding="utf-8"))
+    before, qwen3 = families_page(seen), seen["families"]["Qwen3"]
+    changed: dict[str, Any] = {"difference": 0.25, "lost": ["lm_head.weight"], "embedded": "no", "refused": "never"}
+    if change == "cost":
+        seen["sharing"]["Mamba 2"]["cpu"] = 0.75
+    else:
+        qwen3[change] = changed[change]
+    after = families_page(seen)
+    expected = {"difference": "| 2e-1 |", "lost": "without `lm_head.weight`", "embedded": "* Qwen3: no\n"}
+    assert expected.get(change, "* Qwen3: never\n" if change == "refused" else "| 0.75 |") in after
+    assert after != before

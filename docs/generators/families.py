@@ -1,0 +1,114 @@
+"""Generates docs/results/models.md from docs/families.json: `python -m docs.generators.families >
+docs/results/models.md`. No figure of it is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from docs.generators.peers import markdown
+from tests.model_families import FAMILIES, SERVED_BY_VLLM, WRAPPED
+
+SEEN = Path(__file__).resolve().parents[1] / "families.json"
+SHORT_NAMES = {
+    "`q_proj`, `k_proj`, `v_proj`, `o_proj`": "attention",
+    "`q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`": "MLA",
+}
+"""Of the layers that an adapter is on; the page explains them."""
+HEADINGS = ("model", "class", "rows", "adapter", "embedded engine", "vLLM", "published", "nats")
+EMBEDDED = {"context": "yes", "window": "window"}
+SHARING_SHAPE = "four groups of eight rows, each 256 common tokens and 64 of its own"
+
+
+def families_page(seen: Mapping[str, Any]) -> str:
+    """Render the page from what `benchmarks.families` wrote."""
+    on, vllm, families = seen["conditions"], seen["vllm"], seen["families"]
+    refusals = {
+        name: each["refused"] or each["embedded"]
+        for name, each in families.items()
+        if each["refused"] or each["embedded"] not in EMBEDDED
+    }
+    rows = [_row(name, families[name], set(vllm["classes"])) for name in (*FAMILIES, *WRAPPED) if name in families]
+    trained = [each for each in families.values() if not each["refused"]]
+    text = f"""\
+# Model families, measured
+
+<!-- Written by `make docs-config` from docs/families.json, which `python -m benchmarks.families --output
+docs/families.json` measures on the models of tests/model_families.py; changes belong there. -->
+
+How closely agentrl reproduces transformers, for each family in [models](../reference/models.md): small random models of
+the true architecture, in float32, their next tokens sharpened. Measured on {on["date"]}, on {on["machine"]}, with
+transformers {on["transformers"]}, torch {on["torch"]} and {vllm["package"]} {vllm["version"]}. Gradients differ by at
+most {_short(max(each["gradient"] for each in trained))} of their norm.
+
+* **class**: the released class, as `architectures` in `config.json` has it.
+* **rows**: whether the trainer computes a prefix shared by several rows once, or pads whole rows.
+* **adapter**: the layers of a default adapter. "All" means all linear layers, "attention" `q_proj`, `k_proj`, `v_proj`,
+  `o_proj`, and "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`. "None" means that only all
+  weights can be trained.
+* **embedded engine**: "window" means contexts of at most the model's sliding window or chunk. Refusals are below.
+* **vLLM**: "tested" means that a test serves a small model of the class. "Registered": vLLM has the class, which was
+  not tried. Other classes, for which vLLM may use transformers' code, were not tried either.
+* **published**: "whole" means that a version has the checkpoint's tensor names and shapes, and that the released class
+  loads it with no missing keys.
+* **nats**: the largest log-probability error of any token, relative to the plain forward pass of its row alone.
+
+{markdown(HEADINGS, rows)}
+"""
+    text += (
+        "## Refused\n\n"
+        + "".join(f"* {name}: {refusal.removeprefix('DIR: ')}\n" for name, refusal in refusals.items())
+        + "\n"
+    )
+    text += "## Shared prefixes in recurrent layers\n\n"
+    text += f"Forward and backward pass over {SHARING_SHAPE}, relative to padded rows:\n\n"
+    return text + markdown(
+        ("model", "tokens computed", "CPU time", "quartiles", "interleaved pairs"),
+        [
+            (
+                name,
+                f"{cost['tokens']:.2f}",
+                f"{cost['cpu']:.2f}",
+                f"{cost['cpu_low']:.2f} to {cost['cpu_high']:.2f}",
+                str(cost["pairs"]),
+            )
+            for name, cost in seen["sharing"].items()
+        ],
+    )
+
+
+def _row(name: str, each: Mapping[str, Any], registered: set[str]) -> tuple[str, ...]:
+    released = each["released_class"]
+    vllm = "tested" if name in SERVED_BY_VLLM else "registered" if released in registered else "–"
+    if each["refused"]:
+        return name, f"`{released}`", "refused", "–", "–", vllm, "–", "–"
+    return (
+        name,
+        f"`{released}`",
+        "shared" if "shared" in each["ways"] else "padded",
+        _layers(each["adapters"]),
+        EMBEDDED.get(each["embedded"], "refused"),
+        vllm,
+        "without " + ", ".join(f"`{part}`" for part in each["lost"]) if each["lost"] else "whole",
+        _short(each["difference"]),
+    )
+
+
+def _layers(names: str) -> str:
+    if names in ("all", "none"):
+        return names
+    layers = f"`{names.replace(', ', '`, `')}`"
+    for long, short in SHORT_NAMES.items():
+        layers = layers.replace(long, short)
+    return layers
+
+
+def _short(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(families_page(json.loads(SEEN.read_text(encoding="utf-8"))))
