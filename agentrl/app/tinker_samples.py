@@ -19,7 +19,7 @@ from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import InputError
-from agentrl.core.ports import Engine, GenerateRequest, SamplingParams, generate_when_room
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -31,7 +31,7 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.core.tokens import Completion, Tokens
-from agentrl.gateway.tinker_messages import Sample, Sampling, write_samples
+from agentrl.gateway.tinker_messages import Sample, Sampling, write_samples, write_top
 from agentrl.journal.entries import (
     REQUEST_VERSION,
     BeginEntry,
@@ -45,10 +45,12 @@ from agentrl.journal.entries import (
 from agentrl.journal.port import Admission, ControlRecord, EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.external.agent import cut_at_text
+from agentrl.rollout.scoring.retrying import call_engine
 from agentrl.rollout.turn_entries import completion_from_entry
 
 if TYPE_CHECKING:
     from agentrl.app.tinker_tables import BaseModel
+    from agentrl.core.ports import NewTokensCallback
     from agentrl.core.records import Int32Array
 
 SEAT = "client"
@@ -57,6 +59,8 @@ MAX_SAMPLES = 1024
 """Maximum number of samples of one request."""
 MIN_TEMPERATURE = 1e-6
 """Minimum temperature above 0, at which logits are divided; its inverse is the maximum."""
+MAX_TOP_CELLS = 1 << 20
+"""Maximum number of the likeliest tokens in one answer, over all positions: 8 MiB."""
 MAX_STOPS = 64
 """Maximum number of stop texts or tokens of one request."""
 
@@ -161,6 +165,16 @@ def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
         raise InputError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs, and fewer tokens than the prompt")
+    room = max_context - len(tokens)
+    sampled = request.num_samples * min(request.sampling_params.max_tokens or room, room)
+    for name, count, positions in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs, len(tokens)),
+        ("topk_sample_logprobs", request.topk_sample_logprobs, sampled),
+    ):
+        if not 0 <= count * positions <= MAX_TOP_CELLS:
+            raise InputError(
+                f"{name} = {count}: for {positions} tokens, from 0 to {MAX_TOP_CELLS // positions} are possible"
+            )
 
 
 def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
@@ -258,14 +272,28 @@ class ClientSampler:
                 for number in range(request.num_samples if recorded is None else 0)
             ]
             samples = await asyncio.gather(*group) if recorded is None else [self._read(name) for name in recorded]
-            prompt_logprobs = None
-            if request.prompt_logprobs:
-                version = source.policy if source.weights is None else source.version
-                prompt_logprobs = (await self._engine.score(version, tokens)).astype(np.float32)
-                prompt_logprobs[: len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)] = np.nan
+            version = source.policy if source.weights is None else source.version
+            prompt_logprobs, prompt_top, tops = None, b"", [b""] * len(samples)
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                count = request.topk_prompt_logprobs
+                scores = await self._engine.score(version, tokens, top=count)
+                first = len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)
+                if request.prompt_logprobs:
+                    prompt_logprobs = scores.logprobs.copy()
+                    prompt_logprobs[:first] = np.nan
+                if count:
+                    prompt_top = write_top(scores.top_ids, scores.top_logprobs, width=count, empty_rows=first)
+            if request.topk_sample_logprobs:
+                tops = [await self._top_of(version, tokens, one, request.topk_sample_logprobs) for one in samples]
         if recorded is None:
             self._record(request_id, tokens, sampling, samples, source, started)
-        return write_samples(samples, prompt_logprobs)
+        return write_samples(samples, tops, prompt_logprobs, prompt_top)
+
+    async def _top_of(self, version: PolicyVersion | str, prompt: Int32Array, sample: Completion, count: int) -> bytes:
+        """Compute and write the likeliest tokens at each token of a sample."""
+        scores = await self._engine.score(version, np.concatenate([prompt, sample.token_ids]), top=count)
+        ids, logprobs = scores.top_ids[len(prompt) :], scores.top_logprobs[len(prompt) :]
+        return write_top(ids, logprobs, width=count, empty_rows=0)
 
     def _read(self, episode_id: str) -> Completion:
         """Read a sample that an earlier process recorded."""
@@ -307,19 +335,23 @@ class ClientSampler:
         seed: int,
     ) -> Completion:
         """Sample once; a completion that a text ended has `stop` as its finish reason, too."""
-        decode, sampled = source.base.decode, []
+        decode = source.base.decode
 
-        def end_at_text(request_id: str, tokens: Tokens) -> None:
-            sampled.extend(tokens.token_ids.tolist())
-            if any(text in decode(sampled) for text in texts):
-                self._engine.abort(request_id)
+        def watch() -> NewTokensCallback:
+            sampled: list[int] = []
 
-        session = self._engine.open(call_id, source.policy, pin=None if source.weights is None else source.version)
-        try:
-            request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
-            completion = await generate_when_room(session, request, end_at_text if texts else None)
-        finally:
-            session.close()
+            def end_at_text(request_id: str, tokens: Tokens) -> None:
+                sampled.extend(tokens.token_ids.tolist())
+                if any(text in decode(sampled) for text in texts):
+                    self._engine.abort(request_id)
+
+            return end_at_text
+
+        request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
+        pin = None if source.weights is None else source.version
+        completion = await call_engine(
+            self._engine, source.policy, request, self._clock, pin=pin, watch=watch if texts else None
+        )
         cut = cut_at_text(completion, texts, decode)
         return completion if cut is None else Completion.of(cut, "stop", cut.cached_tokens)
 

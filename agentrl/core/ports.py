@@ -175,6 +175,33 @@ async def generate_when_room(
             await session.wait_for_room()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """Log-probabilities of a sequence's `n` tokens under one version."""
+
+    logprobs: Float32Array
+    """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+    top_ids: Int32Array
+    """Likeliest tokens at each position, `[n, k]`, the likeliest first and ties by id; row 0 is 0. `k` is at most the
+    size of the vocabulary."""
+    top_logprobs: Float32Array
+    """Their log-probabilities, `[n, k]`; row 0 is 0."""
+
+    @classmethod
+    def after_first(
+        cls, logprobs: Float32Array, top_ids: Int32Array | None = None, top_logprobs: Float32Array | None = None
+    ) -> TokenScores:
+        """Make the scores of a sequence from those of all its tokens but the first."""
+        import numpy as np
+
+        rows, nothing = ((1, 0), (0, 0)), np.zeros((len(logprobs), 0), np.float32)
+        return cls(
+            logprobs=np.pad(logprobs, (1, 0)).astype(np.float32, copy=False),
+            top_ids=np.pad(nothing if top_ids is None else top_ids, rows).astype(np.int32, copy=False),
+            top_logprobs=np.pad(nothing if top_logprobs is None else top_logprobs, rows).astype(np.float32, copy=False),
+        )
+
+
 class Sampler(Protocol):
     """The part of an engine that episodes use."""
 
@@ -197,10 +224,12 @@ class Sampler(Protocol):
         ...
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """Log-probability of each token given the tokens before it; entry 0 is 0. A `str` names a policy's current
-        version."""
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
+        """Compute the log-probability of each token given those before it, and of the `top` likeliest tokens there.
+
+        A `str` names a policy's current version.
+        """
         ...
 
 

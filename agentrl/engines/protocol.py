@@ -98,12 +98,13 @@ class WeightChunk(rpc.WireMessage, frozen=True):
 
 
 class LogprobsRequest(rpc.WireMessage, frozen=True):
-    """Request for the log-probabilities of tokens."""
+    """Request for the log-probabilities of tokens, and of the `top` likeliest tokens at each position."""
 
     call: int
     version: PolicyVersion | str
     token_ids: bytes
     temperature: float
+    top: int
 
 
 class WeightTransferEnded(rpc.WireMessage, frozen=True):
@@ -154,9 +155,12 @@ class VersionsServedReply(rpc.Reply, frozen=True):
 
 
 class LogprobsReply(rpc.Reply, frozen=True):
-    """Answer to `LogprobsRequest`."""
+    """Answer to `LogprobsRequest`: `core.ports.TokenScores`, with `top` columns."""
 
     logprobs: bytes
+    top: int
+    top_ids: bytes
+    top_logprobs: bytes
 
 
 class NewTokens(rpc.Part, frozen=True):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from agentrl.core.ports import GenerateRequest, NewTokensCallback
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, TokenScores
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 MAX_ROWS = 32
@@ -331,8 +331,8 @@ class RewardModelEngine:
         return None
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         raise EngineCapabilityError("a reward model gives no log-probabilities")
 
     def busy_seconds(self) -> float:

@@ -40,8 +40,8 @@ from agentrl.engines.version_table import VersionRow, VersionSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
-    from agentrl.core.ports import Engine, EngineSession, Sampler
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, ProcessStatus, WeightsRef
+    from agentrl.core.ports import Engine, EngineSession, Sampler, TokenScores
+    from agentrl.core.records import Int32Array, PolicyVersion, ProcessStatus, WeightsRef
 
 FENCE_S = 30.0
 """Maximum time the other replicas wait for one replica's update to full weights, in seconds."""
@@ -413,13 +413,13 @@ class Fleet:
             replica.engine.abort(request_id)
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         policy = version if isinstance(version, str) else version.policy
         while True:
             replica = await self.pick(policy, opening_digest(token_ids.tobytes()))
             try:
-                return await replica.engine.score(version, token_ids, temperature)
+                return await replica.engine.score(version, token_ids, temperature, top=top)
             except (EngineLostError, EngineFailedError) as error:
                 self.replica_lost(replica, error)
 
@@ -543,10 +543,10 @@ class SamplerRouter(Generic[SamplerT]):
             sampler.abort(request_id)
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         policy = version if isinstance(version, str) else version.policy
-        return await self.of_policy(policy).score(version, token_ids, temperature)
+        return await self.of_policy(policy).score(version, token_ids, temperature, top=top)
 
 
 class EngineRouter(SamplerRouter[Fleet]):

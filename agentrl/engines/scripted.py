@@ -25,7 +25,7 @@ from agentrl.core.errors import (
     VersionNotServedError,
     VersionsRefusedError,
 )
-from agentrl.core.ports import EngineCapabilities
+from agentrl.core.ports import EngineCapabilities, TokenScores
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.counter_random import uniform
@@ -397,12 +397,12 @@ class ScriptedEngine:
         self._lost = False
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """Return -1 as the score of every token except the first."""
-        scores = np.full(len(token_ids), -1.0, np.float32)
-        scores[:1] = 0.0
-        return scores
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
+        """Return -1 as the score of every token except the first, and of its likeliest alternatives: the lowest ids."""
+        count = max(len(token_ids) - 1, 0)
+        ids = np.tile(np.arange(top, dtype=np.int32), (count, 1))
+        return TokenScores.after_first(np.full(count, -1.0), ids, np.full((count, top), -1.0))
 
     async def ping(self) -> None:
         """Return at once, because the engine computes in the event loop."""

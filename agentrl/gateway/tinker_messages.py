@@ -34,6 +34,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of protocol buffers."""
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _FLOAT32 = 1
+_NO_LOGPROB = -99999.0
+"""Log-probability of an empty cell among the likeliest tokens, in the protocol."""
 MAX_FIELDS = 1 << 17
 """Maximum number of fields in a body, with those of its parts. A row of the SDK has about 40."""
 
@@ -268,20 +270,50 @@ def write_forward_backward(logprobs: Sequence[NDArray[np.float32]], metrics: Map
     return b"".join([_encode(1, b"ArrayRecord"), _encode(2, record), *entries])
 
 
-def write_samples(samples: Sequence[Completion], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
-    """Write the answer to a request for samples."""
+def write_samples(
+    samples: Sequence[Completion], tops: Sequence[bytes], prompt_logprobs: NDArray[np.float32] | None, prompt_top: bytes
+) -> bytes:
+    """Write the answer to a request for samples.
+
+    Args:
+        samples: the samples.
+        tops: the likeliest tokens at each token of each sample, by `write_top`; empty without.
+        prompt_logprobs: the log-probability of each token of the prompt; NaN where none was computed.
+        prompt_top: the likeliest tokens at each token of the prompt; empty without.
+    """
     parts = [
         _encode(
             1,
             _encode_number(1, 0 if sample.finish_reason == "stop" else 1)
             + _encode(2, sample.token_ids.astype("<i4").tobytes())
-            + _encode(3, sample.logprobs.astype("<f4").tobytes()),
+            + _encode(3, sample.logprobs.astype("<f4").tobytes())
+            + (_encode(4, top) if top else b""),
         )
-        for sample in samples
+        for sample, top in zip(samples, tops, strict=True)
     ]
     if prompt_logprobs is not None:
         parts.append(_encode(2, prompt_logprobs.astype("<f4").tobytes()))
+    if prompt_top:
+        parts.append(_encode(3, prompt_top))
     return b"".join(parts)
+
+
+def write_top(ids: NDArray[np.int32], logprobs: NDArray[np.float32], *, width: int, empty_rows: int) -> bytes:
+    """Write the likeliest tokens at each position.
+
+    Args:
+        ids: the tokens, `[n, k]`.
+        logprobs: their log-probabilities.
+        width: number of cells in each row, at least k; those without a token are empty.
+        empty_rows: number of rows at the start that are emptied.
+    """
+    import numpy as np
+
+    cells = ((0, 0), (0, width - ids.shape[1]))
+    ids, logprobs = np.pad(ids, cells), np.pad(logprobs, cells, constant_values=_NO_LOGPROB)
+    ids[:empty_rows], logprobs[:empty_rows] = 0, _NO_LOGPROB
+    columns = _encode(1, ids.astype("<i4").tobytes()) + _encode(2, logprobs.astype("<f4").tobytes())
+    return columns + _encode_number(3, width) + _encode_number(4, len(ids))
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -443,6 +475,8 @@ class Sample(msgspec.Struct):
     num_samples: int = 1
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
 
 
 FUTURES: Mapping[str, Any] = {

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.core.errors import EngineError, EngineLostError
-from agentrl.core.ports import EngineSession, GenerateRequest, NewTokensCallback
+from agentrl.core.ports import EngineSession, GenerateRequest, NewTokensCallback, TokenScores
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine
 from tests.support.builders import make_completion
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.core.records import Int32Array
 
 VOCABULARY = 97
 
@@ -84,10 +84,11 @@ class ListingEngine(ScriptedEngine):
         super().__init__([[3]], versions=versions)
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """The steps."""
-        return np.array(sorted(weights.version.step for weights in self._loaded_weights), np.float32)
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
+        """The steps, after a 0."""
+        steps = sorted(weights.version.step for weights in self._loaded_weights)
+        return TokenScores.after_first(np.array(steps, np.float32))
 
 
 class FileEngine(ListingEngine):

@@ -60,7 +60,7 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(zoo: ModelZoo, tmp_path: Pat
         scored = await engine.score("proposer", contexts[0])
         plain = plain_logprobs(models["proposer"], contexts[0])
         expected = np.take_along_axis(plain, contexts[0][1:, None].astype(np.int64), 1)[:, 0]
-        np.testing.assert_allclose(scored[1:], expected, atol=2e-4)
+        np.testing.assert_allclose(scored.logprobs[1:], expected, atol=2e-4)
         await engine.close()
 
     asyncio.run(main())

@@ -230,12 +230,17 @@ def test_what_is_not_served_is_refused_by_name(make_engine: MakeEngine) -> None:
 def test_scores_are_logprobs_of_the_tokens_given_those_before(make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_engine()
-        scored = await engine.score("solver", prompt(12))
+        scored = (await engine.score("solver", prompt(12))).logprobs
         assert scored.shape == (12,)
         assert scored[0] == 0
         assert (scored[1:] < 0).all()
-        by_version = await engine.score(SOLVER, prompt(12))
+        by_version = (await engine.score(SOLVER, prompt(12))).logprobs
         assert by_version.tolist() == scored.tolist()
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0]
+        wide = await engine.score("solver", prompt(12), top=3)
+        assert wide.top_ids.shape == wide.top_logprobs.shape == (12, 3)
+        assert not wide.top_ids[0].any()
+        assert (np.diff(wide.top_logprobs, axis=1) <= 0).all()
         await engine.close()
 
     make_engine.run(main)

@@ -15,6 +15,7 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.tokens import Tokens
 from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.embedded.forward import likeliest
 from tests.contract.engine_kinds import (
     START,
     VOCABULARY,
@@ -386,10 +387,35 @@ def test_scores_match_a_plain_forward_pass(zoo: ModelZoo) -> None:
         scored = await engine.score("solver", context, temperature=0.8)
         plain = plain_logprobs(zoo.load(), context, 0.8)
         expected = np.take_along_axis(plain, context[1:, None].astype(np.int64), 1)[:, 0]
-        np.testing.assert_allclose(scored[1:], expected, atol=1e-5)
+        np.testing.assert_allclose(scored.logprobs[1:], expected, atol=1e-5)
         await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("top", [1, 5, VOCABULARY, VOCABULARY + 7])
+def test_likeliest_tokens_match_a_plain_forward_pass(zoo: ModelZoo, top: int) -> None:
+    async def main() -> None:
+        engine = load(zoo)
+        context = prompt(25)
+        scored = await engine.score("solver", context, top=top)
+        plain = plain_logprobs(zoo.load(), context)
+        order = np.argsort(-plain, axis=1, kind="stable")[:, :top]
+        assert scored.top_ids[1:].tolist() == order.tolist()
+        np.testing.assert_allclose(scored.top_logprobs[1:], np.take_along_axis(plain, order, 1), atol=1e-5)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("top", range(8))
+def test_ties_among_the_likeliest_tokens_are_broken_by_id(top: int) -> None:
+    """A whole row of equal values, the last place shared, and the first."""
+    logprobs = torch.tensor([[0.0] * 7, [-2.0, -1, -2, -1, -3, -2, -1], [-1.0, -2, -3, -3, -3, -3, -1]])
+    ids, values = likeliest(logprobs, top)
+    expected = np.argsort(-logprobs.numpy(), axis=1, kind="stable")[:, :top]
+    assert ids.tolist() == expected.tolist()
+    assert values.tolist() == logprobs.gather(1, ids).tolist()
 
 
 def test_loading_leaves_the_global_random_state_alone(zoo: ModelZoo) -> None:

@@ -27,9 +27,9 @@ def test_what_a_cancelled_caller_asked_for_is_replaced_by_what_is_asked_for_next
         with pytest.raises(asyncio.CancelledError):
             await updating
         await engine.serve([weights_of(2)])
-        assert (await engine.score("solver", prompt(1))).tolist() == [2]
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0, 2]
         await engine.serve([weights_of(2)], [weights_of(1)])
-        assert (await engine.score("solver", prompt(1))).tolist() == [1, 2]
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0, 1, 2]
         await engine.close()
 
     asyncio.run(main())
@@ -68,11 +68,11 @@ def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> Non
             await served.pin("opponents", of(step))
         (tmp_path / "2").unlink()
         os.kill(engine.supervisor.process_id, signal.SIGKILL)
-        assert (await engine.score("solver", prompt(1))).tolist() == [1, 3]
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0, 1, 3]
         with pytest.raises(VersionNotServedError, match=r"solver@0\.2 .* there is no "):
             engine.open("a", "solver", pin=version(2))
         await served.make_current(of(4))
-        assert (await engine.score("solver", prompt(1))).tolist() == [3, 4]
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0, 3, 4]
         refused = replace(of(5), path=str(tmp_path / "none"))
         for serve in (served.make_current(refused), served.pin("evaluation", refused)):
             with pytest.raises(EngineError, match=r"solver@0\.5 refused"):
@@ -82,7 +82,7 @@ def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> Non
         served.unpin("opponents", version(2))
         await served.make_current(of(4))
         await served.pin("opponents", of(2))
-        assert (await engine.score("solver", prompt(1))).tolist() == [2, 3, 4]
+        assert (await engine.score("solver", prompt(1))).logprobs.tolist() == [0, 2, 3, 4]
         engine.open("b", "solver", pin=version(2)).close()
         await engine.close()
 

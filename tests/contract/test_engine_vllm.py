@@ -14,6 +14,7 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import Completion, Tokens
 from tests.contract.engine_kinds import (
     START,
+    VOCABULARY,
     ModelZoo,
     check_logprobs,
     check_refused,
@@ -75,8 +76,21 @@ def test_adapters_mixed_in_a_batch_equal_peft_alone(make_vllm: MakeVllm, zoo: Mo
         for (_, name), context, completion in zip(order, contexts, await asyncio.gather(*calls), strict=True):
             assert completion.spans == ((0, 12, version(0 if name == "frozen" else 1, name)),)
             check_logprobs(models[name], context, completion)
-            scored = await engine.score(name, np.concatenate([context, completion.token_ids]))
-            np.testing.assert_allclose(scored[len(context) :], completion.logprobs, atol=2e-4)
+            # Other requests are in flight: vLLM adds adapters to the logits of all of them at once.
+            session = engine.open("other", "judge")
+            other = asyncio.ensure_future(session.generate(request("other", context, max_tokens=40)))
+            whole = np.concatenate([context, completion.token_ids])
+            scored, *again = await asyncio.gather(*(engine.score(name, whole, top=5) for _ in range(3)))
+            check_logprobs(models["judge"], context, await other)
+            session.close()
+            np.testing.assert_allclose(scored.logprobs[len(context) :], completion.logprobs, atol=2e-4)
+            plain = plain_logprobs(models[name], whole)
+            for scores in (scored, *again):
+                found = np.take_along_axis(plain, scores.top_ids[1:].astype(np.int64), 1)
+                np.testing.assert_allclose(found, -np.sort(-plain, axis=1)[:, :5], atol=2e-4)
+                np.testing.assert_allclose(scores.top_logprobs[1:], found, atol=2e-4)
+        everything = await engine.score("solver", contexts[0], top=VOCABULARY + 1)
+        assert np.sort(everything.top_ids[1:], axis=1).tolist() == [list(range(VOCABULARY))] * (len(contexts[0]) - 1)
         with pytest.raises(EngineCapabilityError, match=r"temperature 1, not 0\.5"):
             await engine.score("solver", contexts[0], 0.5)
         await engine.close()

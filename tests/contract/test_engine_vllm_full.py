@@ -127,7 +127,7 @@ def test_no_prefix_is_served_across_versions(make_vllm: MakeVllm, zoo: ModelZoo)
                 assert (completion.cached_tokens > 0) == bool(again)
                 check_logprobs(zoo.load(seed=step), context, completion)
             scored = await engine.score(version(step), np.concatenate([context, completion.token_ids]))
-            np.testing.assert_allclose(scored[len(context) :], completion.logprobs, atol=2e-4)
+            np.testing.assert_allclose(scored.logprobs[len(context) :], completion.logprobs, atol=2e-4)
         with pytest.raises(EngineError, match=r"solver@0\.1 is not served here"):
             await engine.score(version(1), context)
         await engine.close()
@@ -213,7 +213,7 @@ def test_a_score_beside_a_held_call_keeps_the_count_of_calls(make_vllm: MakeVllm
         await engine.serve([zoo.full(version(1), seed=1)])
         completion, scores = await asyncio.gather(*later)
         assert steps(completion) == [1]
-        np.testing.assert_allclose(scores[1:], plain_scores(zoo, 1, context), atol=2e-4)
+        np.testing.assert_allclose(scores.logprobs[1:], plain_scores(zoo, 1, context), atol=2e-4)
         await engine.serve([zoo.full(version(2), seed=2)])
         assert steps(await engine.open("t", "solver").generate(request("b", context))) == [2]
         await engine.close()
@@ -246,13 +246,13 @@ def test_scores_are_of_one_version_while_weights_change(make_vllm: MakeVllm, zoo
         async def until_replaced() -> None:
             while True:
                 scores, newest = await asyncio.gather(engine.score(SOLVER, context), engine.score("solver", context))
-                np.testing.assert_allclose(scores[1:], plain[0], atol=2e-4)
-                assert any(np.allclose(newest[1:], each, atol=2e-4) for each in plain)
+                np.testing.assert_allclose(scores.logprobs[1:], plain[0], atol=2e-4)
+                assert any(np.allclose(newest.logprobs[1:], each, atol=2e-4) for each in plain)
 
         with pytest.raises(EngineError, match=r"solver@0\.0 is not served here"):
             await until_replaced()
         await updating
-        np.testing.assert_allclose((await engine.score("solver", context))[1:], plain[1], atol=2e-4)
+        np.testing.assert_allclose((await engine.score("solver", context)).logprobs[1:], plain[1], atol=2e-4)
         await engine.close()
 
     make_vllm.run(main)

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from safetensors.numpy import load_file
 
 from agentrl.app.tinker import read_keys
 from agentrl.cli.main import main
-from agentrl.config.sections import CheckpointConfig
+from agentrl.config.sections import CheckpointConfig, EngineConfig
 from agentrl.config.server import ServedModelConfig
 from agentrl.core.errors import ConfigError, StorageError
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.gateway import bodies
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.tinker import _tar
@@ -35,6 +41,7 @@ from tests.support.tinker_client import (
     Client,
     Failed,
     Refused,
+    Samples,
     decoded_pass,
     encode_forward_backward,
     encode_tensor,
@@ -112,6 +119,58 @@ def test_a_loop_of_sampling_and_training(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["episode", "tokens", path, "e0"]) == 0
     assert "calc@1.0" in capsys.readouterr().out
     assert main(["run", "ledger", path]) == 0
+
+
+def test_the_likeliest_tokens_are_those_of_the_model(tmp_path: Path) -> None:
+    """As the SDK reads them, of prompts and samples, of the base model and an adapter."""
+    sdk = pytest.importorskip("tinker.proto.response_conv")
+    prompt = [5, 6, 7, 8]
+
+    def check(expected: np.ndarray[Any, Any], found: list[Any], count: int) -> None:
+        for logprobs, pairs in zip(expected, found, strict=True):
+            order = np.argsort(-logprobs, kind="stable")[:count]
+            assert [token for token, _ in pairs] == order.tolist()
+            assert np.abs(logprobs[order] - [value for _, value in pairs]).max() < 1e-4
+
+    async def work() -> None:
+        config = server_config(tmp_path)
+        base, copy = [transformers.AutoModelForCausalLM.from_pretrained(config.models[MODEL].path) for _ in range(2)]
+        vocabulary = base.config.vocab_size
+        async with serving(config) as (address, _), Client(address) as client:
+            created = await client.post(
+                "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=MODEL
+            )
+            model = await client.model()
+            await train(client, model, 1)
+            await weights(client, model, "saved", tmp_path)
+            adapted = peft.PeftModel.from_pretrained(copy, tmp_path / "saved").eval()
+            for sampler, network in (
+                (created["sampling_session_id"], base),
+                (await client.sampler(model, 1), adapted),
+            ):
+                for count in (1, 4, vocabulary + 3):
+                    asked = {"topk_prompt_logprobs": count, "topk_sample_logprobs": count, "temperature": 0.7}
+                    body = await client.sample_body(sampler, prompt, 2, stop=[], **asked)
+                    answer = sdk.deserialize_sample_response(body)
+                    assert answer.prompt_logprobs is None
+                    first, *found = answer.topk_prompt_logprobs
+                    assert first is None
+                    assert answer.topk_prompt_logprobs_np.token_ids.shape == (len(prompt), count)
+                    for sample in answer.sequences:
+                        tokens = torch.tensor([[*prompt, *sample.tokens]])
+                        with torch.no_grad():
+                            expected = network(tokens).logits[0, :-1].log_softmax(-1).numpy()
+                        check(expected[: len(prompt) - 1], found, count)
+                        check(expected[len(prompt) - 1 :], sample.topk_logprobs, count)
+                last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "topk_prompt_logprobs": 2}
+                body = await client.sample_body(sampler, prompt, stop=[], **last)
+                answer = sdk.deserialize_sample_response(body)
+                assert [row is None for row in answer.topk_prompt_logprobs] == [True, True, False, False]
+                assert [value is None for value in answer.prompt_logprobs] == [True, True, False, False]
+                without = sdk.deserialize_sample_response(await client.sample_body(sampler, prompt, stop=[]))
+                assert without.topk_prompt_logprobs is without.sequences[0].topk_logprobs is None
+
+    run(work)
 
 
 def test_a_base_model_without_a_chat_template_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -571,6 +630,28 @@ def test_replaced_weights_stay_until_the_result_is_on_disk(tmp_path: Path) -> No
     assert [place.name for place in saved.glob("1/*")] == ["2"]
 
 
+def test_samples_survive_the_death_of_the_engine(tmp_path: Path) -> None:
+    """Requests in flight are sampled again by the next process, with the same seeds."""
+
+    async def work() -> None:
+        async with serving(config) as (address, service), Client(address) as client:
+            sampler = await client.sampler(await client.model())
+            asked = {"stop": [], "seed": 3, "max_tokens": 60}
+            before = await client.sample(sampler, [5, 6, 7], 64, **asked)
+            promise = await client.submit_sample(sampler, [5, 6, 7], 64, **asked, topk_prompt_logprobs=2)
+            engine = service._engine
+            assert isinstance(engine, ProcessEngine)
+            killed = engine.supervisor.process_id
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            after = Samples(await client.result(promise))
+            assert after.tokens == before.tokens
+            assert engine.supervisor.process_id != killed
+
+    config = server_config(tmp_path, engine=EngineConfig(max_context=64, slots=16, vllm=False, replicas=1))
+    run(work)
+
+
 def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "version").mkdir()
     contents = {"a.json": b"{}", "b.bin": bytes(range(256)) * 10_000, "c": b""}
@@ -851,6 +932,9 @@ def test_models_that_cannot_be_made_are_refused(
         ([1], {"top_p": 0.0}, "top_p = 0.0"),
         ([1], {"stop": [""]}, "none of them empty"),
         ([1], {"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3"),
+        ([1, 2], {"topk_prompt_logprobs": -1}, "topk_prompt_logprobs = -1: for 2 tokens, from 0 to 524288"),
+        ([1, 2], {"topk_prompt_logprobs": 1 << 40}, "topk_prompt_logprobs = 1099511627776"),
+        ([1], {"topk_sample_logprobs": 1 << 20}, "topk_sample_logprobs = 1048576: for 8 tokens"),
     ],
 )
 def test_samples_that_cannot_be_made_are_refused(

@@ -20,7 +20,7 @@ from agentrl.core.errors import (
     VersionsRefusedError,
 )
 from agentrl.core.ids import opening_digest
-from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
+from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams, TokenScores
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import Completion
 from agentrl.engines.router import FENCE_S, EngineRouter
@@ -30,7 +30,7 @@ from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, guess
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.core.records import Int32Array
 
 START = {name: PolicyVersion(name, 0, 0) for name in ("solver", "proposer")}
 
@@ -65,12 +65,12 @@ class Engine(ScriptedEngine):
         await super().ping()
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         self.check_not_failed()
         self.check_alive("score", self.life)
         self.asked.append("score")
-        return await super().score(version, token_ids, temperature)
+        return await super().score(version, token_ids, temperature, top=top)
 
     def check_not_failed(self) -> None:
         if self.has_failed:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.errors import EngineError
-from agentrl.core.ports import EngineCapabilities
+from agentrl.core.ports import EngineCapabilities, TokenScores
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion
 from agentrl.engines.kv_budget import KVBudget, kv_budget_of
@@ -181,10 +181,10 @@ class EmulatedEngine:
                 call.future.set_result(None)
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         """Return a log-probability of -1 for each simulated token."""
-        return np.full(len(token_ids), -1.0, np.float32)
+        return TokenScores.after_first(np.full(len(token_ids) - 1, -1.0, np.float32))
 
     def busy_seconds(self) -> float:
         """Return the seconds in which any call ran."""

@@ -154,8 +154,18 @@ class Client:
 
     async def sample(self, sampler: str, prompt: Sequence[int], count: int = 1, **content: Any) -> Samples:
         """Sample and wait for the samples."""
-        more = {name: content.pop(name) for name in list(content) if name.startswith("prompt_")}
-        promise = await self.post(
+        return Samples(await self.sample_body(sampler, prompt, count, **content))
+
+    async def sample_body(self, sampler: str, prompt: Sequence[int], count: int = 1, **content: Any) -> bytes:
+        """Sample and return the answer as it came."""
+        return bytes(await self.result(await self.submit_sample(sampler, prompt, count, **content)))
+
+    async def submit_sample(
+        self, sampler: str, prompt: Sequence[int], count: int = 1, **content: Any
+    ) -> Mapping[str, Any]:
+        """Ask for samples."""
+        more = {name: content.pop(name) for name in list(content) if name.startswith(("prompt_", "topk_"))}
+        promise: Mapping[str, Any] = await self.post(
             "asample",
             sampling_session_id=sampler,
             seq_id=self.sequence(sampler, first=0),
@@ -164,7 +174,7 @@ class Client:
             sampling_params={"max_tokens": 8, **content},
             **more,
         )
-        return Samples(await self.result(promise))
+        return promise
 
 
 class Samples:
@@ -178,6 +188,7 @@ class Samples:
         for number, value in fields(body):
             if number == 2:
                 self.prompt_logprobs = np.frombuffer(value, "<f4")
+            if number != 1:
                 continue
             sequence = dict(fields(value))
             self.tokens.append(np.frombuffer(sequence[2], "<i4").tolist())

@@ -65,7 +65,9 @@ def test_answers_have_the_bytes_that_the_sdk_reads() -> None:
             sampled([5, 300], [-1, -0.5], "length"),
             sampled([7], [-0.25], "stop"),
         ],
+        [b"", b""],
         np.array([np.nan, -3], np.float32),
+        b"",
     )
     assert samples.hex() == (
         "0a1608011208050000002c0100001a08000080bf000000bf0a0e08001204070000001a04000080be12080000c07f000040c0"
@@ -109,12 +111,12 @@ def test_what_is_not_served_is_refused_by_name_unless_it_is_empty() -> None:
         "sampling_session_id": "s",
         "seq_id": 0,
         "type": "sample",
-        "topk_prompt_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
         "record_stability_info": False,
     }
     assert messages.read_json(sample, messages.Sample).sampling_params.stop == ["a", 2]
-    with pytest.raises(RequestRefusedError, match="topk_prompt_logprobs is not served here"):
-        messages.read_json({**sample, "topk_prompt_logprobs": 3}, messages.Sample)
+    with pytest.raises(RequestRefusedError, match="prompt_alt_tokens_k is not served here"):
+        messages.read_json({**sample, "prompt_alt_tokens_k": 3}, messages.Sample)
     with pytest.raises(RequestRefusedError, match=r"sampling_params\.beams is not served"):
         messages.read_json({**sample, "sampling_params": {"beams": 4}}, messages.Sample)
     with pytest.raises(RequestRefusedError, match="seq_id"):

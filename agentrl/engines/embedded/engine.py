@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, TokenScores
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
     from agentrl.engines.weights.reading import AdapterWeights
@@ -389,8 +389,8 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             self.interrupt()
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         versions = self.versions
         self.interrupt()
         async with self.between_passes:
@@ -398,7 +398,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
             one = self._pass_without_cache(serving, np.array([len(ids)]))
-            return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
+            return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature, top)
 
     async def answer(self, serving: EmbeddedVersion, canary: Canary) -> Float32Array:
         """Compute the log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import machine_memory
+from agentrl.core.ports import TokenScores
 from agentrl.engines.embedded.slots import RowSamplingParameters, SlotColumns, SlotKvCache
 from agentrl.engines.models import (
     cache_argument,
@@ -292,17 +293,17 @@ class ForwardPassRunner:
         self.stats.sampled_tokens += len(slots)
         return columns.append(slots, token_ids, logprobs.cpu().numpy())
 
-    def score(self, one: ForwardPassPlan, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
-        """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
-        is 0."""
-        ids, scores = self._to_device(token_ids)[None], np.zeros(len(token_ids), np.float32)
+    def score(self, one: ForwardPassPlan, token_ids: NDArray[np.int64], temperature: float, top: int) -> TokenScores:
+        """Compute the log-probabilities of one sequence's tokens, and of the likeliest ones, without the cache."""
+        ids = self._to_device(token_ids)[None]
         with self._computing():
             if one.bank is not None:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
-            logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-            scores[1:] = logprobs.cpu().numpy()
-        return scores
+            logprobs = torch.log_softmax(logits, dim=-1)
+            top_ids, top_logprobs = likeliest(logprobs, top)
+            own = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+            return TokenScores.after_first(own.cpu().numpy(), top_ids.cpu().numpy(), top_logprobs.cpu().numpy())
 
     def next_logprobs(
         self, one: ForwardPassPlan, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
@@ -317,6 +318,20 @@ class ForwardPassRunner:
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def likeliest(logprobs: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and log-probabilities of each row's `top` likeliest tokens, ties by id."""
+    top = min(top, logprobs.shape[-1])
+    values, ids = logprobs.topk(top, dim=-1, sorted=False)
+    if top:
+        # `topk` chooses any of several tokens with the lowest value; a stable sort of the whole row takes far longer.
+        tied = ((logprobs >= values.amin(-1, keepdim=True)).sum(-1) != top).nonzero()[:, 0]
+        ids[tied] = logprobs[tied].sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        ids = ids.sort(dim=-1).values
+        values, order = logprobs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(-1, order)
+    return ids, values
 
 
 def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor, Tensor | None]:

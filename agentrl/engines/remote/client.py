@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback, TokenScores
+    from agentrl.core.records import Int32Array, PolicyVersion, WeightsRef
     from agentrl.core.tokens import Completion
     from agentrl.engines.process import ChildProgram, ConnectedChildProcess, ProcessPlacement
 
@@ -459,10 +459,10 @@ class ProcessEngine:
         self._send(protocol.AbortRequest(request_id=request_id))
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        scores: Float32Array = await self._until_answered(
-            lambda connection: connection.score(version, token_ids, temperature)
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
+        scores: TokenScores = await self._until_answered(
+            lambda connection: connection.score(version, token_ids, temperature, top)
         )
         return scores
 
@@ -570,11 +570,11 @@ class EngineClient:
                 self._num_opening[address] -= 1
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
         policy = version if isinstance(version, str) else version.policy
         connection = await self.pick(policy, opening_digest(token_ids.tobytes()))
-        return await connection.score(version, token_ids, temperature)
+        return await connection.score(version, token_ids, temperature, top)
 
     async def _open_connection(self, address: str) -> EngineConnection:
         task = self._connections.get(address)

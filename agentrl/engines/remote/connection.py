@@ -13,6 +13,7 @@ import numpy as np
 
 from agentrl.core import rpc
 from agentrl.core.errors import EngineError, InputError, VersionsRefusedError, rebuild_error
+from agentrl.core.ports import TokenScores
 from agentrl.core.tokens import Completion
 from agentrl.engines import protocol
 from agentrl.engines.version_table import in_loading_order
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.weights.version_files import VersionFiles
 
 
@@ -79,14 +80,22 @@ class EngineConnection(rpc.Connection):
             raise EngineError(f"call {request.request_id}: unexpected answer of the engine: {type(reply).__name__}")
         return Completion.of(reply.tokens.decode(), reply.finish_reason, reply.cached_tokens)
 
-    async def score(self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float) -> Float32Array:
-        """Return the log-probabilities of tokens."""
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float, top: int
+    ) -> TokenScores:
+        """Return the log-probabilities of tokens, and of the likeliest ones at each position."""
         call = self.next_call()
         column = token_ids.astype("<i4", copy=False).tobytes()
-        request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
+        request = protocol.LogprobsRequest(
+            call=call, version=version, token_ids=column, temperature=temperature, top=top
+        )
         reply: protocol.LogprobsReply = await self.ask(call, request)
-        logprobs: Float32Array = np.frombuffer(reply.logprobs, "<f4")
-        return logprobs
+        shape = (len(token_ids), reply.top)
+        return TokenScores(
+            logprobs=np.frombuffer(reply.logprobs, "<f4"),
+            top_ids=np.frombuffer(reply.top_ids, "<i4").reshape(shape),
+            top_logprobs=np.frombuffer(reply.top_logprobs, "<f4").reshape(shape),
+        )
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         versions = in_loading_order(current, pinned)

@@ -188,8 +188,15 @@ class ConnectionHandler:
         )
 
     async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
-        scores = await self._engine.score(message.version, np.frombuffer(message.token_ids, "<i4"), message.temperature)
-        return protocol.LogprobsReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+        tokens = np.frombuffer(message.token_ids, "<i4")
+        scores = await self._engine.score(message.version, tokens, message.temperature, top=message.top)
+        return protocol.LogprobsReply(
+            call=message.call,
+            logprobs=scores.logprobs.astype("<f4", copy=False).tobytes(),
+            top=scores.top_ids.shape[1],
+            top_ids=scores.top_ids.astype("<i4", copy=False).tobytes(),
+            top_logprobs=scores.top_logprobs.astype("<f4", copy=False).tobytes(),
+        )
 
 
 class ReceivedWeightFiles:

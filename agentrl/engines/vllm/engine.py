@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
-    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, TokenScores
+    from agentrl.core.records import FinishReason, Int32Array, PolicyVersion, WeightsRef
 
 _DELTA_SECONDS = 0.2
 VllmSession: TypeAlias = VersionedSession["VllmVersion"]
@@ -489,16 +489,19 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         task.add_done_callback(self._aborts.discard)
 
     async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """Compute log-probabilities. vLLM scores at temperature 1."""
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
+    ) -> TokenScores:
+        """Compute log-probabilities; vLLM scores at temperature 1. It breaks a tie for the last place as it likes."""
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens only at temperature 1, not {temperature}")
         versions = self.versions
         while True:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
-            scores = await versions.score(serving, token_ids)
+            try:
+                scores = await versions.score(serving, token_ids, top)
+            except EngineDeadError as error:
+                raise EngineLostError("vLLM died") from error
             if await serving.passed_canary() and versions.is_live(serving):
                 return scores  # otherwise weights were replaced in between, and the scores may mix both versions
 

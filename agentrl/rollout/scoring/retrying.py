@@ -40,7 +40,7 @@ from agentrl.journal.entries import request_hash
 from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Sampler, ScoreCredit, ScoreOf
     from agentrl.core.records import Message, PolicyVersion, ScoreRequest
     from agentrl.core.tokens import Completion
 
@@ -296,9 +296,23 @@ class FunctionScorer(RetryingScorer):
 
 
 async def call_engine(
-    engine: Sampler, policy: str, request: GenerateRequest, clock: Clock, *, pin: PolicyVersion | None = None
+    engine: Sampler,
+    policy: str,
+    request: GenerateRequest,
+    clock: Clock,
+    *,
+    pin: PolicyVersion | None = None,
+    watch: Callable[[], NewTokensCallback] | None = None,
 ) -> Completion:
     """Make one call in a session of its own; wait while the engine is unavailable.
+
+    Args:
+        engine: the engine.
+        policy: policy that samples.
+        request: the call.
+        clock: waits.
+        pin: version that samples; None: the current one.
+        watch: makes, for each attempt, what receives the tokens; it may abort the call.
 
     Raises:
         VersionNotServedError: the engine does not serve the version `pin`.
@@ -309,10 +323,10 @@ async def call_engine(
         try:
             session = engine.open(request.request_id, policy, pin=pin)
             try:
-                completion = await generate_when_room(session, request)
+                completion = await generate_when_room(session, request, None if watch is None else watch())
             finally:
                 session.close()
-            if completion.finish_reason == "abort":
+            if completion.finish_reason == "abort" and watch is None:
                 raise EngineLostError(f"{request.request_id}: the call was aborted")
             return completion
         except EngineLostError:
