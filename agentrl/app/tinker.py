@@ -30,6 +30,7 @@ from agentrl.app.tinker_checks import check_labels, check_request
 from agentrl.app.tinker_samples import ClientSampler, SamplingSource, recorded_samples
 from agentrl.app.tinker_tables import (
     CREATES,
+    EXTERNAL_WEIGHTS,
     IMMEDIATE,
     RECORDED,
     SAMPLER_WEIGHTS,
@@ -115,6 +116,8 @@ class TinkerService:
         """Set when a request has its result, by id; only those that are not finished."""
         self._sampling: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_SAMPLING))
         """Bounds the requests for samples in memory, by owner."""
+        self._samples: dict[str, asyncio.Task[None]] = {}
+        """Requests for samples that can be cancelled, by id."""
         self._owner_samples: dict[str, int] = {}
         """Number of unfinished requests for samples, by owner."""
         self._ready = asyncio.Event()
@@ -155,10 +158,11 @@ class TinkerService:
         self._training.close()
         self._log.close()
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -237,7 +241,7 @@ class TinkerService:
         self._done.setdefault(request.id, asyncio.Event())
         if request.route == "asample":
             self._owner_samples[request.owner] = self._owner_samples.get(request.owner, 0) + 1
-            self._spawn(self._sample(request._replace(body=b"")))
+            self._samples[request.id] = self._spawn(self._sample(request._replace(body=b"")))
         elif request.subject in self.tables.models and request.route not in IMMEDIATE:
             model = self.tables.models[request.subject]
             if not model.is_ready and request.sequence == model.next_sequence:
@@ -264,6 +268,7 @@ class TinkerService:
 
     async def _finish(self, request: ClientRequest, kind: str, body: bytes) -> None:
         """Record a result, apply it once it is on disk, and wake its client."""
+        self._samples.pop(request.id, None)
         self._log.finish(RequestResult(request.id, kind, body))
         await self._log.flush()
         if kind == "json":
@@ -286,8 +291,28 @@ class TinkerService:
         try:
             async with self._sampling[request.owner]:
                 await self._execute_sample(request)
+        except asyncio.CancelledError:
+            if request.id in self._samples:
+                raise  # the server ends; the request is executed after the next start
+            await self._fail(request, InputError("the request was cancelled by its client"))
         finally:
             self._owner_samples[request.owner] -= 1
+
+    async def _cancel(self, owner: str, request_id: str) -> Mapping[str, Any]:
+        """Stop a request for samples, unless it has a result."""
+        while request_id in self._receiving:
+            await self._log.flush()
+            await asyncio.sleep(0)
+        recorded = self._log.request(request_id)
+        if recorded is None or recorded.owner != owner:
+            raise RequestRefusedError(f"there is no request {request_id[:100]!r}", "model")
+        if recorded.route != "asample":
+            raise InputError(f"{request_id} is a request of {recorded.route}: only those for samples can be cancelled")
+        await asyncio.sleep(0)  # cancelled before its first step, a task would record nothing
+        task = self._samples.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+        return {}
 
     async def _execute_sample(self, request: ClientRequest) -> None:
         sampler = self.tables.samplers[request.subject]
@@ -369,6 +394,8 @@ class TinkerService:
                 return await self._finish_session(owner, request.session_id)
             case "create_sampling_session":
                 return await self._create_sampler(owner, request)
+            case "cancel_future":
+                return await self._cancel(owner, request.request_id)
             case "get_info":
                 return model_info(self.tables.model_of(owner, request.model_id))
             case "weights_info":
@@ -467,7 +494,8 @@ class TinkerService:
 
     def archive(self, owner: str, model_id: str, checkpoint: str) -> Path:
         """Return the directory of saved weights; see `gateway.tinker.TinkerBackend`."""
-        saved = self.tables.saved_of(owner, f"tinker://{model_id}/{checkpoint}", SAMPLER_WEIGHTS)
+        kind = EXTERNAL_WEIGHTS if checkpoint.startswith(f"{EXTERNAL_WEIGHTS}/") else SAMPLER_WEIGHTS
+        saved = self.tables.saved_of(owner, f"tinker://{model_id}/{checkpoint}", kind)
         assert saved.weights is not None
         return Path(saved.weights.path)
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from agentrl.app.tinker_tables import SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
+from agentrl.app.tinker_tables import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
 from agentrl.gateway.calls import RequestRefusedError
+
+_CHECKPOINT_TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
+"""Names of the kinds of saved weights in the protocol."""
 
 
 def model_info(model: ClientModel) -> dict[str, Any]:
@@ -25,7 +28,7 @@ def model_info(model: ClientModel) -> dict[str, Any]:
 
 def weights_info(tables: ClientTables, owner: str, path: str) -> dict[str, Any]:
     """Describe saved weights by their path."""
-    kind = SAMPLER_WEIGHTS if f"/{SAMPLER_WEIGHTS}/" in path else WEIGHTS
+    kind = next((kind for kind in _CHECKPOINT_TYPES if f"/{kind}/" in path), WEIGHTS)
     model = tables.saved_model(tables.saved_of(owner, path, kind).path)
     return {"base_model": model.base.name, "is_lora": True, "lora_rank": model.lora.rank}
 
@@ -68,7 +71,7 @@ def checkpoint_list(tables: ClientTables, model: ClientModel) -> list[dict[str, 
     return [
         {
             "checkpoint_id": saved.checkpoint_id,
-            "checkpoint_type": "training" if saved.weights is None else "sampler",
+            "checkpoint_type": _CHECKPOINT_TYPES[saved.checkpoint_id.partition("/")[0]],
             "time": _time(saved.at),
             "tinker_path": saved.path,
             "user_metadata": saved.metadata,

@@ -48,6 +48,8 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
         case messages.SaveWeights():
             _check_name(request.path)
             tables.check_unused(tables.models[request.model_id], request)
+        case messages.SaveExternal():
+            _check_name(request.path)
         case messages.SaveForSampler():
             if (request.path is None) == (request.sampling_session_seq_id is None):
                 raise InputError("give either a path or a sampling_session_seq_id")

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.learn.client_training import AdapterTrainer
 
-WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
-"""Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, or to sample from."""
+WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
+"""Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, to sample from, to download."""
 CREATES = ("create_model", "load_weights")
 """Routes whose request with sequence number 0 creates a model."""
 IMMEDIATE = (
@@ -41,7 +41,7 @@ IMMEDIATE = (
     "set_checkpoint_ttl",
 )
 """Routes whose requests are recorded with their results."""
-RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler")
+RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Routes that change the tables."""
 
 
@@ -204,7 +204,7 @@ class ClientTables:
                 self._add_sampler(request.owner, result["sampling_session_id"], content)
             case "save_weights":
                 self._add_saved(request, messages.read_request(request.route, request.body), result, None)
-            case "save_weights_for_sampler":
+            case "save_weights_for_sampler" | "save_weights_external":
                 content = messages.read_request(request.route, request.body)
                 self._add_published(request, content, result, self._published(result["agentrl_version"]))
             case "delete_checkpoint":
@@ -260,12 +260,16 @@ class ClientTables:
         model.saved[saved.checkpoint_id] = saved
 
     def _add_published(
-        self, request: ClientRequest, content: messages.SaveForSampler, result: Mapping[str, Any], weights: WeightsRef
+        self,
+        request: ClientRequest,
+        content: messages.SaveForSampler | messages.SaveExternal,
+        result: Mapping[str, Any],
+        weights: WeightsRef,
     ) -> None:
         """Register a published version, under its name or as a sampling session."""
         model = self.models[request.subject]
         model.newest, model.newest_step = weights, result["agentrl_step"]
-        if content.path is not None:
+        if isinstance(content, messages.SaveExternal) or content.path is not None:
             self._add_saved(request, content, result, weights)
         else:
             sampler_id = result["sampling_session_id"]

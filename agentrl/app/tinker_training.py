@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from agentrl.app.tinker_tables import (
+    EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
     WEIGHTS,
     ClientModel,
@@ -44,6 +45,10 @@ T = TypeVar("T")
 
 GRADIENT_TOLERANCE = 1e-3
 """Largest relative difference between the gradient norms of a step and of its repetition after a start."""
+
+
+_CHANGES = ("forward_backward", "optim_step", "load_weights", "save_weights_for_sampler", "save_weights_external")
+"""Routes that change or publish the weights or the gradient."""
 
 
 class Outcome(NamedTuple):
@@ -155,15 +160,18 @@ class ModelTraining:
                     rename_durably(staging, directory)
                 path = f"tinker://{model.id}/{WEIGHTS}/{content.path}"
                 return Outcome.of({"type": "save_weights", "path": path})
-            case messages.SaveForSampler():
-                self._tables.check_unused(model, content)
+            case messages.SaveForSampler() | messages.SaveExternal():
+                if isinstance(content, messages.SaveForSampler):
+                    self._tables.check_unused(model, content)
                 weights = self._publish(model)
                 result: dict[str, Any] = {
-                    "type": "save_weights_for_sampler",
+                    "type": request.route,
                     "agentrl_version": list(weights.version),
                     "agentrl_step": trainer.step(model.id),
                 }
-                if content.path is not None:
+                if isinstance(content, messages.SaveExternal):
+                    result["path"] = f"tinker://{model.id}/{EXTERNAL_WEIGHTS}/{content.path}"
+                elif content.path is not None:
                     result["path"] = f"tinker://{model.id}/{SAMPLER_WEIGHTS}/{content.path}"
                 else:
                     result["sampling_session_id"] = sampler_id_of(model, content)
@@ -298,7 +306,7 @@ class ModelTraining:
                     f"{checkpoints}: the checkpoint of request {request.sequence}, which loaded weights, is missing; "
                     "restore it from a copy"
                 )
-            if isinstance(content, messages.SaveForSampler):
+            if isinstance(content, messages.SaveForSampler | messages.SaveExternal):
                 model.unpublished = UnpublishedSteps()
                 continue
             outcome = self._apply(model, request, content)
@@ -312,8 +320,7 @@ class ModelTraining:
             if request.sequence >= model.next_sequence:
                 return
             result = self._log.result(request.id)
-            changes = request.route in ("forward_backward", "optim_step", "load_weights", "save_weights_for_sampler")
-            if changes and result is not None and result.kind != "error":
+            if request.route in _CHANGES and result is not None and result.kind != "error":
                 yield request
 
     def _check_repetition(self, model: ClientModel, request: ClientRequest, outcome: Outcome) -> None:

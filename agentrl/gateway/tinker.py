@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlencode
 
 from agentrl.core import connections
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, StorageError
 from agentrl.gateway import bodies, tinker_messages
 from agentrl.gateway.calls import RequestRefusedError
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 API = "/api/v1"
+DOWNLOAD_S = 3600
+"""Seconds for which the URL of a download is valid."""
 POLL_S = 20.0
 """Seconds that a poll waits for a result. The SDK ends a request after 45."""
 _PROTOBUF = "application/x-protobuf"
@@ -83,6 +89,8 @@ class TinkerServer:
     def __init__(self, backend: TinkerBackend, keys: Mapping[str, str], host: str) -> None:
         self._backend = backend
         self._owners = {digest_of(key): owner for key, owner in keys.items()}
+        self._signing_keys = {owner: digest_of("download", key) for key, owner in keys.items()}
+        self._clock = SystemClock()
         self._host = host
         self._server = connections.BoundedServer()
         self._reading = asyncio.Lock()
@@ -148,14 +156,22 @@ class TinkerServer:
         for path, question in _LOOKUPS.items():
             method, _, place = path.partition(" ")
             router.add_route(method, API + place, functools.partial(self._lookup, question))
+        for path, reason in _REFUSED.items():
+            method, _, place = path.partition(" ")
+            router.add_route(method, API + place, functools.partial(_refused, reason))
         for route, content in _CONSTANTS.items():
             router.add_route("*", f"{API}/{route}", functools.partial(_constant, content))
         router.add_post(f"{API}/retrieve_future", self._retrieve)
-        router.add_get(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint:.+}}/archive", self._archive)
+        checkpoint = f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint:.+}}"
+        router.add_get(f"{checkpoint}/archive", self._archive)
+        router.add_get(f"{checkpoint}/external_weights_urls", self._urls)
+        router.add_get(f"{checkpoint}/files/{{file}}", self._download)
         return application
 
     def _owner(self, request: web.Request) -> str:
         key = key_of(request)
+        if not key and "signature" in request.query:
+            return self._signer(request)
         owner = self._owners.get(digest_of(key))
         if owner is None:
             raise RequestRefusedError(
@@ -164,6 +180,26 @@ class TinkerServer:
                 else "there is no key: set TINKER_API_KEY",
                 "key",
             )
+        return owner
+
+    def _signature(self, owner: str, path: str, expires: str) -> str:
+        return hmac.new(self._signing_keys[owner], f"{path}\n{expires}".encode(), "sha256").hexdigest()
+
+    def _signer(self, request: web.Request) -> str:
+        """Return the owner whose key signed the URL of a download.
+
+        Raises:
+            RequestRefusedError: nobody's did, or it has expired.
+        """
+        owner, expires, signature = (request.query.get(name, "") for name in ("owner", "expires", "signature"))
+        if (
+            request.method != "GET"
+            or owner not in self._signing_keys
+            or not hmac.compare_digest(signature.encode(), self._signature(owner, request.path, expires).encode())
+        ):
+            raise RequestRefusedError("this URL was not signed by the server for this request", "key")
+        if self._clock.wall() > int(expires):
+            raise RequestRefusedError("this URL has expired; ask for another", "key")
         return owner
 
     @asynccontextmanager
@@ -216,13 +252,37 @@ class TinkerServer:
         content_type = _PROTOBUF if answer.kind == "protobuf" else "application/json"
         return web.Response(body=answer.body, content_type=content_type, headers={"Cache-Control": "no-store"})
 
+    def _files(self, request: web.Request) -> Path:
+        """Return the directory of the saved weights that a request names."""
+        names = request.match_info
+        return self._backend.archive(self._owner(request), names["model_id"], names["checkpoint"])
+
+    async def _urls(self, request: web.Request) -> web.StreamResponse:
+        """Send URLs by which a client without a key downloads saved weights; the SDK fetches them so."""
+        directory, owner = self._files(request), self._owner(request)
+        expires = int(self._clock.wall()) + DOWNLOAD_S
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)  # of a proxy with TLS in front
+        urls = {}
+        for file in sorted(directory.iterdir()):
+            path = f"{request.path.removesuffix('external_weights_urls')}files/{file.name}"
+            query = {"owner": owner, "expires": expires, "signature": self._signature(owner, path, str(expires))}
+            urls[file.name] = f"{scheme}://{request.host}{quote(path)}?{urlencode(query)}"
+        return json_response(200, {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        """Send a file of saved weights."""
+        from aiohttp import web
+
+        directory, name = self._files(request), request.match_info["file"]
+        if name not in {file.name for file in directory.iterdir()}:
+            raise RequestRefusedError(f"these weights have no file {name[:100]!r}", "model")
+        return web.FileResponse(directory / name, headers={"Cache-Control": "no-store"})
+
     async def _archive(self, request: web.Request) -> web.StreamResponse:
         """Send saved weights as a tar file."""
         from aiohttp import web
 
-        directory = self._backend.archive(
-            self._owner(request), request.match_info["model_id"], request.match_info["checkpoint"]
-        )
+        directory = self._files(request)
         response = web.StreamResponse(headers={"Content-Type": "application/x-tar", "Cache-Control": "no-store"})
         await response.prepare(request)
         pieces = _tar(directory)
@@ -252,6 +312,10 @@ def _refusal(status: int, sentence: str) -> web.Response:
     return json_response(status, {"detail": sentence})
 
 
+async def _refused(reason: str, request: web.Request) -> web.StreamResponse:
+    raise RequestRefusedError(f"{request.method} {request.path[:100]} is not served here: {reason}")
+
+
 async def _constant(content: Mapping[str, Any], request: web.Request) -> web.StreamResponse:
     return json_response(200, content)
 
@@ -263,6 +327,7 @@ _QUESTIONS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     "POST /create_sampling_session": ("create_sampling_session", tinker_messages.CreateSampler),
     "POST /get_info": ("get_info", tinker_messages.OfModel),
     "POST /weights_info": ("weights_info", tinker_messages.OfPath),
+    "POST /cancel_future": ("cancel_future", tinker_messages.CancelFuture),
     "PUT /training_runs/{model_id}/checkpoints/{checkpoint:.+}/ttl": ("set_checkpoint_ttl", tinker_messages.SetTtl),
 }
 """Requests with a body that are answered at once, with their message, by method and path."""
@@ -278,11 +343,32 @@ _LOOKUPS: Mapping[str, str] = {
     "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}": "delete_checkpoint",
 }
 """Questions whose parameters are in their path, by method and path."""
+_NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
+_NO_ACCOUNTS = "keys are environment variables of the server (`keys` in its file)"
+_NO_BILLS = "nothing is billed; `agentrl run stats` shows what was computed"
+_REFUSED: Mapping[str, str] = {
+    "POST /copy_weights": _NO_PROJECTS,
+    "PUT /sessions/{session_id}/project": _NO_PROJECTS,
+    "POST /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": _NO_PROJECTS,
+    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": _NO_PROJECTS,
+    "POST /sessions/search": "sessions have no names here; list them",
+    "GET /sessions/{session_id}/trace_export": "`agentrl run serve` shows what a session did",
+    "POST /auth/token": _NO_ACCOUNTS,
+    "GET /auth/apikey/me": _NO_ACCOUNTS,
+    "DELETE /auth/apikey/me": _NO_ACCOUNTS,
+    "GET /audit": _NO_BILLS,
+    "GET /billing/usage/events": _NO_BILLS,
+    "GET /billing/usage/checkpoints/current": _NO_BILLS,
+    "POST /create_custom_loss": "the client computes custom losses, in two passes",
+    "POST /join_sampling_session": "clients number their requests themselves",
+    "POST /retrieve_futures": "poll each request with retrieve_future",
+}
+"""Routes of the SDK that are refused with a reason, by method and path."""
 _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     "healthz": {"status": "ok"},
     # The SDK's own transport follows no proxy settings and needs no speed on this machine.
     "client/config": {"use_pyqwest_transport": False},
-    "client/dynamic_config": {},
+    "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},
 }
 """Routes with the same answer for everyone."""

@@ -418,6 +418,16 @@ class SaveForSampler(msgspec.Struct):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(msgspec.Struct):
+    """Saves weights in PEFT's format, to be downloaded."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
 class LoadWeights(msgspec.Struct):
     """Loads weights into a model, or creates a model from them."""
 
@@ -486,6 +496,7 @@ FUTURES: Mapping[str, Any] = {
     "optim_step": OptimStep,
     "save_weights": SaveWeights,
     "save_weights_for_sampler": SaveForSampler,
+    "save_weights_external": SaveExternal,
     "asample": Sample,
 }
 """Requests whose results are polled for, keyed by route."""
@@ -496,6 +507,12 @@ class Retrieve(msgspec.Struct):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class CancelFuture(msgspec.Struct):
+    """Cancels a request for samples."""
+
+    request_id: str
 
 
 class SetTtl(msgspec.Struct):

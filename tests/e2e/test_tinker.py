@@ -12,6 +12,8 @@ import shutil
 import signal
 import sqlite3
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ from agentrl.app.tinker import read_keys
 from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig, EngineConfig
 from agentrl.config.server import ServedModelConfig
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.gateway import bodies
@@ -630,6 +633,44 @@ def test_replaced_weights_stay_until_the_result_is_on_disk(tmp_path: Path) -> No
     assert [place.name for place in saved.glob("1/*")] == ["2"]
 
 
+def test_a_cancelled_request_for_samples_ends_and_stays_ended(tmp_path: Path) -> None:
+    """The engine stops, nothing is recorded, and the result is the same after a start."""
+
+    async def work() -> None:
+        async with (
+            serving(config) as (address, service),
+            Client(address) as client,
+            Client(address, OTHER_KEY) as other,
+        ):
+            model = await client.model()
+            sampler = await client.sampler(model)
+            long = await client.submit_sample(sampler, [5, 6, 7], 1024, max_tokens=60, stop=[])
+            short = await client.submit_sample(sampler, [5, 6, 7], 1, stop=[])
+            with pytest.raises(Refused, match="there is no request"):
+                await other.post("cancel_future", request_id=long["request_id"])
+            with pytest.raises(Refused, match="there is no request"):
+                await client.post("cancel_future", request_id="unknown:0")
+            with pytest.raises(Refused, match="only those for samples can be cancelled"):
+                await client.post("cancel_future", request_id=f"{model}:1")
+            for _ in range(2):  # the SDK may repeat it
+                assert await client.post("cancel_future", request_id=long["request_id"]) == {}
+            with pytest.raises(Failed, match="cancelled by its client"):
+                await client.result(long)
+            body = await client.result(short)
+            assert len(Samples(body).tokens[0]) == 8
+            assert await client.post("cancel_future", request_id=short["request_id"]) == {}
+            assert await client.result(short) == body
+            assert service._owner_samples == {"ALICE": 0}
+        async with serving(config) as (address, _), Client(address) as client:
+            with pytest.raises(Failed, match="cancelled by its client"):
+                await client.result(long)
+
+    config = server_config(tmp_path)
+    run(work)
+    with sqlite3.connect(tmp_path / "server/journal/control.db") as database:
+        assert database.execute("SELECT count(*) FROM episodes").fetchone() == (1,)
+
+
 def test_samples_survive_the_death_of_the_engine(tmp_path: Path) -> None:
     """Requests in flight are sampled again by the next process, with the same seeds."""
 
@@ -650,6 +691,66 @@ def test_samples_survive_the_death_of_the_engine(tmp_path: Path) -> None:
 
     config = server_config(tmp_path, engine=EngineConfig(max_context=64, slots=16, vllm=False, replicas=1))
     run(work)
+
+
+def test_external_weights_are_downloaded_without_a_key(tmp_path: Path) -> None:
+    """As the SDK's `tinker checkpoint download` does: each file by its signed URL, until it expires."""
+
+    def fetch(url: str) -> bytes:
+        with urllib.request.urlopen(url) as response:
+            return bytes(response.read())
+
+    async def refused(url: str) -> None:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            await asyncio.to_thread(fetch, url)
+
+    async def work() -> None:
+        config = server_config(tmp_path)
+        async with serving(config) as (address, _), Client(address) as client, Client(address, OTHER_KEY) as other:
+            model = await client.model()
+            await train(client, model, 1)
+            expected = await weights(client, model, "same", tmp_path)
+            saved = await client.result(await client.submit("save_weights_external", model, path="out"))
+            assert saved["path"] == f"tinker://{model}/external_weights/out"
+            listed = (await client.get(f"training_runs/{model}/checkpoints"))["checkpoints"]
+            assert [one["checkpoint_type"] for one in listed] == ["sampler", "external"]
+            where = f"training_runs/{model}/checkpoints/external_weights/out"
+            with pytest.raises(Refused, match="there are no weights"):
+                await other.get(f"{where}/external_weights_urls")
+            answer = await client.get(f"{where}/external_weights_urls")
+            place = tmp_path / "downloaded"
+            place.mkdir()
+            for name, url in answer["urls"].items():
+                (place / name).write_bytes(await asyncio.to_thread(fetch, url))
+            found = load_file(place / "adapter_model.safetensors")
+            assert {name: value.tobytes() for name, value in found.items()} == {
+                name: value.tobytes() for name, value in expected.items()
+            }
+            assert json.loads((place / "adapter_config.json").read_text())["r"] == 4
+            url = answer["urls"]["adapter_model.safetensors"]
+            expires = url.partition("expires=")[2].partition("&")[0]
+            for changed in (
+                url.replace(expires, str(int(expires) + 1)),
+                url.replace("adapter_model.safetensors", "adapter_config.json"),
+                url.replace("owner=ALICE", "owner=BOB"),
+                url.replace("owner=ALICE", "owner=EVE"),
+                url.replace("signature=", "signature=%C3%A9"),
+                f"{address}/api/v1/sessions?{url.partition('?')[2]}",
+            ):
+                await refused(changed)
+            with pytest.raises(Refused, match="no file"):
+                await client.get(f"{where}/files/other")
+            monkeypatch.setattr(SystemClock, "wall", lambda clock: float(expires) + 1)
+            await refused(url)
+            monkeypatch.undo()
+            with pytest.raises(Refused, match="age_encryption_recipients is not served"):
+                await client.submit("save_weights_external", model, path="x", age_encryption_recipients=["age1"])
+            await client.send("DELETE", where)
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                await asyncio.to_thread(fetch, url)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run(work)
 
 
 def test_an_archive_is_sent_in_pieces(tmp_path: Path) -> None:
