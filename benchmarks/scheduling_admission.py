@@ -129,7 +129,7 @@ async def _granted(workers: int) -> int:
         await asyncio.sleep(0.01)
     for client in clients:  # its answer shows that the engines have taken the calls before it
         for address in list(client._connections):
-            await (await client._open_connection(address)).score("policy", np.full(2, 3, np.int32), 1.0)
+            await (await client._open_connection(address)).score("policy", np.full(2, 3, np.int32), 1.0, 0)
     refused = sum(call.done() for call in answered)
     for call in answered:
         call.cancel()

@@ -113,7 +113,7 @@ def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -
         check_logprobs(zoo.load(seed=2), prompt(12), newest)
         check_logprobs(zoo.load(seed=1), prompt(12), older)
         check_logprobs(zoo.load(), prompt(12), base)
-        assert scored.shape == (12,)
+        assert scored.logprobs.shape == (12,)
         await engine.close()
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import peft
 import pytest
@@ -488,6 +489,64 @@ def test_bodies_of_one_owner_take_bounded_memory(tmp_path: Path, monkeypatch: py
             await alice.post("create_session", user_metadata=metadata)
 
     run(work)
+
+
+def test_a_thousand_idle_polls_delay_nobody(tmp_path: Path) -> None:
+    """Polls for a request behind a gap wait, others work meanwhile, and all get the result once the gap is filled."""
+
+    async def poll(http: aiohttp.ClientSession, address: str, request_id: str) -> bytes:
+        async with http.post(f"{address}/api/v1/retrieve_future", json={"request_id": request_id}) as response:
+            return await response.read()
+
+    async def work() -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with (
+            serving(server_config(tmp_path)) as (address, service),
+            Client(address) as client,
+            Client(address, OTHER_KEY) as other,
+            aiohttp.ClientSession(headers={"X-API-Key": KEY}, connector=connector) as http,
+        ):
+            model = await client.model()
+            first = client.sequence(model)
+            step = await client.submit("optim_step", model, adam_params={"learning_rate": 1e-2})
+            event = service._done[step["request_id"]]
+            polls = [asyncio.create_task(poll(http, address, step["request_id"])) for _ in range(1000)]
+            while len(event._waiters) < 1000:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+            await train(other, await other.model(), 1)
+            assert not event.is_set()
+            body = encode_forward_backward(model, first, ROWS, "cross_entropy", {})
+            await client.send("POST", "forward_backward", data=body)
+            (answer,) = set(await asyncio.gather(*polls))
+            assert json.loads(answer)["metrics"]["grad_norm"] > 0
+
+    run(work)
+
+
+def test_a_request_that_is_half_sent_changes_nothing(tmp_path: Path) -> None:
+    """The client leaves within the headers, within the body, or ends a body early."""
+
+    async def send(address: str, data: bytes) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        writer.write(data)
+        await writer.drain()
+        writer.close()
+        await reader.read()
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            model = await client.model()
+            body = json.dumps({"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 1.0}}).encode()
+            head = f"POST /api/v1/optim_step HTTP/1.1\r\nHost: {address[7:]}\r\nX-API-Key: {KEY}\r\n".encode()
+            chunked = b"Transfer-Encoding: chunked\r\n\r\n"
+            whole = f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            for part in (b"", whole[:-1], whole[:30], chunked + b"%x\r\n" % len(body) + body, chunked + b"zz\r\n"):
+                await send(address, head + part)
+            await train(client, model, 1)  # with the numbers from 1
+
+    run(work)
+    with contextlib.closing(sqlite3.connect(tmp_path / "server/journal/requests.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM requests WHERE route = 'optim_step'").fetchone() == (1,)
 
 
 def test_named_weights_survive_a_start(tmp_path: Path) -> None:

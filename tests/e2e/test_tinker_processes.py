@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
-from tests.support.tinker_client import KEY, Refused, ServerProcess
-from tests.support.tinker_kills import CALLS, KilledServer, PersistentClient, plan, script
+from tests.support.tinker_client import KEY, Client, Refused, ServerProcess, decoded_pass, encode_forward_backward
+from tests.support.tinker_kills import CALLS, KilledServer, PersistentClient, plan, policy_rows, script
 
 
 @pytest.mark.exhaustive
@@ -36,6 +40,38 @@ def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, *, forgets: bo
             server.process.kill()
 
     asyncio.run(asyncio.wait_for(work(), 240))
+
+
+def test_a_full_disk_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
+    """A limit on the size of its files is its full disk. The next process executes what was accepted."""
+
+    async def work() -> None:
+        process = ServerProcess(tmp_path)
+        async with Client(process.start()) as client:
+            model = await client.model()
+            size = (tmp_path / "server/journal/requests.db-wal").stat().st_size + 100_000
+            resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, (size, size))
+
+            async def fill() -> None:
+                while True:
+                    promises.append(await client.forward_backward(model, policy_rows() * 50, "ppo"))
+
+            with pytest.raises((Refused, aiohttp.ClientError)) as refusal:
+                await fill()
+            assert not isinstance(refusal.value, Refused) or refusal.value.status == 503
+            assert await process.ended() == 74
+            refused = client.sequence(model) - 1
+            process.start()
+            try:
+                body = encode_forward_backward(model, refused, policy_rows() * 50, "ppo", {})
+                promises.append(json.loads(await client.send("POST", "forward_backward", data=body)))
+                assert len({decoded_pass(await client.result(promise))[1] for promise in promises}) == 1
+            finally:
+                process.kill()
+
+    promises: list[Any] = []
+    asyncio.run(asyncio.wait_for(work(), 120))
+    assert len(promises) > 2
 
 
 LOOP = """

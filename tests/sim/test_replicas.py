@@ -507,7 +507,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         why = "it has failed for good: it is not started again; 1 of 2 replicas take calls"
         assert told == [f"engine replica 0 gets no calls: {why}"]
         await engine.serve([weights(1)])
-        assert (await engine.score("solver", context(1))).tolist() == [0, -1, -1]
+        assert (await engine.score("solver", context(1))).logprobs.tolist() == [0, -1, -1]
         await engine.ping()
         waiting = asyncio.ensure_future(turn(engine, "b"))
         await asyncio.sleep(0.1)
@@ -573,7 +573,7 @@ def test_a_score_is_asked_again_of_another_replica() -> None:
         await engine.score(START["solver"], context(1))
         (own,) = [each for each in engines if each.asked]
         own.lose()
-        assert (await engine.score(START["solver"], context(1))).tolist() == [0, -1, -1]
+        assert (await engine.score(START["solver"], context(1))).logprobs.tolist() == [0, -1, -1]
         assert [each.asked for each in engines] == [["score"], ["score"]]
         await engine.close()
 

@@ -314,7 +314,7 @@ async def _sampled(
             await engine.serve(published)
         if scored:
             tokens = np.arange(3, 20, dtype=np.int32)
-            found["scores"] = (await engine.score(PolicyVersion(names[0], 0, 1), tokens, 0.7)).tolist()
+            found["scores"] = (await engine.score(PolicyVersion(names[0], 0, 1), tokens, 0.7)).logprobs.tolist()
     finally:
         await engine.close()
     return found

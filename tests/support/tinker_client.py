@@ -326,6 +326,18 @@ class ServerProcess:
         self.port = int(address.rpartition(":")[2])
         return address
 
+    @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        assert self._process.pid is not None
+        return self._process.pid
+
+    async def ended(self) -> int | None:
+        """Wait until it ends by itself; its exit code."""
+        assert self._process is not None
+        await asyncio.to_thread(self._process.join)
+        return self._process.exitcode
+
     def kill(self) -> None:
         """End it as `kill -9` does."""
         assert self._process is not None

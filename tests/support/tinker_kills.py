@@ -17,7 +17,7 @@ from tests.support.tinker_client import KEY, Client, Refused, Row, ServerProcess
 
 STEPS = 3
 """Optimizer steps of the script."""
-CALLS = 61
+CALLS = 64
 """Number of calls of the script."""
 MOMENTS = ("sent", "answered", "later")
 """When a call's kill comes: while the server may handle the call, between it and the next, or during later ones."""
@@ -159,6 +159,9 @@ async def script(client: Client) -> Outcome:
     note((await client.post("get_info", model_id=other))["lora_rank"])
     note(await client.post("weights_info", tinker_path=path))
     saved = await client.result(await client.submit("save_weights_for_sampler", model, path="end"))
+    exported = await client.result(await client.submit("save_weights_external", model, path="end"))
+    note(saved["agentrl_version"][2] == exported["agentrl_version"][2])
+    await client.post("cancel_future", request_id=f"{sampler}:0")  # it has its result
     place = f"training_runs/{model}/checkpoints"
     note(await client.send("GET", f"{place}/sampler_weights/end/archive"))
     await client.send("PUT", f"{place}/sampler_weights/end/ttl", json={"ttl_seconds": 3600})
