@@ -24,7 +24,7 @@ from agentrl.core.files import read_bytes
 from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
 from agentrl.core.tokens import ExpertRouting, KeptSets, TrajectoryRow
 from agentrl.engines.experts import find_experts
-from agentrl.learn import context, experts
+from agentrl.learn import context, experts, forward
 from agentrl.learn.exchange import exchange_rows
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (
@@ -167,8 +167,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda self, gradient: gradient,
     ),
     "attention does not see the tokens of other ranks": (context, "exchange_rows", _without_others),
+    "recorded experts are ignored": (forward, "_routing_context", lambda replay, inputs, tokens: nullcontext()),
 }
-"""Faults of dispatched experts and context ranks: an attribute and what takes its place."""
+"""Faults of dispatched experts, context ranks and routing replay: an attribute and what takes its place."""
 
 
 def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str, Episodes]) -> dict[str, Any]:

@@ -47,13 +47,19 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
     every["deepseek adapters"] = dispatched("deepseek", lora=True)
     every |= {f"{kind} adapters of experts": dispatched(kind, expert_lora=True, steps=2) for kind in FAMILIES}
     every["planted order"] = dispatched("moe", fault="outputs are not put back in order")
+    every["planted routing"] = dispatched("moe", routed=True, fault="recorded experts are ignored")
     if ranks == 2:
         return every
     groups = {"sharding": 2}
     return every | {
         "moe adapters": dispatched("moe", lora=True),
         "deepseek recomputed": dispatched("deepseek", recompute=True),
-        "copies": dispatched("moe", **groups),
+        **{f"copies, {kind}": dispatched(kind, **groups) for kind in FAMILIES},
+        "copies, adapters": dispatched("deepseek", **groups, lora=True),
+        **{
+            f"copies, {kind} adapters of experts": dispatched(kind, **groups, expert_lora=True, steps=2)
+            for kind in FAMILIES
+        },
         "copies, recorded and recomputed": dispatched("moe", **groups, recompute=True, routed=True),
         "adapters of experts, recorded and recomputed": dispatched(
             "moe", recompute=True, routed=True, expert_lora=True, steps=2
