@@ -47,7 +47,7 @@ async def _rows(model: Path, episodes: int) -> tuple[list[TrainingSample], list[
     """Sample on vLLM, without a filter and with top-p."""
     from agentrl.core.ports import SamplingParams
     from agentrl.engines.vllm.engine import VllmEngine
-    from benchmarks.mismatch import NEW, START, rows_of
+    from benchmarks.mismatch import NEW, START, episodes_of, rows_of
 
     engine: Any = await VllmEngine.load(
         str(model),
@@ -58,8 +58,9 @@ async def _rows(model: Path, episodes: int) -> tuple[list[TrainingSample], list[
         capture_routing=True,
         capture_mask=True,
     )
-    plain = await rows_of(engine, episodes=episodes, sampling=SamplingParams(max_tokens=NEW))
-    filtered = await rows_of(engine, episodes=episodes // 2, sampling=SamplingParams(max_tokens=NEW, top_p=TOP_P))
+    plain = rows_of(await episodes_of(engine, episodes=episodes, sampling=SamplingParams(max_tokens=NEW)))
+    top_p = SamplingParams(max_tokens=NEW, top_p=TOP_P)
+    filtered = rows_of(await episodes_of(engine, episodes=episodes // 2, sampling=top_p))
     await engine.close()
     return plain, filtered
 

@@ -36,7 +36,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams, generate_when_room
-from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, Trajectory, TrajectoryCredit, Unit
 from agentrl.core.tokens import Completion, TrainingSample
 from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
@@ -80,8 +80,8 @@ def write_model(directory: Path, seed: int, **shape: int) -> Path:
     return directory
 
 
-async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingParams) -> list[TrainingSample]:
-    """Rows of the embedded engine; see `rows_of`."""
+async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingParams) -> list[list[Trajectory]]:
+    """Episodes that the embedded engine samples; see `episodes_of`."""
     engine = EmbeddedEngine.load(
         str(model),
         versions={"policy": START},
@@ -91,16 +91,15 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         capture_routing=True,
         capture_mask=True,
     )
-    found = await rows_of(engine, episodes=episodes, sampling=sampling)
+    found = await episodes_of(engine, episodes=episodes, sampling=sampling)
     await engine.close()
     return found
 
 
-async def rows_of(engine: Engine, *, episodes: int, sampling: SamplingParams) -> list[TrainingSample]:
-    """Rows as a trainer reads them from the journal, all with advantage 1."""
-    found: list[TrainingSample] = []
+async def episodes_of(engine: Engine, *, episodes: int, sampling: SamplingParams) -> list[list[Trajectory]]:
+    """The trajectories of each episode, as a trainer reads them from the journal."""
 
-    async def episode(number: int) -> None:
+    async def episode(number: int) -> list[Trajectory]:
         session, random = engine.open(f"e{number}", "policy"), np.random.default_rng(number)
         context = np.zeros(0, np.int32)
         bodies: list[EntryBody] = [
@@ -115,13 +114,19 @@ async def rows_of(engine: Engine, *, episodes: int, sampling: SamplingParams) ->
             bodies.append(entry_of(completion, turn=turn, observed=observed, before=before))
             context = np.concatenate([context, completion.token_ids])
         entries = [JournalEntry(f"e{number}", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]
-        credit = TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)
-        unit = Unit(
-            episode_id=f"e{number}", attempt=0, policy="policy", location=EpisodeDataLocation("", 0), credits=(credit,)
-        )
-        found.extend(unit_samples(unit, assemble_trajectories(entries)))
+        return list(assemble_trajectories(entries))
 
-    await asyncio.gather(*(episode(number) for number in range(episodes)))
+    return list(await asyncio.gather(*(episode(number) for number in range(episodes))))
+
+
+def rows_of(episodes: Sequence[Sequence[Trajectory]]) -> list[TrainingSample]:
+    """Training rows of episodes, all with advantage 1."""
+    credit = TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)
+    found: list[TrainingSample] = []
+    for number, trajectories in enumerate(episodes):
+        location = EpisodeDataLocation("", 0)
+        unit = Unit(episode_id=f"e{number}", attempt=0, policy="policy", location=location, credits=(credit,))
+        found.extend(unit_samples(unit, trajectories))
     return found
 
 
@@ -314,9 +319,10 @@ def main() -> None:
             path = write_model(Path(directory), seed)
             model = trainer_model(path)
             plain = SamplingParams(max_tokens=NEW)
-            found = routing(model, asyncio.run(sampled(path, episodes=episodes, dtype="bfloat16", sampling=plain)))
+            found_episodes = asyncio.run(sampled(path, episodes=episodes, dtype="bfloat16", sampling=plain))
+            found = routing(model, rows_of(found_episodes))
             filtered = SamplingParams(max_tokens=NEW, top_k=20, top_p=0.9)
-            rows = asyncio.run(sampled(path, episodes=episodes, dtype="float32", sampling=filtered))
+            rows = rows_of(asyncio.run(sampled(path, episodes=episodes, dtype="float32", sampling=filtered)))
             figures.append({**found, "mask_max_dlogp": masks(model, rows)})
     report = Report("mismatch", quick=arguments.quick, repeats=repeats, compared_with="the same pass without records")
     report.figures = {name: statistics.median(each[name] for each in figures) for name in figures[0]}

@@ -48,8 +48,8 @@ def figures(quick: bool) -> dict[str, float | None]:
     """Train at each learning rate; quick: fewer steps."""
     with tempfile.TemporaryDirectory() as directory:
         place, steps = Path(directory), QUICK_STEPS if quick else STEPS
-        slow, fast = (_train(place / f"{rate:g}", rate, steps) for rate in (1e-6, 1e-5))
-        start = _train(place / "start", 1e-6, QUICK_STEPS, is_spread=False)
+        slow, fast = (measure(_config(place / f"{rate:g}", rate, steps)) for rate in (1e-6, 1e-5))
+        start = measure(_config(place / "start", 1e-6, QUICK_STEPS), is_spread=False)
         control = _applied_to_another_base(place / f"{1e-6:g}")
     tests = outcomes(*TESTS)
     return {
@@ -99,8 +99,8 @@ def _spacing(tensor: Tensor) -> Tensor:
     return torch.exp2(torch.floor(torch.log2(tensor.detach().abs().clamp(min=1e-30))) - 7)
 
 
-def _train(directory: Path, rate: float, steps: int, *, is_spread: bool = True) -> Measured:
-    config = RunConfig(
+def _config(directory: Path, rate: float, steps: int) -> RunConfig:
+    return RunConfig(
         name="run",
         directory=str(directory),
         steps=steps,
@@ -113,6 +113,11 @@ def _train(directory: Path, rate: float, steps: int, *, is_spread: bool = True) 
         evaluation={"tasks": 0},
         checkpoint={"every": 0, "versions": 0},
     )
+
+
+def measure(config: RunConfig, *, is_spread: bool = True) -> Measured:
+    """Train; a run that is not spread starts from the checkpoint's own numbers."""
+    steps, rate = config.steps, config.policies["solver"].learning_rate
     trainers: list[_SpreadTrainer] = []
 
     def make_trainer(plan: TrainerPlan, run: Path) -> InProcessTrainer:
