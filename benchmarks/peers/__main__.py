@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import random
 import shutil
 import time
 from collections.abc import Mapping
@@ -65,8 +66,9 @@ def prepare(
     files = user_files(contender, part)
     steps = (training.adapter_steps if contender.weights == "adapter" else 0) or training.steps
     tasks = training.game.tasks("train", seed)
-    rows = [tasks[n].data for n in range(training.step_size // 8 * (steps + 8))]
-    (directory / "tasks.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+    rows = [dict(tasks[n].data) for n in range(training.step_size // 8 * (steps + 8))]
+    random.Random(seed).shuffle(rows)  # neighbors differ in kind; agentrl and TRL's synchronous trainer shuffle, too
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings: dict[str, Any] = {
         "script": files[0],
         "task": Path(files[1]).stem,

@@ -17,7 +17,7 @@ from agentrl.config.load import load
 from benchmarks.peers import summary
 from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, takes_part, training_began
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code, user_files
-from benchmarks.peers.contestants import words
+from benchmarks.peers.contestants import progress, words
 from benchmarks.peers.running import Life, Samples, at, machine_cpu_seconds, read_log
 from benchmarks.peers.trainings import TRAININGS
 from docs.generators import peers
@@ -75,6 +75,21 @@ def test_a_log_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     life = Life(events=read_log(path))
     assert life.begin == 5.0
     assert [step["t"] for step in life.steps] == [7.5]
+
+
+def test_an_observer_of_agentrl_counts_the_tokens_of_a_moving_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(progress.SETTINGS, "log", str(tmp_path / "log.jsonl"))
+    observer, readings = progress.AgentrlObserver(), [(0.0, 0.0)]
+    for step, tokens in enumerate([100.0, 40.0, 0.0, 70.0, 90.0, 80.0, 20.0, 60.0], start=1):
+        readings.append((readings[-1][0] + 0.5 * step, readings[-1][1] + tokens))
+        (since, before), (now, total) = readings[-6:][0], readings[-1]
+        metrics = {"run/seconds": now, "step/tokens": 50, "tokens/sampled_per_s": (total - before) / (now - since)}
+        observer.on_step("solver", step, metrics)
+    begin, *steps = read_log(tmp_path / "log.jsonl")
+    assert [round(step["sampled"], 6) for step in steps] == [100, 40, 0, 70, 90, 80, 20, 60]
+    assert steps[0]["t"] - begin["t"] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_readings_are_interpolated_between_two_moments() -> None:
@@ -189,7 +204,7 @@ def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() ->
     )
     assert adapter.policies["solver"].lora is not None
     assert not adapter.policies["solver"].lora.merge
-    assert adapter.policies["solver"].max_lag == 4
+    assert adapter.policies["solver"].model_dump()["max_lag"] == 4
     assert adapter.engine == merged.engine
 
 

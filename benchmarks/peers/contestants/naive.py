@@ -1,11 +1,14 @@
 """The naive loop of `benchmarks/naive_loop.py`, with the settings of the others."""
 
 import dataclasses
+import json
 import math
+import time  # measured
 from pathlib import Path
 
 from progress import MEDIAN_S, P90_S, SETTINGS, write  # measured
 
+from agentrl.core.records import Task
 from benchmarks import naive_loop
 from benchmarks.peers.contestants.naive_words import WORDS
 
@@ -15,6 +18,8 @@ wait = (lambda random: random.lognormvariate(math.log(MEDIAN_S), sigma)) if SETT
 
 
 def on_step(number, step, model):
+    if number == 0:  # measured
+        write(begin=True, t=time.time() - step.wall)  # measured
     write(step=number + 1, sampled=step.tokens, trained=step.tokens)  # measured
     if number % 3 == 2:
         model.save_pretrained(output / f"checkpoint-{number + 1}")
@@ -27,7 +32,8 @@ def answer(chat, episode, max_turns):
     return naive_loop.answer(chat, episode, max_turns)
 
 
-write(begin=True)  # measured
+tasks = [Task(id=line, data=json.loads(line)) for line in Path(SETTINGS["tasks"]).read_text().splitlines()]
+game = dataclasses.replace(naive_loop.CALCULATOR, answer=answer) if SETTINGS["has_tools"] else WORDS
 naive_loop.run(
     SETTINGS["model"],
     seed=SETTINGS["seed"],
@@ -38,5 +44,5 @@ naive_loop.run(
     tokens_per_unit=None,
     latency=wait,  # measured
     on_step=on_step,
-    game=dataclasses.replace(naive_loop.CALCULATOR, answer=answer) if SETTINGS["has_tools"] else WORDS,
+    game=dataclasses.replace(game, tasks=lambda split, seed: tasks),
 )

@@ -12,10 +12,11 @@ import math
 import random
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 MEDIAN_S, P90_S = 0.5, 2.5
-SETTINGS = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else {}
+SETTINGS = json.loads(Path(sys.argv[-1]).read_text()) if sys.argv[-1].endswith(".json") else {}
 
 
 def write(**values):
@@ -61,18 +62,19 @@ class AgentrlObserver:
     """An observer for `agentrl.train`."""
 
     def __init__(self):
-        self.seconds = None
+        self.sampled = deque([(0.0, 0.0)], maxlen=6)
+        """Seconds and tokens sampled so far at the newest steps."""
 
     def on_step(self, policy, step, metrics):
         """Write the step; before the first, when the run began."""
         now, seconds = time.time(), metrics["run/seconds"]
-        if self.seconds is None:
-            self.seconds = seconds - metrics["step/seconds"]
-            write(begin=True, t=now - metrics["step/seconds"])
-        sampled = 0.0
-        if rate := metrics.get("tokens/sampled_per_s"):  # since the last step that has it
-            sampled, self.seconds = rate * (seconds - self.seconds), seconds
-        write(step=step, t=now, sampled=sampled, trained=metrics["step/tokens"])
+        if len(self.sampled) == 1:
+            write(begin=True, t=now - seconds)
+        before = self.sampled[-1][1]
+        since, tokens = self.sampled[len(self.sampled) == self.sampled.maxlen]
+        total = tokens + metrics.get("tokens/sampled_per_s", 0.0) * (seconds - since)  # a rate over five steps
+        self.sampled.append((seconds, max(before, total)))
+        write(step=step, t=now, sampled=self.sampled[-1][1] - before, trained=metrics["step/tokens"])
 
     def on_evaluation(self, versions, metrics):
         """Ignored."""
