@@ -78,7 +78,8 @@ HOW = """\
 * **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
   time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
   setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
-* TRL's asynchronous trainer does not start on a CPU as published. The row is measured with a patch of ours.
+* TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
+  is a CUDA kernel. The row is measured with a patch of ours.
 * TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it.
 * In TRL, a tool call that is not JSON ends the episode with a reward of 0.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
@@ -88,6 +89,12 @@ HOW = """\
 * Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
+OLDER = """\
+* Tables without the column "cores that others used" are older. There, the naive loop and TRL's asynchronous trainer had
+  the tasks in their order, in which kinds alternate, and the others in random order; the naive loop's clock ran while
+  its model loaded.
+"""
+"""What was different before each run recorded what else the machine computed."""
 
 
 def number(value: float) -> str:
@@ -185,6 +192,8 @@ def page(line: Mapping[str, Any]) -> str:
         "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
         f"{HOW}"
     )
+    if any("cores_of_others" not in record for report in line["parts"].values() for record in report["records"]):
+        text += OLDER
     installed: set[str] = set()
     for part, report in line["parts"].items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
