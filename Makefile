@@ -66,7 +66,7 @@ check: $(DEV_STAMP)  ## format, lint, types, layers and the tests without Ray, v
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
 
-chaos: $(DEV_STAMP)  ## 1,000 real kills of scripted runs and 100 of the main job, judged one by one; up to two hours
+chaos: $(DEV_STAMP)  ## 1,150 real kills: of scripted runs, the main job and runs with two ranks, judged one by one; up to three hours
 	@$(BIN)/python -m benchmarks.chaos
 
 figures: $(DEV_STAMP)  ## what benchmarks/bounds.toml promises, as far as two cores measure it in half an hour

@@ -1,6 +1,6 @@
 """Real processes, really killed: nothing acknowledged is lost, nothing is trained twice, the run gets to its end.
 
-    python -m benchmarks.chaos [--quick] [--scripted 1000] [--real 100] [--directory DIR] [--seed 0]
+    python -m benchmarks.chaos [--quick] [--scripted 1000] [--real 100] [--ranks 50] [--directory DIR] [--seed 0]
 
 A run lives until it is killed, in one of its processes and at a random instant, recovery included, and goes on until it
 has taken all its steps; then another begins. After each kill two oracles judge the run directory: `chaos_oracle.py` by
@@ -8,10 +8,13 @@ what was acknowledged and by the entries with which earlier lives ended, and the
 (`tests/journal_oracle.py`).
 Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on. In a full run, a
 process of each role stands still for a minute (SIGSTOP, then SIGCONT): it goes on, or it was replaced meanwhile.
+`--ranks` divides its kills among the runs of `RANKS`, in which two ranks train a mixture of experts. Those that are
+deterministic all have one seed, and end with the weights of such a run that nobody kills.
 
 Figures: `kills` and by role, `stops`, `lost`, `twice`, `ledger_errors`, `resampled`, `version_gone`, `violations` (of
 the second reader), `runs` that got to their end, `pauses` and the second writers not refused, `reward_rise` of the real
-runs (mean of the last ten steps less the first five).
+runs (mean of the last ten steps less the first five), `weights_compared` and `weights_differ`: deterministic runs whose
+last weights were compared with the undisturbed run's, and had other bits.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from benchmarks.report import Report
 from tests import journal_oracle
 from tests.support.chaos_oracle import Verdict, entries_on_disk, judge
 from tests.support.chaos_run import STOPPED
+from tests.support.killed_runs import digests
 
 ROOT = Path(__file__).parents[1]
 ROLES = {
@@ -72,10 +76,17 @@ class Kind:
     after_progress: bool = False
     """Whether a kill waits until the run has had something acknowledged since the one before, but for kills in
     recovery; else only for time, which says little where the machine is busy."""
+    deterministic: bool = False
+    """Whether its runs have one seed, and their last weights are compared with an undisturbed run's."""
 
 
 SCRIPTED = Kind("scripted", 40, {"orchestrator": 35, "engine": 30, "trainer": 30, "pause": 5}, 1.2, 2.5)
 REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 10, "pause": 5}, 8.0, 20.0)
+_OF_RANKS = {"orchestrator": 20, "engine": 25, "worker": 25, "rank": 30}
+RANKS = [
+    Kind(name, 12, _OF_RANKS, 1.0, 20.0, one_victim=True, after_progress=True, deterministic=deterministic)
+    for name, deterministic in (("experts", True), ("context", True), ("admission", False))
+]
 
 
 @dataclass(slots=True)
@@ -93,6 +104,8 @@ class Tally:
     """Of the second reader."""
     unexplained: list[str] = field(default_factory=list)
     rises: list[float] = field(default_factory=list)
+    weights_compared: int = 0
+    weights_differ: list[str] = field(default_factory=list)
 
 
 class Chaos:
@@ -133,6 +146,7 @@ class Chaos:
                 )
 
     def _one_run(self, directory: Path, number: int, kills: int) -> None:
+        number = 0 if self._kind.deterministic else number
         resume = False
         while True:
             process = self._start(directory, number, resume=resume)
@@ -280,6 +294,19 @@ class Chaos:
         rewards = [value for _, value in connection.execute(query)]
         connection.close()
         self._tally.rises.append(sum(rewards[-10:]) / len(rewards[-10:]) - sum(rewards[:5]) / len(rewards[:5]))
+        if self._kind.deterministic:
+            self._tally.weights_compared += 1
+            if digests(directory / "run") != self._undisturbed():
+                self._tally.weights_differ.append(f"{directory.name}: other weights than the undisturbed run's")
+
+    def _undisturbed(self) -> dict[str, str]:
+        """The last weights of a run that nobody kills."""
+        directory = self._root / f"{self._kind.name}-undisturbed"
+        if not directory.exists():
+            directory.mkdir()
+            if self._start(directory, 0, resume=False).wait():
+                raise SystemExit(f"{directory.name} failed: {_tail(directory)}")
+        return digests(directory / "run")
 
 
 def processes_of(parent: int) -> dict[str, list[int]]:
@@ -333,12 +360,14 @@ def main() -> int:
     parser.add_argument("--scripted", type=int, default=None)
     parser.add_argument("--real", type=int, default=None)
     parser.add_argument("--real-steps", type=int, default=REAL.steps)
+    parser.add_argument("--ranks", type=int, default=None, help="of two ranks that train a mixture of experts")
     parser.add_argument("--stop-s", type=float, default=60.0, help="how long a process stands still; 0: none does")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the runs are left, to be looked at")
     options = parser.parse_args()
     scripted = (20 if options.quick else 1000) if options.scripted is None else options.scripted
     real = (0 if options.quick else 100) if options.real is None else options.real
+    of_ranks = (0 if options.quick else 50) if options.ranks is None else options.ranks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # take the runs along
     tally = Tally()
     started = time.monotonic()
@@ -349,8 +378,13 @@ def main() -> int:
         Chaos(SCRIPTED, root, options.seed, tally, stop_s=stop_s).run(scripted)
         tally.rises.clear()
         Chaos(replace(REAL, steps=options.real_steps), root, options.seed, tally, stop_s=stop_s).run(real)
+        rises = list(tally.rises)
+        for left, kind in zip(range(len(RANKS), 0, -1), RANKS, strict=True):
+            kills = round(of_ranks / left)
+            Chaos(kind, root, options.seed, tally).run(kills)
+            of_ranks -= kills
     faults = tally.verdict
-    for fault in sorted([*faults.faults(), *tally.violations, *tally.unexplained]):
+    for fault in sorted([*faults.faults(), *tally.violations, *tally.unexplained, *tally.weights_differ]):
         print(fault)
     report = Report(
         "chaos",
@@ -371,13 +405,15 @@ def main() -> int:
             "pauses": tally.pauses,
             "stops": tally.stops,
             "second_writers": tally.second_writers,
-            "reward_rise": min(tally.rises) if tally.rises else None,
+            "reward_rise": min(rises, default=None),
+            "weights_compared": tally.weights_compared,
+            "weights_differ": len(tally.weights_differ) if tally.weights_compared else None,
             "seconds": time.monotonic() - started,
             **{f"kills_{role}": float(count) for role, count in sorted(tally.kills.items())},
         },
     )
     report.print()
-    wrong = faults.faults() | tally.violations | set(tally.unexplained)
+    wrong = faults.faults() | tally.violations | {*tally.unexplained, *tally.weights_differ}
     return 1 if wrong or tally.second_writers else 0
 
 

@@ -26,7 +26,7 @@ def figures_of(repository: Path, *arguments: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_kills_lose_nothing_and_train_nothing_twice(repository: Path, kills: int) -> None:
-    figures = figures_of(repository, f"--scripted={kills}", "--real=0", "--stop-s=0")
+    figures = figures_of(repository, f"--scripted={kills}", "--real=0", "--ranks=0", "--stop-s=0")
     assert figures["kills"] == kills
     assert figures["runs"] >= 1
     assert min(figures[f"kills_{role}"] for role in ("orchestrator", "engine", "trainer")) > 0
@@ -36,11 +36,22 @@ def test_kills_lose_nothing_and_train_nothing_twice(repository: Path, kills: int
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
-    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40", "--stop-s=0")
+    figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40", "--ranks=0", "--stop-s=0")
     assert figures["kills"] == 3
     assert figures["runs"] >= 1
     assert len([name for name in figures if name.startswith("kills_")]) == 3
     assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_kills_of_runs_that_divide_experts_and_contexts_change_no_weights(repository: Path) -> None:
+    figures = figures_of(repository, "--scripted=0", "--real=0", "--ranks=6")
+    assert figures["kills"] == 6
+    assert figures["lost"] == figures["twice"] == figures["ledger_errors"] == 0
+    assert figures["weights_compared"] >= 2
+    assert figures["weights_differ"] == 0
 
 
 def _with_small_files() -> None:

@@ -5,8 +5,11 @@ of its own, playing a game with child episodes and two policies. `real`: the cal
 engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
 three workers, two engines and two ranks on the nodes of a cluster, `trees` branches, scores, and tools in sandboxes,
-`outside` an external agent, `selected` dynamic sampling, selected tasks and a reference. What is acknowledged is
-appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an oracle that trusts nothing else.
+`outside` an external agent, `selected` dynamic sampling, selected tasks and a reference. Two ranks train a mixture of
+experts and replay its routing: `experts` adapters on experts to which tokens travel; `context` all weights, with tokens
+divided among the ranks and versions stored as changes; `admission` the same with dispatched experts, two engines and
+`max_in_flight = "auto"`. The first two are deterministic. What is acknowledged is appended to `acknowledged.jsonl`
+beside the run, after the acknowledgement, for an oracle that trusts nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -265,6 +269,14 @@ TWO_POLICIES = [
     *("deterministic=false", "engine.refresh=token", "engine.max_context=256"),
     *("credit.group_size=2", "policies.proposer.step_size=2", "policies.solver.step_size=16"),
 ]
+MIXTURE = [
+    *(*SMALL, "workers=2", "trainer.ranks=2", "trainer.sharding=full", "trainer.recompute=true"),
+    *("environment.id=tests.learning.test_other_models:Patient", "sampling.max_tokens=12", "engine.max_context=512"),
+    *("engine.capture_routing=true", "policies.solver.learning_rate=0.003"),
+]
+"""Settings of runs that train a mixture of experts, random at first, on two ranks."""
+MIXTURES = ("experts", "context", "admission")
+CHANGES = ["model.dtype=bfloat16", "engine.publish=delta", "policies.solver.max_staleness=0"]
 REAL: Mapping[str, list[str]] = {
     "real": ["policies.solver.step_size=32", "cluster.address=local"],
     "one": [*SMALL, "max_in_flight=16"],
@@ -283,6 +295,14 @@ REAL: Mapping[str, list[str]] = {
         *(*SMALL, *TWO_WORKERS, "environment.id=tests.support.chaos_run:BoxedTree"),
         *("policies.solver.lora={ rank = 4 }", "policies.solver.max_staleness=2", "policies.solver.step_size=12"),
         f'scorers.slow={{ function = "{ROOT}/tests/support/score_functions.py:slow", options = {{ seconds = 0.1 }} }}',
+    ],
+    "experts": [
+        *(*MIXTURE, "deterministic=true", "engine.refresh=episode", "trainer.experts=dispatched"),
+        "policies.solver.lora={ rank = 4, experts = true }",
+    ],
+    "context": [*MIXTURE, *CHANGES, "deterministic=true", "trainer.experts=gathered", "trainer.context_ranks=2"],
+    "admission": [
+        *(*MIXTURE, *CHANGES, "trainer.experts=dispatched", "engine.replicas=2", "max_in_flight=auto"),
     ],
     "outside": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.oracle_outside:Asking", "engine.max_context=256"),
@@ -308,7 +328,20 @@ def real_config(kind: str, directory: str, seed: int, steps: int) -> RunConfig:
     if kind == "two":
         file = Path(directory) / "propose_and_solve.toml"
         file.write_text(PROPOSE_AND_SOLVE)
+    elif kind in MIXTURES:
+        overrides.append(f"model.path={_random_mixture(Path(directory))}")
     return load(file, [*overrides, *REAL[kind]])
+
+
+def _random_mixture(directory: Path) -> Path:
+    """Write a random mixture of experts into a directory unless it is there."""
+    from tests.learning.test_other_models import random_model
+
+    model, partial = directory / "model", directory / "partial_model"
+    if not model.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        random_model("qwen3_moe", ROOT / "environments/calculator/model", partial).rename(model)
+    return model
 
 
 def main() -> int:

@@ -113,8 +113,8 @@ def calculator_job(directory: Path) -> Job:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of the last published adapter of each policy that learns."""
-    files = sorted((run / "policies").glob("*/adapter_model.safetensors"))
+    """Of the last published weights of each policy that learns."""
+    files = sorted((run / "policies").glob("*/*model.safetensors"))
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
