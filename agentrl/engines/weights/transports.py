@@ -114,7 +114,8 @@ def local_transport(plan: DevicePlan, number: int) -> str | None:
 
 def network_transport(publish: Literal["auto", "full", "delta"], *, on_gpus: bool) -> str | None:
     """Choose the transport to an engine on any node of a cluster, by `engine.publish` and whether the engine has GPUs,
-    as rank 0 then has too; None: the engine's owner sends the published files."""
+    as rank 0 then has too; None: the engine's owner sends the published files. `gloo` sends what `nccl` sends
+    between GPUs, so tests without any cover that path."""
     if on_gpus:
         return None if publish == "delta" else "nccl"
     return "gloo" if publish == "full" else None
