@@ -480,6 +480,15 @@ def write_family(name: str, directory: Path) -> Path:
     return directory
 
 
+def write_released(name: str, directory: Path, **options: Any) -> Path:
+    """Save a random checkpoint of a family as its released class."""
+    config = family_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        language_model_class(config).from_config(config).save_pretrained(directory, **options)
+    return directory
+
+
 def family_rows(*, seed: int = 3) -> list[TrainingSample]:
     """Rows on both sides of the window and of the original positions, half of which begin alike; all tokens trained."""
     random = np.random.default_rng(seed)

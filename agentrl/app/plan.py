@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from agentrl.app.engines import check_vllm_usable, installed_version
@@ -35,6 +36,7 @@ from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core import machine
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
+from agentrl.core.model_layers import check_slot_layers
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment
@@ -161,7 +163,7 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
         before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
 
     Raises:
-        ModelError: a directory holds no model that can be trained and served.
+        ModelError: a directory holds no model that can be trained, and served by the engine.
         ConfigError: not even short contexts fit into memory, turns are longer than the contexts, or the context ranks
             cannot divide a model's heads.
         InputError: the driver does not list the GPUs.
@@ -169,6 +171,8 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
     check_context_ranks(config.trainer_plan)
     config, line = with_chosen_engine(config, before)
     check_quantized_models(config)
+    for base in config.bases if config.engine.kind == "embedded" else ():
+        check_slot_layers(Path(base.path))
     return with_chosen_token_limits(config, before), line
 
 

@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
+from agentrl.core.model_layers import SELECTED_KEYS, WITHOUT_INITIAL_STATE, check_slot_layers
 from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.stored_tensors import (
@@ -75,17 +76,14 @@ _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batc
 if the package `kernels` is installed."""
 _LAYERS_WITHOUT_KV = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers, as transformers names them, that keep a state instead of keys and values, or nothing."""
+_LAYERS_WITH_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers that keep a recurrent state or a convolution's window, some of them beside keys and values."""
 _TEXT_WITHIN = {"llama4"}
 """Model types of checkpoints for images and text whose text model has a head of its own inside, so that the whole
 cannot be called for the hidden states of a text."""
-_WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
-"""Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
-one, and RG-LRU keeps its state in the layer."""
 _STATE_PLACES = ("conv_states", "recurrent_states")
 """Attributes of a layer's part of a `transformers.Cache` that hold states, by their number in the layer."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
-_SELECTED_KEYS = ("index_topk", "indexer_budget")
-"""Settings for the number of keys that an indexer selects for attention."""
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -212,10 +210,11 @@ def read_model(
     """
     _check_directory(path)
     check_quantization(Path(path))
+    if to_sample:
+        check_slot_layers(Path(path))
     try:
         config = _read_config(path)
         if to_sample:
-            _check_layers(config, path)
             _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
         else:
@@ -491,7 +490,13 @@ def layer_states(model: PreTrainedModel) -> list[tuple[int, str, int, Tensor]]:
 
 def lacks_initial_state(config: PretrainedConfig) -> bool:
     """Whether a model has recurrent layers that cannot compute several tokens from a state."""
-    return config.get_text_config().model_type in _WITHOUT_INITIAL_STATE
+    return config.get_text_config().model_type in WITHOUT_INITIAL_STATE
+
+
+def num_layers_with_state(config: PretrainedConfig) -> int:
+    """Return the number of a model's layers that mix tokens through a state, as its configuration lists them."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return sum(kind in _LAYERS_WITH_STATE for kind in kinds)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -571,7 +576,7 @@ def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str
         ModelError: contexts may have more tokens than the indexer selects.
     """
     for name, value in config.get_text_config().to_dict().items():
-        if name.startswith(_SELECTED_KEYS) and type(value) is int and value < max_context:
+        if name.startswith(SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
                 f"{path}: {config.model_type} attends only to keys that an indexer selects ({name} = {value}). How it "
                 "breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
@@ -708,15 +713,6 @@ def _rope_types(ropes: object) -> list[str]:
     return [str(rope.get("rope_type", "")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
 
 
-def _check_layers(config: PretrainedConfig, path: str | Path) -> None:
-    """Refuse recurrent layers that cannot continue from a state in a slot of the embedded engine."""
-    if lacks_initial_state(config):
-        raise ModelError(
-            f"{path}: the recurrent layers of {config.model_type} cannot continue a context from a state in a cache, "
-            "with which the embedded engine samples; add an [engine.vllm] table, which selects vLLM"
-        )
-
-
 def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path, *, stretched: bool) -> None:
     """Refuse contexts beyond the last position; `stretched` allows for dynamic NTK scaling."""
     text = config.get_text_config()
@@ -775,7 +771,7 @@ def longest_context(path: str | Path, *, embedded: bool) -> int | None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
     bounds = [getattr(text, "max_position_embeddings", None), _window(config) if embedded else None]
-    bounds += [value for name, value in text.to_dict().items() if name.startswith(_SELECTED_KEYS)]
+    bounds += [value for name, value in text.to_dict().items() if name.startswith(SELECTED_KEYS)]
     return min((bound for bound in bounds if type(bound) is int and bound > 1), default=None)
 
 

@@ -51,6 +51,7 @@ from agentrl.engines.models import (
     context_length_thresholds,
     lacks_initial_state,
     model_dtype,
+    num_layers_with_state,
     outermost_layers,
     quote_first_names,
     read_meta_model,
@@ -931,30 +932,26 @@ def _last(name: str) -> str:
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Computes x W' + bias + s x A' B', with frozen W and bias. The matrix products apply the scale s and add the terms
-    up, also in the backward pass, so no further pass over inputs or outputs is needed."""
+    """Computes x W' + bias + s x A' B' of rows x, with frozen W and bias. The matrix products apply the scale s and add
+    the terms up, also in the backward pass, so no further pass over inputs or outputs is needed."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
     ) -> Tensor:
-        rows = inputs.flatten(0, -2)
         inner = rows @ down.t()
         ctx.save_for_backward(rows, weight, down, up, inner)
         ctx.scaling = scaling
-        outputs = F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling)
-        return outputs.view(*inputs.shape[:-1], -1)
+        return F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, down, up, inner = ctx.saved_tensors
-        outputs = gradient.flatten(0, -2)
         by_inner = outputs @ up
         of_inputs = None
         if ctx.needs_input_grad[0]:
             of_inputs = (outputs @ weight).addmm_(by_inner, down, alpha=ctx.scaling)
-            of_inputs = of_inputs.view(*gradient.shape[:-1], -1)
         # beta = 0: the first argument is not read.
         of_down = torch.addmm(torch.empty_like(down), by_inner.t(), rows, beta=0, alpha=ctx.scaling)
         of_up = torch.addmm(torch.empty_like(up), outputs.t(), inner, beta=0, alpha=ctx.scaling)
@@ -984,8 +981,9 @@ class _AdaptedLinear(peft.tuners.lora.Linear):
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
         product: Any = _AdaptedProduct.apply
-        output: Tensor = product(x, base.weight, base.bias, down, up, self.scaling[adapter])
-        return output
+        # Some models change a layer's output in place, which a function's own view does not allow.
+        output: Tensor = product(x.flatten(0, -2), base.weight, base.bias, down, up, self.scaling[adapter])
+        return output.view(*x.shape[:-1], -1)
 
 
 def _add_adapter(
@@ -1040,17 +1038,17 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     Raises:
         ModelError: neither reproduces them, or the model cannot be forwarded at all.
     """
-    reason = "its recurrent layers, which cannot start from a state" if lacks_initial_state(model.config) else ""
     attention = native_attention(model)
+    reason = ""
+    if follow_trees(model) < num_layers_with_state(model.config) or lacks_initial_state(model.config):
+        reason = "its recurrent or convolution layers, which cannot start from a state"
     if model.device.type == "meta":
-        follow_trees(model)
         model.set_attn_implementation(attention if reason else ATTENTION)
         return reason
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
-    follow_trees(model)
     with torch.no_grad(), computing_in_float32(model, _to_float32):
         model.set_attn_implementation(attention)
         try:

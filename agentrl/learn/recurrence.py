@@ -156,16 +156,19 @@ def _join(states: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
     return {number: torch.cat([each[number] for each in states]) for number in states[0]} if states else {}
 
 
-def follow_trees(model: nn.Module) -> None:
-    """Make the recurrent layers of a model compute a prefix tree where they are called with one."""
+def follow_trees(model: nn.Module) -> int:
+    """Make a model's recurrent layers compute a prefix tree where they are called with one; returns their number."""
     takes_cache = {
         kind: "cache_params" in signature(kind.forward).parameters
         for kind in {type(module) for module in model.modules()}
     }
+    num_layers = 0
     for module in model.modules():
         others = (other for other in module.modules() if other is not module)
         if takes_cache[type(module)] and not any(takes_cache[type(other)] for other in others):
             module.forward = _over_tree(module.forward, int(module.layer_idx))  # type: ignore[arg-type]
+            num_layers += 1
+    return num_layers
 
 
 def _over_tree(forward: Callable[..., Any], layer_index: int) -> Callable[..., Any]:

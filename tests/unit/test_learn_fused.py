@@ -183,6 +183,20 @@ def test_an_adapted_layer_computes_what_peft_does_by_matrix_products_alone(bias:
     assert torch.autograd.grad(layer(inputs.detach()).sum(), leaves[1:])  # of the first layer
 
 
+def test_the_output_of_an_adapted_layer_may_be_changed_in_place() -> None:
+    """As Llama 4 and Gemma 3n do."""
+    torch.manual_seed(0)
+    layer = _AdaptedLinear(torch.nn.Linear(12, 10), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
+    layer.base_layer.requires_grad_(False)
+    torch.nn.init.normal_(layer.lora_B["one"].weight)
+    inputs, leaves = torch.randn(2, 5, 12), [layer.lora_A["one"].weight, layer.lora_B["one"].weight]
+    outputs = layer(inputs)
+    outputs *= 2
+    plain = 2 * peft.tuners.lora.Linear.forward(layer, inputs)
+    for one, two in zip(*(torch.autograd.grad(each.square().sum(), leaves) for each in (outputs, plain)), strict=True):
+        assert torch.allclose(one, two, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "full"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_step_with_fused_layers_is_the_same_step(lora: Any, recompute: bool, tmp_path: Path) -> None:

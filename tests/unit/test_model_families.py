@@ -17,9 +17,11 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
+from agentrl.app.plan import with_chosen_settings
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ModelError
-from agentrl.engines.models import check_sparse_attention
+from agentrl.core.model_layers import check_slot_layers
+from agentrl.engines.models import check_sparse_attention, read_model
 from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.recurrence import RecurrencePlan
 from benchmarks.families import shape_digest, vllm_classes
@@ -79,6 +81,39 @@ def test_layers_that_cannot_start_from_a_state_compute_whole_rows(tmp_path: Path
     for device in ("cpu", "meta"):
         policy = load_models(run.trainer_plan, torch.device(device))["policy"]
         assert "cannot start from a state" in policy.unshared
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_convolutions_compute_whole_rows_even_if_their_weights_are_too_small_to_show(
+    tmp_path: Path, device: str
+) -> None:
+    path = write_model("LFM2", tmp_path)
+    policy = load_models(long_run(path).trainer_plan, torch.device(device))["policy"]
+    assert "cannot start from a state" in policy.unshared
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "indexer"),
+        ({"model_type": "glm_moe_dsa", "layer_types": ["indexed_attention"]}, "indexer"),
+        ({"model_type": "wrapped", "text_config": {"layer_types": ["heavily_compressed_attention"]}}, "indexer"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "minimax"}, "lightning"),
+        ({"model_type": "jamba"}, "cannot continue a context"),
+    ],
+)
+def test_what_a_slot_cannot_hold_is_refused_before_anything_is_loaded(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = long_run(tmp_path)
+    with pytest.raises(ModelError, match=rf"{reason}.*\[engine\.vllm\]"):
+        with_chosen_settings(run, {})
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=reason):
+        read_model(tmp_path, dtype=torch.float32, max_context=8)
+    check_slot_layers(write_model("Qwen3", tmp_path / "other"))
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE"])

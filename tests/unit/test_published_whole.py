@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +15,14 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.core.errors import EngineError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.models import language_model_class, model_dtype, read_meta_model, read_model
+from agentrl.engines.models import model_dtype, read_meta_model, read_model
 from agentrl.engines.weights.reading import map_weights_to_state
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.publish import Publisher
 from tests.learn_cases import LORA, run_config, write_model
-from tests.model_families import WRAPPED, family_config, lost_in_publishing
+from tests.model_families import WRAPPED, lost_in_publishing, write_released
 
 WHOLE = [name for name in WRAPPED if name != "Llama 4, with images"]
-
-
-def write_released(name: str, directory: Path, **options: Any) -> Path:
-    """Save a random checkpoint as its released class."""
-    torch.manual_seed(0)
-    config = family_config(name)
-    language_model_class(config).from_config(config).save_pretrained(directory, **options)
-    return directory
 
 
 def add_tensor(file: Path) -> None:

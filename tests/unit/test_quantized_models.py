@@ -24,8 +24,8 @@ from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.publish import Publisher
 from tests.default_starts import default_config, start
 from tests.learn_cases import run_config, write_model, write_tokenizer
+from tests.model_families import write_released
 from tests.quantized_models import write_copy, write_fp8, write_mxfp4
-from tests.unit.test_published_whole import qwen3_5
 
 KINDS = ("qwen3", "moe", "deepseek", "gpt_oss")
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
@@ -140,8 +140,7 @@ def test_a_quantized_model_is_served_by_the_embedded_engine(tmp_path: Path) -> N
 
 def test_further_tensors_are_published_dequantized(tmp_path: Path) -> None:
     """Qwen3.5 in FP8 has a vision tower in bfloat16, and layers that predict several tokens in FP8."""
-    torch.manual_seed(0)
-    qwen3_5().save_pretrained(tmp_path / "source")
+    write_released("Qwen3.5, 3.6", tmp_path / "source")
     tensors = load_file(tmp_path / "source/model.safetensors")
     tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(32, 64)
     save_file(tensors, tmp_path / "source/model.safetensors", {"format": "pt"})

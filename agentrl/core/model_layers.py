@@ -1,0 +1,58 @@
+"""Layers that the embedded engine cannot sample from, by the configuration of a model directory. Reads JSON and imports
+no torch, so that a run with such a model is refused at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.core.errors import ModelError
+from agentrl.core.files import read_json
+
+WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
+"""Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
+one, and RG-LRU keeps its state in the layer."""
+SELECTED_KEYS = ("index_topk", "indexer_budget")
+"""Settings for the number of keys that an indexer selects for attention."""
+_INDEXED_LAYERS = {
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
+_OTHER_CACHES = {
+    "bloom": "add positions to the attention by a mask of their own (ALiBi)",
+    "minimax": "keep the state of lightning attention in a cache of their own",
+    "xlm": "take lengths instead of positions",
+}
+"""Model types, and what of their layers does not fit a slot."""
+
+
+def check_slot_layers(path: Path) -> None:
+    """Refuse a model that the embedded engine cannot sample from, because its layers keep what a slot cannot hold.
+
+    Raises:
+        ModelError: the message names the model type and the layers.
+    """
+    settings = read_json(path / "config.json")
+    text = settings.get("text_config")
+    parts = [part for part in (settings, text) if isinstance(part, dict)]
+    for part in parts:
+        model_type = str(part.get("model_type"))[:40]
+        if model_type in WITHOUT_INITIAL_STATE:
+            raise ModelError(
+                f"{path}: the recurrent layers of {model_type} cannot continue a context from a state in a cache, "
+                "with which the embedded engine samples; add an [engine.vllm] table, which selects vLLM"
+            )
+        kinds = part.get("layer_types")
+        selects = any(str(name).startswith(SELECTED_KEYS) and value for name, value in part.items()) or (
+            isinstance(kinds, list) and not _INDEXED_LAYERS.isdisjoint(map(str, kinds))
+        )
+        why = "select or compress keys with an indexer, whose cache a slot lacks" if selects else ""
+        if why := why or _OTHER_CACHES.get(model_type, ""):
+            raise ModelError(
+                f"{path}: the embedded engine cannot sample from {model_type!a}: its layers {why}. Add an "
+                "[engine.vllm] table, which selects vLLM"
+            )
