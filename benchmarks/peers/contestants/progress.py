@@ -51,7 +51,7 @@ def trl_callback(episodes):
             logs = logs or {}
             if "batch/trained_tokens_per_step" in logs:  # asynchronous: the server knows what was sampled
                 write(step=state.global_step, t=self.ended, sampled=None, trained=logs["batch/trained_tokens_per_step"])
-            elif "completions/mean_length" in logs:
+            elif "completions/mean_length" in logs and "server" not in SETTINGS:  # else: the summary at the end
                 tokens = logs["completions/mean_length"] * episodes
                 write(step=state.global_step, t=self.ended, sampled=tokens, trained=tokens)
 
