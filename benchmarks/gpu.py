@@ -3,17 +3,19 @@
     python -m benchmarks.gpu [--only PIECE …] [--small] [--output FILE]
 
 Uses the torch and vLLM that are installed. Each piece runs in its own process with a time limit, and appends each
-figure to FILE at once, as a line of JSON; the most valuable pieces come first. Without a GPU the command exits with 2,
-unless `--small` proves the code on CPUs, where the figures mean nothing. A piece without the vLLM or the GPU that it
+figure to FILE at once, as a line of JSON; the most valuable pieces come first. Pieces that measure no speed run side by
+side, on a card of less than 64 GiB one by one, which may take five minutes more. Without a GPU the command exits with
+2, unless `--small` proves the code on CPUs, where the figures mean nothing. A piece without the vLLM or the GPU that it
 needs is skipped.
 The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with random weights.
 
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
-random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of the embedded
-engine and of vLLM. `adapter`, `full`, `masks`, `routing`: steps of examples/07_smollm2.toml with vLLM: adapter updates,
-full weights by the device plan's transport, top-p's kept sets, recorded experts; `speculative`: the same with drafts of
-n-grams. `k3` and `max_difference` compare vLLM's log-probabilities with the trainer's. `example_07`, `example_10`: the
-examples as they are, for some steps. `suite`: `pytest -m gpu`.
+random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of vLLM and of the
+embedded engine. `adapter`: steps of examples/07_smollm2.toml with vLLM as it starts by default; and without its
+compilation `full`: full weights by the device plan's transport, `delta`: only what changed of them, `masks`: top-p's
+kept sets, `routing`: recorded experts, `speculative`: drafts of n-grams. `k3` and `max_difference` compare vLLM's
+log-probabilities with the trainer's. `example_07`, `example_10`: the examples as they are, for some steps. `suite`:
+`pytest -m gpu`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,12 +156,18 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
     bench.put(**{name: run.summary[name] for name in ("reward_start", "reward_end", "rl_seconds", "seconds")})
 
 
-def _by_vllm(bench: Bench, *overrides: str, model: Path | None = None) -> None:
-    _train(bench, "07_smollm2.toml", "--engine.vllm={}", *overrides, model=model, steps=2 if bench.small else 4)
-
-
-def _full(bench: Bench) -> None:
-    _by_vllm(bench, "--policies.solver.lora=null", "--policies.solver.learning_rate=1e-5")
+def _by_vllm(
+    bench: Bench, *overrides: str, model: Path | None = None, vllm: str = '{"enforce_eager": true}', publish: str = ""
+) -> None:
+    """Steps with vLLM on a tenth of the memory, because others run beside it; `publish`: all weights, in this way."""
+    settings = [f"--engine.vllm={vllm}", *([] if bench.small else ["--engine.memory_share=0.1"]), *overrides]
+    if publish:
+        settings += [
+            "--policies.solver.lora=null",
+            "--policies.solver.learning_rate=1e-5",
+            f"--engine.publish={publish}",
+        ]
+    _train(bench, "07_smollm2.toml", *settings, model=model, steps=2 if bench.small else 4)
 
 
 def _routing(bench: Bench) -> None:
@@ -168,7 +179,7 @@ def _routing(bench: Bench) -> None:
 
 def _speculative(bench: Bench) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
-    _by_vllm(bench, f"--engine.vllm.speculative_config={drafts}")
+    _by_vllm(bench, vllm=f'{{"enforce_eager": true, "speculative_config": {drafts}}}')
 
 
 def _example_10(bench: Bench) -> None:
@@ -322,6 +333,8 @@ class Piece(NamedTuple):
     """Whether it needs vLLM."""
     card: bool = False
     """Whether it needs a GPU, also with `--small`."""
+    alone: bool = True
+    """Whether another piece beside it would change its figures."""
 
     def missing(self, *, small: bool) -> str:
         """Return what it needs and this machine lacks; empty: nothing."""
@@ -330,20 +343,25 @@ class Piece(NamedTuple):
         return "it needs a GPU" if self.card and small else ""
 
 
+_CHECK = partial(Piece, limit=140, vllm=True, alone=False)
 PIECES = {
     "start": Piece(lambda bench: _train(bench, "07_smollm2.toml", "--engine.vllm=false", steps=1), 45),
     "learner": Piece(_learner, 80),
-    "engine": Piece(_engine, 80),
-    "adapter": Piece(_by_vllm, 50, vllm=True),
-    "full": Piece(_full, 50, vllm=True),
-    "masks": Piece(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), 45, vllm=True, card=True),
-    "routing": Piece(_routing, 45, vllm=True, card=True),
-    "speculative": Piece(_speculative, 40, vllm=True, card=True),
-    "example_07": Piece(lambda bench: _train(bench, "07_smollm2.toml", steps=12), 60),
-    "example_10": Piece(_example_10, 60, vllm=True),
-    "suite": Piece(_suite, 45, card=True),
+    "adapter": _CHECK(partial(_by_vllm, vllm="{}")),
+    "full": _CHECK(partial(_by_vllm, publish="full")),
+    "delta": _CHECK(partial(_by_vllm, publish="delta")),
+    "masks": _CHECK(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), card=True),
+    "routing": _CHECK(_routing, card=True),
+    "speculative": _CHECK(_speculative, card=True),
+    "suite": Piece(_suite, 140, card=True, alone=False),
+    "engine": Piece(_engine, 120),
+    "example_07": Piece(lambda bench: _train(bench, "07_smollm2.toml", steps=12), 90),
+    "example_10": Piece(_example_10, 100, vllm=True),
 }
-"""Pieces in the order of their worth; the limits add up to ten minutes."""
+"""Pieces in the order of their worth. The limits of those that run alone, and the largest of the others, add up to ten
+minutes."""
+_SIDE_BY_SIDE = 64 << 30
+"""Bytes of a card on which pieces run side by side."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -405,13 +423,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("", encoding="utf-8")
     Bench("machine", options.output, options.output.parent, options.small).put(**_about(cards))
-    ended = {}
-    for name in options.only:
+    roomy = min((gpu.memory.total for gpu in gpus()), default=0) >= _SIDE_BY_SIDE
+    ended: dict[str, str] = {}
+
+    def run(name: str) -> None:
         began = time.perf_counter()
         missing = PIECES[name].missing(small=options.small)
         ended[name] = f"skipped: {missing}" if missing else _in_process(name, options)
         bench = Bench(name, options.output, options.output.parent, options.small)
         bench.put(ended=ended[name], took_s=round(time.perf_counter() - began, 1))
+
+    for alone, names in groupby(options.only, key=lambda name: PIECES[name].alone or not roomy):
+        with ThreadPoolExecutor(1 if alone else len(PIECES)) as threads:
+            list(threads.map(run, names))
     failed = [name for name, end in ended.items() if end != "ended" and not end.startswith("skipped")]
     print(json.dumps({"benchmark": "gpu", "pieces": ended, "figures": str(options.output)}), flush=True)
     return 1 if failed else 0

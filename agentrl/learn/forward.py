@@ -28,12 +28,13 @@ with like.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -721,19 +722,15 @@ def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, tree: TreeAttentionMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
-    attend: Any = flex_attention
-    options: Any = None
+    arguments = {"block_mask": tree.block_mask(window), "scale": scale, "enable_gqa": True}
+    output: Tensor
     if compiles_attention(query.device) and (torch.is_grad_enabled() or query.shape[2] > UNFUSED_TOKENS):
-        attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, _shared_memory(query.device))
-    output: Tensor = attend(
-        query,
-        key,
-        value,
-        block_mask=tree.block_mask(window),
-        scale=scale,
-        enable_gqa=True,
-        kernel_options=options,
-    )
+        options = flex_options(query.shape[-1], query.dtype, _shared_memory(query.device))
+        output = _compiled_flex()(query, key, value, **arguments, kernel_options=options)
+        return output
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)  # on purpose
+        output = cast("Any", flex_attention)(query, key, value, **arguments)
     return output
 
 

@@ -27,7 +27,8 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pyt
 
 
 def test_all_pieces_fit_into_ten_minutes() -> None:
-    assert sum(piece.limit for piece in gpu.PIECES.values()) <= 600
+    alone = sum(piece.limit for piece in gpu.PIECES.values() if piece.alone)
+    assert alone + max(piece.limit for piece in gpu.PIECES.values() if not piece.alone) <= 600
 
 
 def test_a_piece_that_hangs_is_cut_off_with_what_it_started_and_its_figures_stay(
