@@ -43,7 +43,9 @@ def read_step_file(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]
     return json.loads(metadata["rows"]), {name: np.asarray(column) for name, column in columns.items()}
 
 
-def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2, num_experts: int = 4) -> Path:
+def write_model(
+    directory: Path, *, kind: str = "qwen3", key_heads: int = 2, num_experts: int = 4, head_dim: int = 8
+) -> Path:
     """A random two-layer model with tied embeddings, saved as a Hugging Face directory; float32."""
     import torch
     from transformers import (
@@ -71,7 +73,7 @@ def write_model(directory: Path, *, kind: str = "qwen3", key_heads: int = 2, num
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": key_heads,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "initializer_range": 0.2,

@@ -25,6 +25,7 @@ from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy,
 from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
+from agentrl.core import machine
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
@@ -470,6 +471,26 @@ def check_quantized_models(config: RunConfig) -> None:
                     f"(policies.{name}.lora.rank = 16, without merge), give a 16-bit copy of the model, or set "
                     "engine.vllm = false for the embedded engine"
                 )
+
+
+def check_adapter_dtype(config: RunConfig) -> None:
+    """Refuse float32 where vLLM serves adapters on a GPU: its kernels for them compute in 16 bits alone.
+
+    Raises:
+        ConfigError: the message names the setting.
+        ModelError: a directory holds no model.
+    """
+    if config.engine.kind != "vllm" or not machine.gpus():
+        return
+    from agentrl.engines.models import dtype_name, model_dtype
+
+    for base in config.bases:
+        served = any(policy.lora is not None and not policy.lora.merge for policy in base.trained.values())
+        if served and dtype_name(model_dtype(base.path, config.model.dtype, "cpu")) == "float32":
+            raise ConfigError(
+                f"on a GPU vLLM serves adapters in 16 bits only, and {base.path} computes in float32: set "
+                'model.dtype = "bfloat16", or engine.vllm = false for the embedded engine'
+            )
 
 
 def check_context_ranks(plan: TrainerPlan) -> None:

@@ -107,7 +107,7 @@ _REWARD_MODELS: dict[str, Any] = {
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.dtype:
+def model_dtype(path: str | Path, setting: str, device: torch.device | str) -> torch.dtype:
     """Return the dtype in which a model computes on a device.
 
     Args:
@@ -123,6 +123,7 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
     dtype = _checkpoint_dtype(Path(path)) if setting == "auto" else getattr(torch, setting)
     if dtype is torch.float16:
         dtype = torch.float32
+    device = torch.device(device)
     lacking = device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False)
     if not lacking:
         try:

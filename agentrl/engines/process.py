@@ -54,7 +54,9 @@ MAKE_ROOM = (
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 1 << 16
 """Bytes at the end of a log that are searched for an error."""
-_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*\S")
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception)(?:: .*\S|$)")
+_ASSERTION = re.compile(r"\bassert .*\S")
+"""The statement in a traceback, which says more than an assertion without a message."""
 _ERROR_LENGTH = 300
 SILENCE_S = 300.0
 """Seconds of silence after which a child process counts as hung."""
@@ -303,8 +305,13 @@ def logged_error(*, ignore: str) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:  # the system has no /proc
         return "the engine's log has the cause"
-    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and not re.search(ignore, line)]
-    return f"{errors[-1][:_ERROR_LENGTH] if errors else 'no error was logged'}; its output is in {log}"
+    error, statement = "no error was logged", ""
+    for line in lines:
+        if found := _ASSERTION.search(line):
+            statement = found[0]
+        elif (match := _ERROR.search(line)) and not re.search(ignore, line):
+            error = f"{match[0]}: {statement}" if match[0] == "AssertionError" and statement else match[0]
+    return f"{error[:_ERROR_LENGTH]}; its output is in {log}"
 
 
 class PrivateDirectory:

@@ -45,10 +45,20 @@ ValueError: an older one
 (EngineCore pid=7) ERROR [core.py:1] RuntimeError: no kernel for head_dim 16
 (EngineCore pid=7) ERROR [core.py:1] vllm.EngineDeadError: EngineCore encountered an issue. See above.
 """
+ASSERTION = """\
+(EngineCore pid=7) ERROR [core.py:1]     assert weight.dtype in [torch.float16, torch.bfloat16]
+(EngineCore pid=7) ERROR [core.py:1]            ^^^^^^^^^^^^
+(EngineCore pid=7) ERROR [core.py:1] AssertionError
+"""
 
 
 @pytest.mark.parametrize(
-    ("logged", "error"), [(LOGGED, "RuntimeError: no kernel for head_dim 16"), ("Killed\n", "no error was logged")]
+    ("logged", "error"),
+    [
+        (LOGGED, "RuntimeError: no kernel for head_dim 16"),
+        (ASSERTION, "AssertionError: assert weight.dtype in [torch.float16, torch.bfloat16]"),
+        ("Killed\n", "no error was logged"),
+    ],
 )
 def test_the_cause_of_a_death_is_found_in_the_log(tmp_path: Path, logged: str, error: str) -> None:
     log = tmp_path / "engine.log"

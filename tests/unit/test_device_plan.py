@@ -328,16 +328,18 @@ ONE = "echo '0, GPU-aa, NVIDIA L4, 580.65.06, 23034, 22000'"
 
 
 def stored_model(path: Path, parameters: int) -> str:
-    """Write the header of a model's weights, which is all that tells its size."""
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [parameters], "data_offsets": [0, 4 * parameters]}})
+    """Write what tells a model's size and dtype: the header of its weights, and its configuration."""
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 2 * parameters]}})
     path.mkdir()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (path / "config.json").write_text('{"model_type": "qwen3", "dtype": "bfloat16"}')
     return str(path)
 
 
-def open_engine(model: str, **sections: Any) -> RunConfig:
+def open_engine(path: str, *, dtype: str = "auto", **sections: Any) -> RunConfig:
     """A run whose engine is open."""
-    config = {"environment": {"id": "unused"}, "model": {"path": model}, "policies": {"policy": {"lora": {}}}}
+    model = {"path": path, "dtype": dtype}
+    config = {"environment": {"id": "unused"}, "model": model, "policies": {"policy": {"lora": {}}}}
     return RunConfig.model_validate(config | sections)
 
 
@@ -371,6 +373,7 @@ def test_a_run_on_a_gpu_takes_vllm_if_it_can_and_says_why(monkeypatch: pytest.Mo
     [
         (ONE, "0.31.2", {}, "older than 0.32"),
         (ONE, "0.32.0", {"deterministic": True}, "deterministic = true"),
+        (ONE, "0.32.0", {"dtype": "float32"}, 'model.dtype = "bfloat16"'),
         (TWO, "0.32.0", {}, "0.1 are free"),
         (ONE, "0.32.0", {"engine": {"replicas": 3}}, "do not fit on 1 GPU"),
     ],
@@ -422,7 +425,7 @@ def test_small_models_stay_on_the_cpu_unless_a_gpu_is_asked_for(
     install_vllm(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    small = open_engine(str(repository / "environments/calculator/model"))
+    small = open_engine(str(repository / "environments/calculator/model"), dtype="bfloat16")
     large = open_engine(stored_model(tmp_path / "model", MIN_GPU_PARAMETERS))
     config, line = with_chosen_engine(small, {})
     assert config == small

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.errors import ModelError
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from benchmarks import gpu
 
 
@@ -24,6 +26,13 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pyt
     assert gpu.main(["--output", str(tmp_path / "gpu.jsonl")]) == 2
     assert "there is no GPU" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_random_model_of_a_run_fits_its_tokenizer(tmp_path: Path) -> None:
+    bench = gpu.Bench("start", tmp_path / "gpu.jsonl", tmp_path, small=True)
+    TemplateChatFormat.load(bench.random_qwen3(**gpu.FEW_TOKENS))
+    with pytest.raises(ModelError, match="the tokenizer has only"):
+        TemplateChatFormat.load(bench.random_qwen3(vocab_size=gpu.QWEN3["vocab_size"]))
 
 
 def test_all_pieces_fit_into_ten_minutes() -> None:
