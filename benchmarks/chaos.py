@@ -82,7 +82,7 @@ class Kind:
 
 SCRIPTED = Kind("scripted", 40, {"orchestrator": 35, "engine": 30, "trainer": 30, "pause": 5}, 1.2, 2.5)
 REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 10, "pause": 5}, 8.0, 20.0)
-_OF_RANKS = {"orchestrator": 20, "engine": 25, "worker": 25, "rank": 30}
+_OF_RANKS = {"engine": 30, "worker": 30, "rank": 40}
 RANKS = [
     Kind(name, 12, _OF_RANKS, 1.0, 20.0, one_victim=True, after_progress=True, deterministic=deterministic)
     for name, deterministic in (("experts", True), ("context", True), ("admission", False))
@@ -182,7 +182,7 @@ class Chaos:
 
     def _one_life(self, process: subprocess.Popen[bytes], directory: Path, kills: int) -> int:
         """Kill processes of a life until it ends; its exit code."""
-        early = not self._next and self._rng.random() < 0.25
+        early = "orchestrator" in self._kind.weights and not self._next and self._rng.random() < 0.25
         again = False
         while True:
             if self._kind.after_progress and not early and not again and not self._progressed(process, directory):
