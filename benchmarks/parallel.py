@@ -1,4 +1,4 @@
-"""What ranks compute together, and what of published weights travels to engines on other machines.
+"""What ranks compute together, and what weights and recorded experts cost on their way between machines.
 
     python -m benchmarks.parallel [--quick] [--part PART]
 
@@ -25,6 +25,11 @@
 * `smollm2`: the same of SmolLM2-135M-Instruct in the last four of eight steps: `smollm2_delta_bytes`,
   `smollm2_changed_numbers`, `smollm2_changed_predicted`, `smollm2_digest_errors`, and each at 1e-5. Needs
   `make smollm2`.
+* `routing`: turns of 512 new and 512 sampled tokens from a worker to a rank, through the receiver on the run's host.
+  `receiver_tokens_per_cpu_s`, `worker_tokens_per_cpu_s`, `reader_tokens_per_cpu_s`: tokens for each CPU second of the
+  receiver, the sending worker, and the reading rank. The same with `_routed` and `_routed_512`: with the experts of 48
+  layers, 8 for each position, of 128 and 512. `receiver_routing_ratio`: largest slowdown of the receiver by routing;
+  `receiver_routing_control`: the same if entries hold the routing.
 """
 
 from __future__ import annotations
@@ -40,6 +45,10 @@ FIGURES = (
     *("smollm2_delta_bytes", "smollm2_changed_numbers", "smollm2_changed_predicted", "smollm2_digest_errors"),
     *("smollm2_delta_bytes_1e_5", "smollm2_changed_numbers_1e_5", "smollm2_changed_predicted_1e_5"),
     "smollm2_digest_errors_1e_5",
+    *("receiver_tokens_per_cpu_s", "receiver_tokens_per_cpu_s_routed", "receiver_tokens_per_cpu_s_routed_512"),
+    *("worker_tokens_per_cpu_s", "worker_tokens_per_cpu_s_routed", "worker_tokens_per_cpu_s_routed_512"),
+    *("reader_tokens_per_cpu_s", "reader_tokens_per_cpu_s_routed", "reader_tokens_per_cpu_s_routed_512"),
+    *("receiver_routing_ratio", "receiver_routing_control"),
 )
 
 if __name__ == "__main__":

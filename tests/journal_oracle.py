@@ -296,10 +296,19 @@ class _Judge:
             counts = [c for (c,) in struct.iter_unpack("<i", columns["kept"][: 4 * count])]
             if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(columns["kept"]) - 4 * count:
                 self.say("entries", f"{where}: kept sets of {len(counts)} of {count} tokens")
+        if len(body) > 20 and body[20] is not None:
+            self.read_routing(*body[20], where)
         versions = tuple(tuple(version) for _, _, version in spans)
         counted = count if any(logprobs) else _tokens_of_endpoint(body[9], count)
         lengths = (len(context) // 4, count, counted, parent_context)
         own.turns.append(Turn(seat, index, row, number, *lengths, versions, _state(body)))
+
+    def read_routing(self, digest: bytes, folder: str, host: str, where: str) -> None:
+        if not re.fullmatch("[0-9a-f]{32}", folder) or len(digest) != 32:
+            self.say("entries", f"{where}: its routing is {digest.hex()} in {folder}")
+        file = self.run / "journal/routing" / folder / digest.hex()
+        if not host and file.exists() and hashlib.sha256(file.read_bytes()).digest() != digest:
+            self.say("entries", f"{where}: {file} is damaged")
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -617,7 +626,7 @@ class _Judge:
             for credit in sorted(rows, key=lambda each: (each["seat"], each["agent"])):
                 by_row: dict[int, list[list[Any]]] = defaultdict(list)
                 for turn in self.turns_of(episode, attempt, credit["seat"], credit["agent"]):
-                    if "experts" in turn[7][2]:
+                    if "experts" in turn[7][2] or (len(turn) > 20 and turn[20] is not None):
                         return  # experts may have made several pieces of a row
                     by_row[turn[4]].append(turn)
                 for _, turns in sorted(by_row.items()):

@@ -64,6 +64,7 @@ from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
+from agentrl.journal.routing import RoutingReader, read_locally
 from agentrl.journal.rows import ForkPrefixes, assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.external.agent import external_turns_with_context, is_external_turn
@@ -576,11 +577,12 @@ def _close(then: float | None, now: float) -> bool:
 
 
 def _step_inputs(reader: RunReader, turns: TurnLogReader, line: StepLine) -> Iterator[TrainingSample]:
-    prefixes = ForkPrefixes(reader.journal)
+    prefixes, routing = ForkPrefixes(reader.journal), RoutingReader(read_locally(reader.journal))
     for unit in _units(reader, line.policy, line.lineage, line.step):
         key = AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
-        yield from unit_samples(unit, assemble_trajectories(entries, line.policy, prefixes.of(entries)))
+        rows = assemble_trajectories(entries, line.policy, prefixes.of(entries))
+        yield from unit_samples(unit, *routing.attach([unit], [rows]))
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:

@@ -43,6 +43,7 @@ from agentrl.journal.entries import (
     episode_digest,
 )
 from agentrl.journal.port import Admission, ControlRecord, EpisodeEnd
+from agentrl.journal.routing import move_routing
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.external.agent import cut_at_text
 from agentrl.rollout.scoring.retrying import call_engine
@@ -423,7 +424,10 @@ class ClientSampler:
             )
             entries = [
                 JournalEntry(episode_id, 0, call_id, b"", encode_body(body))
-                for call_id, body in (("begin", begin), (ids.call_id(ids.ROOT_STRAND, 0), turn))
+                for call_id, body in (
+                    ("begin", begin),
+                    (ids.call_id(ids.ROOT_STRAND, 0), move_routing(turn, self._log, episode_id, 0)),
+                )
             ]
             for entry in entries:
                 self._log.append(entry)

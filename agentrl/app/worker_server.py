@@ -33,7 +33,6 @@ from agentrl.core import ids, rpc
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
 from agentrl.core.errors import VERSION_GONE, AgentRLError, EpisodeError, format_foreign_error
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.process import die_with_parent
@@ -41,6 +40,7 @@ from agentrl.engines.remote.client import EngineClient
 from agentrl.engines.router import SamplerRouter
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
+from agentrl.journal.routing import HostRoutingStore, RoutingStore
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog
 from agentrl.observe.blocked_loop import watch_event_loop
@@ -348,11 +348,11 @@ async def _serve(connection: socket.socket) -> None:
 
 async def _open_log(work: wire.WorkerSetup, tell: Callable[[str], None]) -> WorkerTurnLog:
     """Open the worker's partition, on this host or on the run's."""
-    if work.journal.startswith(SCHEME):
-        return await StreamedTurnLog.open(work.journal, work.number)
-    return await retry_until_writer_exits(
-        lambda: SqliteTurnLog.open(Path(work.journal), str(work.number)), tell, SystemClock()
-    )
+    journal = Path(work.journal)
+    if work.receiver:
+        routing = HostRoutingStore(work.host) if work.host else RoutingStore.of_journal(journal)
+        return await StreamedTurnLog.open(work.receiver, work.number, routing)
+    return await retry_until_writer_exits(lambda: SqliteTurnLog.open(journal, str(work.number)), tell, SystemClock())
 
 
 async def _tell_advanced(server: WorkerServer) -> None:

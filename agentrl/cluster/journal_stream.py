@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.records import ForkPoint
+    from agentrl.core.tokens import RoutingReference
     from agentrl.engines.process import ConnectedChildProcess
+    from agentrl.journal.routing import RoutingStore
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
@@ -141,10 +143,13 @@ TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
 
 class StreamedTurnLog:
-    """Partition on the run's host; implements `WorkerTurnLog`."""
+    """Partition on the run's host; implements `WorkerTurnLog`. Expert routing stays on this host."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, routing: RoutingStore
+    ) -> None:
         self.name = name
+        self._routing = routing
         self._connection = rpc.Connection(reader, writer, TO_WORKER)
         self._connection.start(lambda message: None, on_end=self._on_end, name="journal's answers")
         self._is_closed = False
@@ -152,8 +157,13 @@ class StreamedTurnLog:
         """Recorded entries of attempts that were taken over, held until they are read."""
 
     @staticmethod
-    async def open(address: str, worker: int) -> StreamedTurnLog:
+    async def open(address: str, worker: int, routing: RoutingStore) -> StreamedTurnLog:
         """Connect to the receiver.
+
+        Args:
+            address: address that the receiver granted.
+            worker: number of the worker.
+            routing: the expert routing on this host.
 
         Raises:
             EngineLostError: the receiver cannot be reached from here, perhaps only for a while.
@@ -166,11 +176,14 @@ class StreamedTurnLog:
                 f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
                 f"{where.host} ({error}); docs/reference/security.md says which connections the network must allow"
             ) from error
-        return StreamedTurnLog(f"turns-{worker}.db", reader, writer)
+        return StreamedTurnLog(f"turns-{worker}.db", reader, writer, routing)
 
     def append(self, entry: JournalEntry) -> None:
         check_entry_size(entry)
         self._connection.send(Append(entry=entry, partial=False))
+
+    def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> RoutingReference:
+        return self._routing.put(episode_id, attempt, routing)
 
     def append_partial(self, entry: JournalEntry) -> None:
         self._connection.send(Append(entry=entry, partial=True))
@@ -251,6 +264,7 @@ class JournalReceiver:
     def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
         self._received, self._per_second, self._heard_at = 0, 0.0, clock.monotonic()
         """Bytes of entries that the process has received, their rate at its last heartbeat, and the time of that."""
+        self.host = host
         self._clock = clock
         self._receive = StartReceiver(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice, refuse_links
+from agentrl.journal.routing import ROUTING
 from agentrl.journal.run_process import ERROR_FILE, LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
 from agentrl.observe.run_state import MIRRORS_FILE
@@ -38,7 +39,8 @@ PIECE_BYTES = 4 << 20
 TRIES = 64
 """Maximum number of snapshots of the control log; one is discarded if a version was published while new entries were
 read."""
-MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps")
+ROUTING_DIRECTORY = f"journal/{ROUTING}"
+MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps", ROUTING_DIRECTORY)
 """Directories whose files never change after they are written."""
 LINK_DIRECTORIES = ("policies", "best")
 """Directories of links to versions."""
@@ -243,7 +245,7 @@ class Mirror:
             target = Path(scratch) / CONTROL_FILE
             state_files = self._send_state(run, control, target, had)
             self._send(CONTROL, target)
-        for folder in ("versions", "steps", "."):
+        for folder in ("versions", "steps", ROUTING_DIRECTORY, "."):
             state_files += self._send_all(folder, had)
         self._call("finish", [*state_files, CONTROL], self._links())
         return MirrorRound(clock.monotonic() - began, self._sent)

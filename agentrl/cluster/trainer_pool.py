@@ -1,8 +1,9 @@
 """Implements the trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` of the same weights.
 
 The control path passes batches by reference. Every rank reads its share of the token data itself: on the run's host
-from the journal, elsewhere as Ray objects from an actor on the run's host. Rank 0 is on the run's host and is the
-only one that writes the run's files. The ranks form one torch.distributed group through a store that rank 0 serves.
+from the journal, elsewhere as Ray objects from an actor on the run's host. It reads expert routing from the host that
+recorded it. Rank 0 is on the run's host and is the only one that writes the run's files. The ranks form one
+torch.distributed group through a store that rank 0 serves.
 Owns: actors, their order and nodes, the consequences of a failed rank for all. Does not own: training
 (`learn.trainer`), the Ray session (`session.py`). Invariants: every call goes to all ranks; a step that failed on one
 rank is discarded on all; a dead rank, node or Ray ends the group with an error that names it. Nothing is retried: the
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from agentrl.cluster.session import (
     process_scheduling_strategy,
     shorten_ray_error,
 )
+from agentrl.config.devices import Node
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
@@ -38,14 +41,18 @@ from agentrl.core.futures import retrieve_exception
 from agentrl.core.machine import rare_collections
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.process import gpu_visibility_variables
+from agentrl.journal.routing import HostRoutingStore, RoutingReader, RoutingStore
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
+    from agentrl.core.tokens import RoutingReference
+    from agentrl.credit.samples import ReadUnits
     from agentrl.engines.weights.gloo import Rendezvous
     from agentrl.engines.weights.senders import WeightDestination
+    from agentrl.journal.routing import LostRouting
 
 PATIENCE_S = 60.0
 """Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
@@ -78,6 +85,7 @@ RANK_MODULES = (
     "agentrl.credit.advantages",
     "agentrl.credit.samples",
     "agentrl.journal.rows",
+    "agentrl.journal.routing",
 )
 """Modules that contain the computation of a rank."""
 
@@ -106,17 +114,33 @@ class RunFileServer:
     """Actor on the run's host from which ranks on other hosts read; its results travel as Ray objects."""
 
     def __init__(self, run_directory: str) -> None:
-        from agentrl.journal.rows import make_unit_reader
+        from agentrl.journal.rows import make_row_reader
 
-        self._read = make_unit_reader(Path(run_directory))
+        journal = Path(run_directory) / "journal"
+        self._read, self._routing = make_row_reader(journal), RoutingStore.of_journal(journal)
 
     def units(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
-        """Return the trajectories of each unit's episode."""
+        """Return the trajectories of each unit's episode, without routing."""
         return self._read(units)
+
+    def routing(self, references: Sequence[RoutingReference]) -> Sequence[bytes | LostRouting]:
+        """Read the expert routing on the run's host; see `ReadRouting`."""
+        return self._routing.read(references)
 
     def read_bytes(self, path: Path, start: int, count: int) -> bytes:
         """Return a part of a file of a checkpoint."""
         return read_bytes(path, start, count)
+
+
+class RoutingServer:
+    """Actor on another host, from which ranks read the expert routing that workers wrote there."""
+
+    def __init__(self, host: str) -> None:
+        self._routing = HostRoutingStore(host)
+
+    def routing(self, references: Sequence[RoutingReference]) -> Sequence[bytes | LostRouting]:
+        """Read the expert routing on this host; see `ReadRouting`."""
+        return self._routing.read(references)
 
 
 class TrainerRank:
@@ -153,6 +177,9 @@ class TrainerRank:
         # The run directory is on another host, from which this one reads.
         self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
         self._directory = Path(run_directory if self._private is None else self._private.name)
+        self._routing = RoutingReader(self._read_routing)
+        self._routing_servers: dict[str, Any] = {}
+        """`RoutingServer` actor on each host from which this rank has read."""
 
     def host_name(self) -> str:
         """Return the name of the actor's node; shows that the actor runs."""
@@ -191,21 +218,68 @@ class TrainerRank:
             self._plan,
             self._directory,
             ranks=ranks,
-            read=None if self._files is None else self._read,
+            read=self._make_reader(),
             read_file=read_bytes if self._files is None else self._read_file,
             loss=self._loss,
         )
 
-    def _read(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
-        trajectories: Sequence[Sequence[Trajectory]] = self._fetch(self._files.units.remote(units))
-        return trajectories
+    def _make_reader(self) -> ReadUnits:
+        from agentrl.journal.rows import make_row_reader
+
+        read_rows = None if self._files is not None else make_row_reader(self._directory / "journal")
+
+        def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+            rows = self._fetch(self._files.units.remote(units)) if read_rows is None else read_rows(units)
+            return self._routing.attach(units, rows)
+
+        return read
+
+    def _read_routing(self, references: Sequence[RoutingReference]) -> Sequence[bytes | LostRouting]:
+        """Read expert routing from the hosts that have it; see `ReadRouting`."""
+        by_host: dict[str, list[RoutingReference]] = {}
+        for reference in references:
+            by_host.setdefault(reference.host, []).append(reference)
+        answers = {host: self._ask_for_routing(host, of_host) for host, of_host in by_host.items()}
+        contents: dict[str, Iterator[bytes | LostRouting]] = {}
+        for host, answer in answers.items():
+            try:
+                contents[host] = iter(answer if isinstance(answer, list) else self._fetch(answer, host))
+            except TrainerLostError as error:
+                if not host:
+                    raise
+                self._routing_servers.pop(host, None)
+                contents[host] = itertools.repeat(f"{error}")
+        return [next(contents[reference.host]) for reference in references]
+
+    def _ask_for_routing(
+        self, host: str, references: Sequence[RoutingReference]
+    ) -> list[bytes | LostRouting] | ObjectRef[Any]:
+        """Read the routing of a host if this rank is there; otherwise ask for it."""
+        if not host:
+            if self._files is None:
+                return RoutingStore.of_journal(self._directory / "journal").read(references)
+            reference: ObjectRef[Any] = self._files.routing.remote(references)
+            return reference
+        if host == self._addresses[self._rank]:
+            return HostRoutingStore(host).read(references)
+        import ray
+
+        if host not in self._routing_servers:
+            alive = (node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host)
+            if (node := next(alive, None)) is None:
+                return [f"host {host[:100]} has left"] * len(references)
+            server_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RoutingServer)
+            strategy = node_scheduling_strategy(Node(str(node["NodeID"]), host))
+            self._routing_servers[host] = server_class.options(scheduling_strategy=strategy).remote(host)
+        reference = self._routing_servers[host].routing.remote(references)
+        return reference
 
     def _read_file(self, path: Path, start: int, count: int) -> bytes:
         data: bytes = self._fetch(self._files.read_bytes.remote(path, start, count))
         return data
 
-    def _fetch(self, reference: ObjectRef[Any]) -> Any:
-        """Fetch a result from the actor on the run's host.
+    def _fetch(self, reference: ObjectRef[Any], host: str = "") -> Any:
+        """Fetch a result from the actor on a host; "" is the run's.
 
         Raises:
             AgentRLError, OSError: the actor raised it.
@@ -220,9 +294,10 @@ class TrainerRank:
                 raise error.cause from None
             raise
         except ray.exceptions.RayError as error:
+            place = f"host {host[:100]}" if host else "the run's host"
             raise TrainerLostError(
-                f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from the run's host "
-                f"({shorten_ray_error(error)})"
+                f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from "
+                f"{place} ({shorten_ray_error(error)})"
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:

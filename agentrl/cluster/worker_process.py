@@ -179,7 +179,9 @@ class WorkerProcess:
             raise EngineLostError("the worker's process is not connected")
         work = self._work
         if self._receiver is not None:
-            work = msgspec.structs.replace(work, journal=await self._receiver.grant(work.number))
+            receiver, host = await self._receiver.grant(work.number), self.node
+            host = "" if host == self._receiver.host else host
+            work = msgspec.structs.replace(work, receiver=receiver, host=host)
         await self._connection.ask(0, work)
         self.is_ready = True
         self._owner.ready(self)

@@ -64,7 +64,7 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
     plan: dict[str, Any]
     """The worker's part of the run's plan."""
     journal: str
-    """Directory of the journal; on another host than the run's, the address of the journal's receiver."""
+    """Directory of the journal on the run's host."""
     environments: dict[str, str]
     """References to classes that `registry.resolve` cannot find by name in another process."""
     sources: dict[str, str]
@@ -77,6 +77,10 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
     """Code of the scorers' functions, by the scorer's name."""
     kept_scores: dict[str, dict[bytes, Score]]
     """Scores of earlier attempts of the run, by the scorer's name and the hash of the content."""
+    receiver: str = ""
+    """Address of the journal's receiver; "" if the worker writes its partition itself."""
+    host: str = ""
+    """Address of the worker's node; "" for the run's host."""
 
 
 class EngineAddresses(rpc.WireMessage, frozen=True):

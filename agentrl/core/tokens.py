@@ -240,7 +240,8 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
 
         header = [*self.rows.shape, self.start, *(number for restart in self.restarts for number in restart)]
         numbers = np.array([len(header), *header], "<i4")
-        return numbers.tobytes() + self.rows.astype(f"<u{self.rows.itemsize}", copy=False).tobytes()
+        rows = np.ascontiguousarray(self.rows, f"<u{self.rows.itemsize}")
+        return b"".join((numbers.data, rows.data))  # one copy: it may have many megabytes
 
     @staticmethod
     def decode(data: bytes, *, plain: bool) -> ExpertRouting:
@@ -266,6 +267,26 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
         if any(row >= stop for (row, _), (stop, _) in pairwise([(0, 0), *restarts, (len(rows), 0)])):
             raise ValueError("the restarts of its expert routing are not in order")
         return ExpertRouting(rows, header[3], restarts)
+
+
+class RoutingReference(msgspec.Struct, frozen=True, array_like=True):
+    """The name of a turn's encoded `ExpertRouting`, which is stored beside the journal (`journal.routing`)."""
+
+    digest: bytes
+    """SHA-256 of the content."""
+    folder: str
+    """Name of the attempt's directory."""
+    host: str = ""
+    """Address of the node that has it; "" for the run's host."""
+
+
+class RecordedRouting(NamedTuple):
+    """The routing of a turn of a row, not yet read."""
+
+    turn: int
+    end: int
+    """Length of the row after the turn, which its routing does not exceed."""
+    reference: RoutingReference
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
@@ -506,6 +527,10 @@ class TrajectoryRow(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
     turn_index: Int32Array
     loss_mask: BoolArray
     temperature: float = 1.0
+    recorded_routing: tuple[RecordedRouting, ...] = ()
+    """Routing of its turns that was not read yet; `experts` is then unknown."""
+    lost_routing: int = 0
+    """Number of turns whose recorded routing could not be read."""
 
     def trainable(self) -> Iterator[TrajectoryRow]:
         """Yield the row once for each routing of its tokens, with its `experts` at all positions before them, and a
@@ -519,7 +544,8 @@ class TrajectoryRow(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
         for start, stop, experts in spans:
             here = np.arange(len(self))
             mask = loss_mask if len(spans) == 1 else loss_mask & (start <= here) & (here < stop)
-            yield msgspec.structs.replace(self, loss_mask=mask, experts=ExpertRouting(experts))
+            lost = self.lost_routing if stop == len(self) else 0  # counted once
+            yield msgspec.structs.replace(self, loss_mask=mask, experts=ExpertRouting(experts), lost_routing=lost)
         if not spans:
             yield self.with_column("loss_mask", loss_mask)
 
@@ -537,6 +563,8 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
     """Number of the agent within its seat."""
     is_cut: bool = False
     """Whether a limit ended the agent's conversation at the end of this row."""
+    lost_routing: int = 0
+    """Number of turns of the row whose recorded routing could not be read; 0 in all but one sample of a row."""
 
 
 class ClientRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):

@@ -95,7 +95,8 @@ def _samples(
     by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
     for part in row.trainable():
-        columns = {name: getattr(part, name) for name in TrajectoryRow.__struct_fields__}
+        names = (name for name in TrajectoryRow.__struct_fields__ if name != "recorded_routing")
+        columns = {name: getattr(part, name) for name in names}
         columns["advantages"] = np.where(part.loss_mask, advantages, np.float32(0))
         yield TrainingSample(
             **columns, episode_id=episode_id, row_index=row_index, seat=credit.seat, agent=credit.index

@@ -24,10 +24,11 @@ from agentrl.core.choices import Choices
 from agentrl.core.column_files import decode_columns
 from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.files import open_regular, read_at_most
-from agentrl.core.tokens import Tokens
+from agentrl.core.tokens import ExpertRouting, Tokens
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import pruned_file_error
+from agentrl.journal.routing import decode_routing, read_locally
 
 if TYPE_CHECKING:
     from array import array
@@ -246,6 +247,11 @@ class AssembledTokenRow(msgspec.Struct, frozen=True, kw_only=True):
     first: int = 0
     """Number of the agent's first turn that was sampled in this episode; a fork inherited those before it."""
 
+    def sampled_turns(self) -> Iterator[tuple[TurnEntry, Tokens]]:
+        """Yield each turn with its sampled tokens."""
+        for turn, (_, sampled) in zip(self.turns, self.tables, strict=True):
+            yield turn, sampled
+
 
 class StepTokenValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
@@ -268,7 +274,8 @@ def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read
     for token_row in assemble_token_rows(view, problems):
         words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
         step_values = newest_step_token_values(reader, view, token_row, problems, read)
-        tokens = list(_tokens(token_row, words, step_values))
+        routing = [_routing(reader.journal, turn, sampled, problems) for turn, sampled in token_row.sampled_turns()]
+        tokens = list(_tokens(token_row, words, step_values, routing))
         step = None if step_values is None else step_values.step
         rows.append(
             TokenRow(
@@ -414,17 +421,20 @@ def newest_step_token_values(
 
 
 def _tokens(
-    token_row: AssembledTokenRow, vocabulary: Vocabulary, step_values: StepTokenValues | None
+    token_row: AssembledTokenRow,
+    vocabulary: Vocabulary,
+    step_values: StepTokenValues | None,
+    routing: Sequence[ExpertRouting | None],
 ) -> Iterator[EpisodeToken]:
     position = 0
-    for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
+    for turn, (context, sampled), experts in zip(token_row.turns, token_row.tables, routing, strict=True):
         token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
         counts = [0] * len(token_ids) if sampled.kept is None else sampled.kept.counts.tolist()
         says = _bytes_as_text if _is_bytes(turn, token_ids) else vocabulary.text
         for token in context.token_ids.tolist():
             yield EpisodeToken(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
             position += 1
-        versions, experts = _versions(sampled), _experts(sampled)
+        versions, digests = _versions(sampled), _expert_digests(experts)
         for token, logprob, count, version in zip(token_ids, logprobs, counts, versions, strict=True):
             yield EpisodeToken(
                 position=position,
@@ -435,7 +445,7 @@ def _tokens(
                 logprob=_finite(logprob),
                 version=version,
                 kept=count if count > 0 else None,
-                routing=experts.get(position),
+                routing=digests.get(position),
                 **_training(step_values, position, is_forced=count == 1),
             )
             position += 1
@@ -463,9 +473,21 @@ def _versions(tokens: Tokens) -> list[str | None]:
     return versions
 
 
-def _experts(tokens: Tokens) -> dict[int, str]:
+def _routing(journal: Path, turn: TurnEntry, sampled: Tokens, problems: list[str]) -> ExpertRouting | None:
+    """Return the expert routing of a turn, if it was recorded and is not lost."""
+    if turn.routing is None:
+        return sampled.experts
+    (content,) = read_locally(journal)([turn.routing])
+    try:
+        return decode_routing(content, plain=True)
+    except ValueError as error:
+        problems.append(f"{turn.name}: its expert routing is lost: {error}")
+        return None
+
+
+def _expert_digests(experts: ExpertRouting | None) -> dict[int, str]:
     """Return a digest of each position's experts; if it was computed twice, of the newest."""
-    stretches = [] if tokens.experts is None else tokens.experts.stretches()
+    stretches = [] if experts is None else experts.stretches()
     return {
         position: hashlib.blake2b(bytes(row), digest_size=4).hexdigest()
         for start, rows in stretches

@@ -25,7 +25,7 @@ import msgspec
 
 from agentrl.core.errors import EntriesError
 from agentrl.core.records import REWARD, ForkPoint, PolicyVersion
-from agentrl.core.tokens import EncodedTokens, Tokens, decode_token_ids
+from agentrl.core.tokens import EncodedTokens, RoutingReference, Tokens, decode_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -120,7 +120,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Number of the agent's turn over all its rows, from 0."""
     context_ids: bytes  # <i4, new context tokens before the sampled ones
     tokens: EncodedTokens
-    """The reply. Its versions may be those of another policy: a past version of it held the seat."""
+    """The reply. Its versions may be those of another policy: a past version of it held the seat. See `routing`."""
     finish_reason: str
     text: str
     messages: tuple[dict[str, Any], ...]
@@ -141,6 +141,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Request of an external agent; None: `run()` asked for the turn."""
     state: str | None = None
     """State of the environment before the turn, if the program said it; see `Agent.act`."""
+    routing: RoutingReference | None = None
+    """The turn's expert routing, if it is stored beside the journal and not in `tokens`."""
 
     @property
     def name(self) -> str:

@@ -85,6 +85,9 @@ class MemoryTurnLog:
         self._keys.add(key)
         self.entries.append(entry)
 
+    def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> None:
+        """Leave the routing in its entry: there is no directory beside this journal."""
+
     async def flush(self) -> None:
         """Yield, then put all entries appended before the call on disk.
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrainBatch,
         WeightsRef,
     )
+    from agentrl.core.tokens import RoutingReference
     from agentrl.journal.entries import JournalEntry
 
 
@@ -178,6 +179,14 @@ class TurnLog(Protocol):
 
     def append(self, entry: JournalEntry) -> None:
         """Queue an entry; on disk with the next group commit (at most 200 ms later)."""
+        ...
+
+    def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> RoutingReference | None:
+        """Store the encoded routing of a turn beside the journal, before its entry is appended; see `journal.routing`.
+
+        Returns:
+            Its name; None: the entry must hold it.
+        """
         ...
 
     async def flush(self) -> None:

@@ -1,7 +1,8 @@
 """Pruning of old journal data: which data is removed, in which order, and how readers learn of it.
 
 Control rows always stay (admissions, ends, rewards, steps, credits), so ledger and exactly-once do not depend on pruned
-data. Entries and partials of training attempts, and files of step columns, may go. An attempt is removed when it
+data. Entries, partials and expert routing of training attempts, and files of step columns, may go. An attempt is
+removed when it
 
 * is settled: it was dropped or replaced by a later attempt, or each of its units was dropped, or trained by a step that
   every resumable checkpoint counts as taken; so no rollback makes it ready again;
@@ -30,6 +31,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.files import refuse_links
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED_QUERY, decode_admission_row
 from agentrl.journal.port import PruneTotals
+from agentrl.journal.routing import RoutingStore
 from agentrl.journal.schema import (
     CONTROL_FILE,
     DAMAGE,
@@ -90,6 +92,7 @@ def prune(
         if spec.fork is not None and spec.fork.branch
     )
     selection = PruningSelection(log, rule, _find_forked(journal) | branch_keys)
+    routing = RoutingStore.of_journal(journal)
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
         database = (
@@ -103,9 +106,11 @@ def prune(
                     if should_stop():
                         return totals
                     totals.episodes += len(attempts)
-                    totals.bytes += sum(attempts.values())
+                    totals.bytes += sum(attempts.values()) + sum(routing.size(*attempt) for attempt in attempts)
                     if record is not None:
                         record(list(attempts), ())
+                        for attempt in attempts:  # before the entries, by which the next pruning finds the rest
+                            routing.remove(*attempt)
                         _remove(connection, list(attempts))
                 if record is not None:
                     _shrink(connection, should_stop)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.records import Trajectory
-from agentrl.core.tokens import Tokens, TrajectoryRow
+from agentrl.core.tokens import RecordedRouting, Tokens, TrajectoryRow
 from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import AttemptLocation, TurnLogReader, load_fork_prefix
+from agentrl.journal.routing import RoutingReader, read_locally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from agentrl.core.records import Unit
@@ -27,9 +29,23 @@ AgentKey = tuple[str, int]
 """Seat and index of an agent."""
 
 
-def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
-    """Make a reader of a run's journal that returns the trajectories of each unit, from the unit's location."""
+ReadTrajectories = Callable[["Sequence[Unit]"], "Sequence[Sequence[Trajectory]]"]
+"""Returns the trajectories of each unit, from the unit's location."""
+
+
+def make_unit_reader(run_directory: Path) -> ReadTrajectories:
+    """Make a reader of a run's journal, and of the expert routing on the run's host."""
     journal = run_directory / "journal"
+    read_rows, routing = make_row_reader(journal), RoutingReader(read_locally(journal))
+
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        return routing.attach(units, read_rows(units))
+
+    return read
+
+
+def make_row_reader(journal: Path) -> ReadTrajectories:
+    """Make a reader of a run's journal that leaves expert routing to `RoutingReader`."""
     reader = TurnLogReader(journal)
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
@@ -138,6 +154,7 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
 
     temperature = next(turn.temperature for turn in turns if turn.turn >= first)
     parts: list[Tokens] = []
+    recorded_routing: list[RecordedRouting] = []
     at = 0
     for turn in turns:
         if turn.parent_context not in (0, at):
@@ -155,10 +172,12 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
         at += len(context) + len(sampled)
         if not sampled.fits(at):
             raise EntriesError(f"{turn.name}: its expert routing does not fit its row")
+        if turn.routing is not None and turn.turn >= first:
+            recorded_routing.append(RecordedRouting(turn.turn, at, turn.routing))
         parts += [context, sampled]
     try:
         row = Tokens.join(parts)
     except ValueError as error:
         raise EntriesError(f"the turns of a row from {turns[0].name} on do not fit together ({error})") from error
     columns = {name: getattr(row, name) for name in Tokens.__struct_fields__}
-    return TrajectoryRow(**columns, temperature=temperature)
+    return TrajectoryRow(**columns, temperature=temperature, recorded_routing=tuple(recorded_routing))

@@ -43,6 +43,7 @@ from agentrl.journal.port import AttemptPruning, EpisodeEnd, FilePruning
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.requests import REQUESTS_FILE, RequestLog, write_request_rows
+from agentrl.journal.routing import RoutingStore
 from agentrl.journal.run_log import START_KEY, RunJournal, RunStart, SqliteRunLog
 from agentrl.journal.run_process import RunLock, find_writing_process
 from agentrl.journal.schema import (
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         ForkPoint,
         Score,
     )
+    from agentrl.core.tokens import RoutingReference
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import ControlRecord, PruneRule, PruneTotals
     from agentrl.journal.pruning import AttemptKey
@@ -132,6 +134,7 @@ class SqliteTurnLog:
         self._advanced_episodes: list[str] = []
         self._writer = writer
         self._reader = TurnLogReader(directory)
+        self._routing = RoutingStore.of_journal(directory)
         writer.add(self.database)
 
     @staticmethod
@@ -162,6 +165,9 @@ class SqliteTurnLog:
         check_entry_size(entry)
         self._writer.put(self.database, ("entries", entry))
         self._record_progress(entry.episode_id)
+
+    def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> RoutingReference:
+        return self._routing.put(episode_id, attempt, routing)
 
     async def flush(self) -> None:
         """Wait until all appended entries are on disk."""

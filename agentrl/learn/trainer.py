@@ -82,7 +82,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "tree_tokens", "unrouted_tokens")
+_COUNTS = (
+    *("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "tree_tokens", "unrouted_tokens"),
+    "lost_routing",
+)
 _TOKEN_SUMS = ("loss", "entropy", "kept_mass", *SUMS)
 _VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
 _TOTALS = (*_COUNTS, *_TOKEN_SUMS, *_VALUE_SUMS)
@@ -225,6 +228,7 @@ class PolicyTrainer:
             return
         self._prepare(learner.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
+        step.totals["lost_routing"] += sum(sample.lost_routing for sample in samples)
         complete = False
         try:
             self._accumulate(learner, step, samples, normalizer=batch.normalizer)
@@ -912,8 +916,10 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         metrics["measured_share"] = total["measured_tokens"] / total["tokens"]
     if num_tokens := total["measured_tokens"]:
         metrics |= {"entropy": total["entropy"] / num_tokens, "kept_mass": total["kept_mass"] / num_tokens}
-    if routed and total["forwarded_tokens"]:
-        metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
+    if routed:
+        metrics["lost_routing"] = total["lost_routing"]
+        if total["forwarded_tokens"]:
+            metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
     return metrics
 
 

@@ -381,6 +381,11 @@ METRICS: tuple[Metric, ...] = (
         "number of tokens of `lag_k3/<lag>`; tokens of an earlier lineage have lag 1 or more",
     ),
     Metric("unrouted_share", "fraction", "share of forwarded tokens without recorded experts, if routing is replayed"),
+    Metric(
+        "lost_routing",
+        "turns",
+        "turns whose recorded experts could not be read and were left to the trainer, if routing is replayed",
+    ),
     Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob| over the measured tokens"),
     Metric("mean_ratio", "1", "mean importance ratio, trainer / behavior, over the measured tokens"),
     Metric(

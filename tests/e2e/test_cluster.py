@@ -3,6 +3,7 @@ is lost, and joins again."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from tests.journal_oracle import judge
 from tests.learn_cases import write_model
+from tests.learning.test_other_models import random_model
 from tests.rank_processes import Place, on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, gradient_error
 from tests.support.hosts import Hosts, unavailable
@@ -46,6 +48,33 @@ class Sums(Calculator):
         await super().run(ctx)
 """
 """Its episodes begin with a wait, so that the hosts do little while Ray waits for the lost one."""
+ROUTED = """
+name = "routed"
+directory = "/tmp/runs"
+steps = 3
+workers = 2
+cluster = {{ address = "auto", min_nodes = 2 }}
+environment.id = "/tmp/patient.py:Patient"
+model.path = "{model}"
+policies.solver = {{ learning_rate = 3e-3, step_size = 16 }}
+credit.group_size = 4
+sampling.max_tokens = 12
+engine = {{ replicas = 2, slots = 16, max_context = 192, vllm = false, capture_routing = true }}
+trainer = {{ ranks = 2, loss.normalizer = 64 }}
+evaluation.tasks = 0
+"""
+PATIENT = """
+import agentrl
+
+
+class Patient(agentrl.ToolEnvironment):
+    def reward(self, task, episode):
+        return float(len(episode.answer) % 2)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{split}-{n}", data={"question": f"{n} + {n} ="}) for n in range(12)]
+"""
 MISSED = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -132,3 +161,26 @@ def test_one_run_waits_for_three_hosts_uses_them_outlives_one_and_takes_it_back(
     assert [path.name for path in partitions] == ["turns-0.db", "turns-1.db", "turns-2.db"]
     for number in (2, 3):
         assert not (hosts.directory / str(number) / "tmp" / "runs").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_ranks_read_expert_routing_from_the_hosts_that_recorded_it(hosts: Hosts) -> None:
+    home = hosts.directory / "1" / "tmp"
+    shipped = Path(__file__).parents[2] / "environments/calculator/model"
+    model = random_model("qwen3_moe", shipped, hosts.directory / "moe")
+    (home / "routed.toml").write_text(ROUTED.format(model=model))
+    (home / "patient.py").write_text(PATIENT)
+    hosts.start_ray([1, 2], env=MISSED, hide=hosts.directory / "1")
+    done = hosts.run(1, command("train", "/tmp/routed.toml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = home / "runs" / "routed"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3
+    for step in steps:
+        assert (step["lost_routing"], step["unrouted_share"]) == (0, 0)
+        assert step.get("mismatch/k3", 0) < 1e-5
+    (there,) = (hosts.directory / "2" / "tmp").glob("agentrl-routing-*")
+    for place in (there, run / "journal/routing"):
+        assert any(place.glob("*/*")), f"nothing in {place}"
+    assert judge(run) == []

@@ -7,15 +7,19 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentrl.cluster.journal_stream import JournalReceiver, StreamedTurnLog
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineLostError, EpisodeError
-from agentrl.journal.entries import JournalEntry
+from agentrl.core.tokens import ExpertRouting
+from agentrl.journal.entries import JournalEntry, encode_body
 from agentrl.journal.reader import TurnLogReader
+from agentrl.journal.routing import RoutingStore, move_routing
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import SqliteJournal
+from tests.unit.test_journal_rows import turn as sampled_turn
 
 
 def entry(number: int, body: bytes = b"body") -> JournalEntry:
@@ -41,13 +45,13 @@ def kept(directory: Path, partition: str) -> list[str]:
 def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: Path) -> None:
     async def run() -> None:
         journal, receiver = await receiving(tmp_path)
-        first = await StreamedTurnLog.open(await receiver.grant(0), 0)
+        first = await StreamedTurnLog.open(await receiver.grant(0), 0, RoutingStore.of_journal(tmp_path))
         for number in range(3):
             first.append(entry(number))
         first.append_partial(entry(3))
         await first.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0", "r#1", "r#2"]
-        second = await StreamedTurnLog.open(await receiver.grant(1), 1)
+        second = await StreamedTurnLog.open(await receiver.grant(1), 1, RoutingStore.of_journal(tmp_path))
         await second.take_over("e-1", 0)
         assert [each.call_id for each in second.read("e-1", 0)] == ["r#0", "r#1", "r#2"]
         assert [each.call_id for each in second.read_partials("e-1", 0)] == ["r#3"]
@@ -71,14 +75,39 @@ def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: P
     asyncio.run(run())
 
 
+def test_expert_routing_does_not_pass_the_receiver(tmp_path: Path) -> None:
+    """A turn's entry names it; the file is on the worker's host, and the partition does not hold it."""
+
+    async def run() -> None:
+        journal, receiver = await receiving(tmp_path)
+        store = RoutingStore(tmp_path / "of the worker", "10.0.0.2")
+        log = await StreamedTurnLog.open(await receiver.grant(0), 0, store)
+        routing = np.random.default_rng(0).integers(0, 128, (1024, 48, 8), np.uint8)
+        turn = move_routing(sampled_turn(0, [1], [2], experts=ExpertRouting(routing)), log, "e-1", 0)
+        log.append(entry(0, encode_body(turn)))
+        await log.close()
+        await receiver.close()
+        await journal.close()
+        assert turn.routing is not None
+        assert turn.routing.host == "10.0.0.2"
+        (content,) = store.read([turn.routing])
+        assert isinstance(content, bytes)
+        assert np.array_equal(ExpertRouting.decode(content, plain=False).rows, routing)
+
+    asyncio.run(run())
+    assert sum(path.stat().st_size for path in tmp_path.glob("turns-0.db*")) < 1 << 17
+
+
 _CUT_OFF = """
 import asyncio, sys
+from pathlib import Path
 from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.journal.entries import JournalEntry
+from agentrl.journal.routing import RoutingStore
 
 
 async def run():
-    journal = await StreamedTurnLog.open(sys.argv[1], 0)
+    journal = await StreamedTurnLog.open(sys.argv[1], 0, RoutingStore.of_journal(Path("journal")))
     journal.append(JournalEntry("e-1", 0, "r#0", b"", b"body"))
     await journal.flush()
     print("flushed", flush=True)
@@ -101,13 +130,13 @@ def test_a_revoked_worker_writes_nothing_more_and_ends(tmp_path: Path) -> None:
         )
         assert worker.stdout is not None
         assert await worker.stdout.readline() == b"flushed\n"
-        following = await StreamedTurnLog.open(await receiver.grant(0), 0)
+        following = await StreamedTurnLog.open(await receiver.grant(0), 0, RoutingStore.of_journal(tmp_path))
         said, _ = await worker.communicate(b"go on\n")
         assert (said, worker.returncode) == (b"", 1)
         await following.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0"]
         with pytest.raises(EngineLostError, match="reached"):
-            await StreamedTurnLog.open(address, 0)
+            await StreamedTurnLog.open(address, 0, RoutingStore.of_journal(tmp_path))
         await following.close()
         await receiver.close()
         await journal.close()

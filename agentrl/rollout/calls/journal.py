@@ -56,6 +56,7 @@ from agentrl.journal.entries import (
     extend_digest,
     request_hash,
 )
+from agentrl.journal.routing import move_routing
 from agentrl.rollout.calls.journal_data import encode
 from agentrl.rollout.calls.mismatch import describe_entry, printable_excerpt, replay_mismatch
 
@@ -380,6 +381,8 @@ class CallJournal:
             self.settle()
         if not self.is_new:
             self._check_no_later(call, body)
+        if isinstance(body, TurnEntry):
+            body = move_routing(body, self._log, self._episode_id, self._attempt)
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.request_hash, encode_body(body))
         self._log.append(entry)
         self._count(entry)
