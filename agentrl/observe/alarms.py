@@ -156,6 +156,8 @@ MEANINGS = {
     "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
     f"weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} "
     "steps; not if the environment gave replies in them",
+    "lost_routing": f"turns of the last {WINDOW} steps were trained without the experts that the engine recorded for "
+    "them, because their files are missing or damaged",
     "selection_bias": f"over {LENGTH_STEPS} steps, trained episodes differ from all started episodes by "
     f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in reward, "
     f"or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long",
@@ -232,6 +234,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
                 alarms += _nothing_taught(policy, window)
             alarms += _staleness(policy, window)
             alarms += _mismatch(policy, window)
+        alarms += _lost_routing(policy, window)
         alarms += _selection_bias(policy)
     alarms += _coevolution_alarms(state)
     if state.status is not None:
@@ -542,6 +545,19 @@ def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator
             f"k3 = {k3:.3f} nats per token between the sampling and the trained weights{worst} (healthy: below "
             f"{K3_BOUND:g})",
             "a lower learning rate, or a smaller max_staleness",
+        )
+
+
+def _lost_routing(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    lost = sum(window_metric_values(window, "lost_routing"))
+    if lost:
+        yield Alarm(
+            "lost_routing",
+            policy.name,
+            f"{plural(int(lost), 'turn')} of the last {plural(len(window), 'step')} had lost the experts that were "
+            "recorded for them, and were trained through experts that the trainer chose",
+            "nothing if a worker's machine was lost or the power was cut; otherwise make room in the temporary "
+            "directories of the workers' machines, and remove nothing in `journal/routing/`",
         )
 
 

@@ -112,6 +112,7 @@ def test_lost_routing_costs_replay_and_nothing_else(repository: Path, tmp_path: 
     told, _ = second.communicate(timeout=600)
     assert second.returncode == 0, told
     assert told.count("UserWarning: episode") == 1, told
+    assert told.count("ALARM lost_routing") == 1, told
     steps = metrics(run)
     with closing(sqlite3.connect(run / "journal/control.db")) as connection:
         trained = {episode for (episode,) in connection.execute("SELECT episode FROM step_units WHERE lineage = 1")}

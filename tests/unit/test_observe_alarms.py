@@ -98,6 +98,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
         ("off_policy", {"k3": 0.2}),
         ("engine_mismatch", {"k3": 0.02, "lag_k3__0": 0.02}),
         ("engine_mismatch", {"k3": 0.2, "lag_k3__0": 0.2}),
+        ("lost_routing", {"lost_routing": 3.0}),
     ],
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
