@@ -41,8 +41,8 @@ docs/families.json` measures on the models of tests/model_families.py; changes b
 
 How closely agentrl reproduces transformers, for each family in [models](../reference/models.md): small random models of
 the true architecture, in float32, their next tokens sharpened. Measured on {on["date"]}, on {on["machine"]}, with
-transformers {on["transformers"]}, torch {on["torch"]} and {vllm["package"]} {vllm["version"]}. Gradients differ by at
-most {_short(max(each["gradient"] for each in trained))} of their norm.
+transformers {on["transformers"]}, torch {on["torch"]} and {vllm["package"]} {vllm["version"]}.
+Gradients differ by at most {_short(max(each["gradient"] for each in trained))} of their norm.
 
 * **class**: the released class, as `architectures` in `config.json` has it.
 * **rows**: whether the trainer computes a prefix shared by several rows once, or pads whole rows.
