@@ -21,12 +21,13 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.tokens import Tokens
-from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, LocalPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_process import NoWaiting
 from tests.contract.vllm_suite import MISSING
+from tests.model_families import write_released
 from tests.processes import can_be_reached, is_loopback, session_of
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING)
@@ -207,6 +208,21 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
 
     asyncio.run(main())
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.exhaustive
+@needs_vllm
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="vLLM imports the class")
+def test_the_package_that_a_class_for_images_needs_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = write_released("Gemma 3, with images", tmp_path / "model")
+        engine = ProcessEngine(program(path, max_context=64), START, placement=LocalPlacement(tmp_path / "engine.log"))
+        async with asyncio.timeout(500):
+            with pytest.raises(EngineError, match=r"does not start on .*No module named 'torchvision'; its output is"):
+                await engine.ready()
+        await engine.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.exhaustive

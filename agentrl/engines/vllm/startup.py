@@ -52,7 +52,9 @@ _CAPTURES = {
     "return_sampling_mask": "top_k, top_p or min_p",
 }
 """Arguments of vLLM that only its model runner V2 accepts, with the settings that need them."""
-_REFERS_TO_CAUSE = "EngineCore encountered an issue|[Ee]ngine core initialization failed|EngineDeadError"
+_REFERS_TO_CAUSE = (
+    "EngineCore encountered an issue|[Ee]ngine core initialization failed|EngineDeadError|failed to be inspected"
+)
 """Messages of vLLM that only say that another process has logged the cause of its death."""
 _ADAPTER = 1 << 30
 """Number of the adapter used for measurements; those of versions count from 1."""
