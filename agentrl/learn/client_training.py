@@ -38,69 +38,57 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array
 
 
-class LossColumns:
-    """The columns of a micro-batch that a loss reads, [n] each."""
+# The protocol's formulas, of log-probabilities and of the columns and settings that the client sent. Those of
+# `losses.py` differ: their ratio is limited, while here an overflow is an error; the PPO there has a dual clip; and
+# importance sampling there does not differentiate the ratio, the loss itself here.
 
-    def __init__(self, logprobs: Tensor, columns: Mapping[str, Tensor], settings: Mapping[str, float]) -> None:
-        self.logprobs = logprobs
-        self.sampled = columns["logprobs"]
-        """Log-probabilities recorded when the targets were sampled."""
-        self.advantages = columns["advantages"]
-        self.weights = columns["weights"]
-        self._settings = settings
-
-    @property
-    def ratio(self) -> Tensor:
-        """Probability of each target now over that when it was sampled."""
-        return (self.logprobs - self.sampled).exp()
-
-    def clipped_ratio(self) -> Tensor:
-        """The ratio, clipped to the client's thresholds."""
-        low = self._settings.get("clip_low_threshold", 0.8)
-        high = self._settings.get("clip_high_threshold", 1.2)
-        return self.ratio.clamp(low, high)
-
-    @property
-    def beta(self) -> float:
-        """Weight of the quadratic penalty of `dro`."""
-        return self._settings.get("beta", 0.05)
+Columns = Mapping[str, Tensor]
+"""The client's columns of a micro-batch, `[n]` each, by name: `logprobs` (when sampled), `advantages`, `weights`."""
+Settings = Mapping[str, float]
 
 
-# The protocol's formulas. Those of `losses.py` differ: their ratio is limited, while here an overflow is an error; the
-# PPO there has a dual clip; and importance sampling there does not differentiate the ratio, the loss itself here.
+def _ratio(logprobs: Tensor, columns: Columns) -> Tensor:
+    """Probability of each target now over that when it was sampled."""
+    return (logprobs - columns["logprobs"]).exp()
 
 
-def _cross_entropy(of: LossColumns) -> Tensor:
+def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
+    return ratio.clamp(settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2))
+
+
+def _cross_entropy(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
     """-w log p."""
-    return -of.weights * of.logprobs
+    return -columns["weights"] * logprobs
 
 
-def _importance_sampling(of: LossColumns) -> Tensor:
+def _importance_sampling(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
     """-r A, with the ratio r."""
-    return -of.ratio * of.advantages
+    return -_ratio(logprobs, columns) * columns["advantages"]
 
 
-def _ppo(of: LossColumns) -> Tensor:
+def _ppo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
     """-min(r A, clip(r) A): Schulman et al., 2017, arXiv:1707.06347."""
-    return -torch.minimum(of.ratio * of.advantages, of.clipped_ratio() * of.advantages)
+    ratio, advantages = _ratio(logprobs, columns), columns["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
 
 
-def _cispo(of: LossColumns) -> Tensor:
+def _cispo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
     """-sg(clip(r)) A log p, with a stopped gradient: MiniMax-M1, 2025, arXiv:2506.13585."""
-    return -of.clipped_ratio().detach() * of.advantages * of.logprobs
+    return -_clipped(_ratio(logprobs, columns), settings).detach() * columns["advantages"] * logprobs
 
 
-def _dro(of: LossColumns) -> Tensor:
+def _dro(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
     """-(A log p - β/2 (log r)²): Richemond et al., 2024, arXiv:2405.19107."""
-    return -(of.advantages * of.logprobs - 0.5 * of.beta * (of.logprobs - of.sampled) ** 2)
+    penalty = 0.5 * settings.get("beta", 0.05) * (logprobs - columns["logprobs"]) ** 2
+    return -(columns["advantages"] * logprobs - penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLoss:
     """A loss that clients choose by name."""
 
-    function: Callable[[LossColumns], Tensor]
-    """Loss of each token, to be summed."""
+    function: Callable[[Tensor, Columns, Settings], Tensor]
+    """Loss of each token, to be summed, of log-probabilities, columns and settings."""
     needs: tuple[str, ...] = ()
     """Columns that each row must have."""
     settings: tuple[str, ...] = ()
@@ -292,7 +280,7 @@ class AdapterTrainer:
             }
             with torch.set_grad_enabled(backward):
                 head = model.token_logprobs(micro_batch)
-                losses = CLIENT_LOSSES[loss].function(LossColumns(head.logprob, columns, settings))
+                losses = CLIENT_LOSSES[loss].function(head.logprob, columns, settings)
             if not bool(losses.isfinite().all()):
                 raise NonFiniteError(f"the loss {loss} is NaN or infinite; nothing was added to the gradient")
             if backward:
