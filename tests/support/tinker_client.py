@@ -346,8 +346,8 @@ class ServerProcess:
 
 
 def _serve(command: list[str], output: Path) -> None:
-    """Run a command with a client's key, its output in a file, and its errors in one beside it."""
-    os.environ["ALICE"] = KEY
+    """Run a command with the clients' keys, its output in a file, and its errors in one beside it."""
+    os.environ |= {owner: key for key, owner in OWNERS.items()}
     for number, file in enumerate((output, output.with_suffix(".err")), 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.exit(main(command))
