@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Engine
     from agentrl.journal.store import SqliteJournal
 
+REFUSED = "refused"
+"""Route of the record that a refused request used its sequence number up; its body is the reason."""
 MAX_WAITING = 4096
 """Maximum number of accepted requests of one model, or of samples of one owner, that are not finished."""
 MAX_SAMPLING = 256
@@ -177,16 +179,19 @@ class TinkerService:
         subject, sequence = self._place(owner, route, request)
         request_id = f"{subject}:{sequence}"
         known = self._receiving.get(request_id) or self._log.request(request_id)
-        if known is None:
-            check_request(self.tables, owner, request, max_context=self._engine.capabilities.max_context)
+        if known is None or known.route == REFUSED:
+            try:
+                check_request(self.tables, owner, request, max_context=self._engine.capabilities.max_context)
+            except InputError as error:
+                await self.refuse(owner, subject, sequence, str(error))
+                raise
+            if known is not None:
+                raise InputError(f"seq_id {sequence} of {subject} was used by a refused request: {known.body.decode()}")
             known = ClientRequest(request_id, owner, route, subject, sequence, body)
             self._check_room(known)
             if route in CREATES and sequence == 0:
                 self.tables.admit_model(known)
-            self._receiving[request_id] = known
-            self._done[request_id] = asyncio.Event()
-            self._log.receive(known)
-            self._spawn(self._begin(known))
+            self._receive(known)
         elif known.route != route:
             raise InputError(f"seq_id {sequence} of {subject} was used by a request of {known.route}")
         elif known.body != body:
@@ -198,6 +203,27 @@ class TinkerService:
         else:
             promise["model_id"] = subject
         return promise
+
+    async def refuse(self, owner: str, model_id: str, sequence: int, reason: str) -> None:
+        """Use up the sequence number of a refused request; see `gateway.tinker.TinkerBackend`.
+
+        The reason becomes a request of its own, which fails when its turn comes.
+        """
+        model, request_id = self.tables.models.get(model_id), f"{model_id}:{sequence}"
+        if model is None or model.owner != owner or not max(1, model.next_sequence) <= sequence < 1 << 53:
+            return
+        if request_id not in self._receiving and self._log.request(request_id) is None:
+            refused = ClientRequest(request_id, owner, REFUSED, model_id, sequence, reason.encode(errors="replace"))
+            self._check_room(refused)
+            self._receive(refused)
+            await self._log.flush()
+
+    def _receive(self, request: ClientRequest) -> None:
+        """Queue an accepted request for the disk, and let it be executed once it is there."""
+        self._receiving[request.id] = request
+        self._done[request.id] = asyncio.Event()
+        self._log.receive(request)
+        self._spawn(self._begin(request))
 
     async def _begin(self, request: ClientRequest) -> None:
         """Let a request be executed once it is on disk, even if its client has left."""
@@ -364,6 +390,8 @@ class TinkerService:
         try:
             if model.failure:
                 raise InputError(f"the model {model.id} could not be created: {model.failure}")
+            if request.route == REFUSED:
+                raise InputError(request.body.decode())
             outcome = await self._training.execute(model, request)
         except StorageError:
             raise

@@ -64,6 +64,10 @@ class TinkerBackend(Protocol):
         """
         ...
 
+    async def refuse(self, owner: str, model_id: str, sequence: int, reason: str) -> None:
+        """Use up the sequence number of a refused request: its client's next ones have the numbers after it."""
+        ...
+
     async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:
         """Answer a request that needs no wait."""
         ...
@@ -227,7 +231,12 @@ class TinkerServer:
             async with self._reading:
                 await asyncio.sleep(0)  # all else runs between two bodies
                 content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
-                content = tinker_messages.read_request(route, content_bytes)
+                try:
+                    content = tinker_messages.read_request(route, content_bytes)
+                except RequestRefusedError as refusal:
+                    if place := tinker_messages.read_place(route, content_bytes):
+                        await self._backend.refuse(self._owner(request), *place, str(refusal))
+                    raise
             promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
         return json_response(200, promise)
 

@@ -540,6 +540,27 @@ def read_request(route: str, body: bytes) -> Any:
     return read_json(parse_json_body(body), FUTURES[route])
 
 
+def read_place(route: str, body: bytes) -> tuple[str, int] | None:
+    """Read the model and the sequence number of a request that cannot be read as a whole; None without them."""
+    model: Any = None
+    sequence: Any = None
+    try:
+        if route == "forward_backward":
+            for number, value in _fields(memoryview(body), itertools.count()):
+                if number == 1:
+                    model = _text(value, "model_id")
+                elif number == 2:
+                    sequence = value
+                if model is not None and sequence is not None:
+                    break
+        else:
+            content = parse_json_body(body)
+            model, sequence = content.get("model_id"), content.get("seq_id")
+    except RequestRefusedError:
+        return None
+    return (model, sequence) if isinstance(model, str) and type(sequence) is int else None
+
+
 def read_json(value: Mapping[str, Any], kind: type[T]) -> T:
     """Read a JSON request.
 

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import peft
 import pytest
@@ -318,7 +317,7 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
             with pytest.raises(Refused, match="sampling_session_seq_id 0 was used by a sampler"):
                 await client.post("save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0)
             before = (await client.get(f"training_runs/{model}"))["last_request_time"]
-            await client.result(await client.post("save_weights", model_id=model, seq_id=3, path="once"))
+            await client.result(await client.post("save_weights", model_id=model, seq_id=4, path="once"))
             assert (await client.get(f"training_runs/{model}"))["last_request_time"] > before
             for _ in range(2):
                 await client.send("PUT", f"training_runs/{model}/checkpoints/weights/once/ttl", json={"ttl_seconds": 9})
@@ -494,23 +493,26 @@ def test_bodies_of_one_owner_take_bounded_memory(tmp_path: Path, monkeypatch: py
 def test_a_thousand_idle_polls_delay_nobody(tmp_path: Path) -> None:
     """Polls for a request behind a gap wait, others work meanwhile, and all get the result once the gap is filled."""
 
-    async def poll(http: aiohttp.ClientSession, address: str, request_id: str) -> bytes:
-        async with http.post(f"{address}/api/v1/retrieve_future", json={"request_id": request_id}) as response:
-            return await response.read()
+    async def poll(address: str, request_id: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        body = json.dumps({"request_id": request_id}).encode()
+        head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {address[7:]}\r\nX-API-Key: {KEY}\r\nConnection: close"
+        writer.write(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = await reader.read()
+        writer.close()
+        return answer.partition(b"\r\n\r\n")[2]
 
     async def work() -> None:
-        connector = aiohttp.TCPConnector(limit=0)
         async with (
             serving(server_config(tmp_path)) as (address, service),
             Client(address) as client,
             Client(address, OTHER_KEY) as other,
-            aiohttp.ClientSession(headers={"X-API-Key": KEY}, connector=connector) as http,
         ):
             model = await client.model()
             first = client.sequence(model)
             step = await client.submit("optim_step", model, adam_params={"learning_rate": 1e-2})
             event = service._done[step["request_id"]]
-            polls = [asyncio.create_task(poll(http, address, step["request_id"])) for _ in range(1000)]
+            polls = [asyncio.create_task(poll(address, step["request_id"])) for _ in range(1000)]
             while len(event._waiters) < 1000:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
             await train(other, await other.model(), 1)
@@ -520,6 +522,58 @@ def test_a_thousand_idle_polls_delay_nobody(tmp_path: Path) -> None:
             (answer,) = set(await asyncio.gather(*polls))
             assert json.loads(answer)["metrics"]["grad_norm"] > 0
 
+    run(work)
+
+
+def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
+    """The SDK gives the next request the next number: it must not wait for the refused one, after a start neither."""
+    image = b"\x1a\x04\x0a\x02\x12\x00"  # a datum whose chunk is no text
+
+    async def refuse_all(client: Client, model: str) -> None:
+        nan = [row([1, 2], logprobs=[0.0], advantages=[float("nan")])]
+        with pytest.raises(Refused, match=r"400: .*NaN"):
+            await client.forward_backward(model, nan, "ppo")
+        with pytest.raises(Refused, match=r"400: .*not served"):
+            await client.forward_backward(model, ROWS, "gspo")
+        with pytest.raises(Refused, match=r"400: .*user_metadata"):
+            await client.submit("save_weights", model, path="x", user_metadata=3)
+        with pytest.raises(Refused, match=r"400: .*adam_params.fused"):
+            await client.submit("optim_step", model, adam_params={"fused": True})
+        body = encode_forward_backward(model, client.sequence(model), [], "ppo", {}) + image
+        with pytest.raises(Refused, match=r"400: .*not images"):
+            await client.send("POST", "forward_backward", data=body)
+
+    async def work() -> None:
+        async with (
+            serving(config) as (address, _),
+            Client(address) as client,
+            Client(address, OTHER_KEY) as other,
+        ):
+            model = await client.model()
+            await refuse_all(client, model)
+            await train(client, model, 1)
+            first = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            with pytest.raises(Refused, match=r"seq_id 1 of .* was used by a refused request: datum 0: advantages"):
+                await client.post("optim_step", **first)
+            with pytest.raises(Failed, match="datum 0: advantages has a value that is NaN"):
+                await client.result({"request_id": f"{model}:1"})
+            with pytest.raises(Refused, match="400"):  # another owner's request uses nothing up
+                await other.post("optim_step", **{**first, "seq_id": client.sequence(model)}, fused=True)
+            client._next[model] -= 1
+            waiting = await client.submit("optim_step", model, adam_params={"learning_rate": 1e-2})
+            await client.result(waiting)
+            client.sequence(model)  # a gap, behind which the refused ones wait
+            await refuse_all(client, model)
+            later = await client.submit("save_weights", model, path="later")
+            left.update({"model": model, "later": later, "gap": dict(client._next)})
+        async with serving(config) as (address, _), Client(address) as client:
+            gap = left["gap"][left["model"]] - 6
+            body = encode_forward_backward(left["model"], gap, ROWS, "cross_entropy", {})
+            await client.send("POST", "forward_backward", data=body)
+            assert (await client.result(left["later"]))["path"] == f"tinker://{left['model']}/weights/later"
+
+    left: dict[str, Any] = {}
+    config = server_config(tmp_path)
     run(work)
 
 
@@ -1140,7 +1194,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
             has_started.set()
             await ready["stop"].wait()
             (model,) = service.tables.models.values()
-            assert (model.next_sequence, model.waiting) == (1, {})
+            assert model.base.trainer.step(model.id) == 0
+            assert not model.has_gradient
+            assert not model.waiting
+            assert not model.saved
 
     thread = threading.Thread(target=asyncio.run, args=(work(),))
     thread.start()

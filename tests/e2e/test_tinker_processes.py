@@ -75,7 +75,7 @@ def test_a_full_disk_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
 
 
 LOOP = """
-import sys
+import subprocess, sys
 import numpy as np, tinker, torch
 from tinker import types
 
@@ -137,14 +137,30 @@ except Exception as error:
     assert "is not served here" in str(error), error
 else:
     raise AssertionError("an unknown loss was accepted")
+exported = client.save_weights_external("out").result()
+command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download"]
+for number, path in enumerate((exported.path, saved.path)):  # the second is exported first, by another session
+    subprocess.run([*command, path, "--output", f"download-{number}"], check=True, capture_output=True)
+top = sampler.sample(
+    types.ModelInput.from_ints([5, 6, 7]), 1, params, topk_prompt_logprobs=3, include_prompt_logprobs=True
+).result()
+assert [row and len(row) for row in top.topk_prompt_logprobs] == [None, 3, 3]
+for token, logprob, row in zip([6, 7], top.prompt_logprobs[1:], top.topk_prompt_logprobs[1:]):
+    assert abs(dict(row).get(token, logprob) - logprob) < 1e-4
 rest = service.create_rest_client()
+try:
+    rest.copy_weights(exported.path, "project").result()
+except tinker.BadRequestError as error:
+    assert "a server has no projects" in str(error), error
+else:
+    raise AssertionError("a copy was accepted")
 rest.set_checkpoint_ttl_from_tinker_path(saved.path, 3600).result()
-(session,) = rest.list_sessions().result().sessions
-assert len(rest.get_session(session).result().training_run_ids) == 2
+sessions = rest.list_sessions().result().sessions
+assert sorted(len(rest.get_session(one).result().training_run_ids) for one in sessions) == [1, 2]
 service.close("success").result()
 print("finished", tinker.__version__, rewards[0], rewards[-1])
 """
-"""An RL loop of the SDK, a custom loss, saved and loaded weights, and a refusal."""
+"""An RL loop of the SDK, a custom loss, saved, loaded and downloaded weights, the likeliest tokens, and refusals."""
 
 
 @pytest.mark.exhaustive
@@ -159,10 +175,12 @@ def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
     finally:
         server.kill()
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "finished" in finished.stdout
+    first, second = (next(tmp_path.glob(f"download-{number}/*/adapter_model.safetensors")) for number in range(2))
+    assert first.read_bytes() == second.read_bytes()  # nothing was trained between them
