@@ -11,6 +11,7 @@ product B A, which is as large as W, is never formed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -106,6 +107,8 @@ def compute_adapted(
     weights: Tensor,
     factors: Mapping[str, ExpertFactors],
     adapters: Tensor | None = None,
+    *,
+    row_by_row: bool = False,
 ) -> Tensor:
     """Compute the output of experts under adapters.
 
@@ -116,9 +119,11 @@ def compute_adapted(
         weights: [tokens, top_k], their weights.
         factors: matrices of the adapters, by the name of the tensor that they adapt.
         adapters: [tokens], the adapter of each token; None: there is one.
+        row_by_row: whether to multiply each row alone, so that its bits do not depend on the other rows of its expert.
     """
+    multiply: Any = _multiply_rows if row_by_row else functional.grouped_mm
     count = experts.num_experts
-    per_expert = len(next(iter(factors.values())).down) // count
+    per_expert = len(next(iter(factors.values())).down) // count if factors else 1
     groups = chosen if adapters is None else chosen * per_expert + adapters[:, None]
     sorted_groups, order = torch.sort(groups.reshape(-1), stable=True)
     ends = torch.searchsorted(
@@ -128,14 +133,12 @@ def compute_adapted(
 
     def product(rows: Tensor, tensor: str) -> Tensor:
         weight = getattr(experts, tensor)
-        output = functional.grouped_mm(
-            rows, weight if experts.is_transposed else weight.transpose(1, 2), offs=expert_ends
-        )
+        output: Tensor = multiply(rows, weight if experts.is_transposed else weight.transpose(1, 2), offs=expert_ends)
         if experts.has_bias:
             output += getattr(experts, f"{tensor}_bias")[sorted_groups // per_expert]
         if tensor in factors:
             down, up = factors[tensor]
-            output += functional.grouped_mm(functional.grouped_mm(rows, down.transpose(1, 2), offs=ends), up, offs=ends)
+            output += multiply(multiply(rows, down.transpose(1, 2), offs=ends), up, offs=ends)
         return output
 
     first, second = expert_tensors(experts)
@@ -144,3 +147,15 @@ def compute_adapted(
     output = product(inner, second)
     by_token = torch.empty_like(output).index_copy(0, order, output).view(*chosen.shape, -1)
     return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def compute_row_by_row(model: nn.Module) -> None:
+    """Make the experts of a model multiply each row alone; see `compute_adapted`."""
+    for experts in adaptable_experts(model).values():
+        experts.forward = partial(compute_adapted, experts, factors={}, row_by_row=True)
+
+
+def _multiply_rows(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
+    """Compute what `grouped_mm` does, one row at a time."""
+    groups = torch.searchsorted(offs, torch.arange(len(rows), device=rows.device), right=True)
+    return torch.cat([rows[at : at + 1] @ matrices[group] for at, group in enumerate(groups.tolist())])

@@ -12,7 +12,9 @@ import pytest
 from agentrl.core.errors import EngineCapabilityError
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.embedded.forward import check_row_independence
+from agentrl.learn.publish import Publisher
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version, write_adapter
+from tests.contract.test_engine_to_trainer import fill_adapter, lora_model
 
 if TYPE_CHECKING:
     from agentrl.core.tokens import Completion
@@ -25,11 +27,11 @@ def load(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> Embedded
     return EmbeddedEngine.load(str(zoo.directory(architecture)), **settings)
 
 
-async def in_company(engine: EmbeddedEngine, others: int) -> Completion:
+async def in_company(engine: EmbeddedEngine, others: int, policy: str = "proposer") -> Completion:
     """The turn asked about, begun among other conversations of many lengths."""
     company = [
         asyncio.ensure_future(
-            engine.open(f"o{n}", "proposer").generate(request(f"o{n}", prompt(3 + n, n), seed=n, max_tokens=5 * n + 1))
+            engine.open(f"o{n}", policy).generate(request(f"o{n}", prompt(3 + n, n), seed=n, max_tokens=5 * n + 1))
         )
         for n in range(others)
     ]
@@ -56,7 +58,7 @@ def _one_span(first: Completion, count: int) -> Any:
     return (first.spans[0]._replace(stop=count),)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
 def test_a_turn_is_bit_equal_alone_in_company_and_continued(zoo: ModelZoo, architecture: str) -> None:
     async def outcome(kind: str) -> tuple[list[int], bytes]:
         engine = load(zoo, architecture)
@@ -86,6 +88,22 @@ def test_the_place_of_an_adapter_changes_no_bit(zoo: ModelZoo, tmp_path: Path) -
         return completion.token_ids.tolist(), completion.logprobs.tobytes()
 
     assert asyncio.run(outcome(0)) == asyncio.run(outcome(3))
+
+
+def test_a_turn_under_an_adapter_of_experts_is_bit_equal_alone_and_in_company(zoo: ModelZoo, tmp_path: Path) -> None:
+    model = lora_model(zoo, "qwen3_moe", experts=True)
+    fill_adapter(model, 1)
+    weights = Publisher(tmp_path).publish(version(1), model)
+
+    async def outcome(others: int) -> tuple[list[int], bytes]:
+        engine = load(zoo, "qwen3_moe", versions={"solver": version(0)}, adapter_slots=2, refresh="episode")
+        await engine.serve([weights])
+        completion = await in_company(engine, others, policy="solver")
+        await engine.close()
+        return completion.token_ids.tolist(), completion.logprobs.tobytes()
+
+    alone = asyncio.run(outcome(0))
+    assert [asyncio.run(outcome(others)) == alone for others in (3, 5, 7)] == [True] * 3
 
 
 def test_a_model_whose_rows_see_one_another_is_refused(zoo: ModelZoo) -> None:

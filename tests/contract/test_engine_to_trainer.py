@@ -164,7 +164,7 @@ def lora_model(zoo: ModelZoo, architecture: str, *targets: str, experts: bool = 
     return load_models(config.trainer_plan, torch.device("cpu"))["solver"]
 
 
-def _fill_adapter(model: PolicyModel, seed: int) -> None:
+def fill_adapter(model: PolicyModel, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.parameters.items():
@@ -184,7 +184,7 @@ def test_an_adapter_on_all_it_can_be_on_is_served_as_it_is_trained(
     size = sum(parameter.numel() for parameter in model.parameters.values())
     layers = (_SAID_WITH_EXPERTS if experts else _SAID)[architecture]
     assert model.described == f"solver: adapters of rank 4: {size:,} trained parameters on {layers}"
-    _fill_adapter(model, 1)
+    fill_adapter(model, 1)
     weights = Publisher(tmp_path).publish(version(1), model)
     context, served = prompt(PROMPT), PeftModel.from_pretrained(zoo.load(architecture), weights.path).eval()
 
@@ -217,7 +217,7 @@ def test_adapters_of_experts_are_served_side_by_side_and_a_vanished_one_is_refus
     certified.mkdir()
     versions, served = {}, {"frozen": zoo.load("qwen3_moe")}
     for seed, (name, model) in enumerate(trained.items()):
-        _fill_adapter(model, seed)
+        fill_adapter(model, seed)
         written = Publisher(tmp_path).publish(version(1, name), model)
         served[name] = PeftModel.from_pretrained(zoo.load("qwen3_moe"), written.path).eval()
         canary = canary_of(served[name], served["frozen"])

@@ -30,8 +30,10 @@ _NO_ADAPTERS = np.empty(0, np.int64)
 class AdapterBank:
     """The adapters of one base model. Layers are wrapped when the first adapter arrives."""
 
-    def __init__(self, model: PreTrainedModel, *, places: int, max_rank: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, places: int, max_rank: int, row_by_row: bool = False) -> None:
         self.max_rank = max_rank
+        self.row_by_row = row_by_row
+        """Whether the experts of each row are computed alone; see `compute_adapted`."""
         self._model = model
         self._free = list(range(places))
         self._adapters: dict[int, AdapterWeights] = {}
@@ -227,7 +229,9 @@ class BankExperts:
         if not bank.active:
             return self._forward(hidden, chosen, weights)  # type: ignore[no-any-return]
         adapters = bank.adapters.repeat_interleave(len(hidden) // len(bank.adapters))
-        return compute_adapted(self._experts, hidden, chosen, weights, self._factors, adapters)
+        return compute_adapted(
+            self._experts, hidden, chosen, weights, self._factors, adapters, row_by_row=bank.row_by_row
+        )
 
 
 class _Groups(NamedTuple):

@@ -56,6 +56,7 @@ from agentrl.engines.embedded.forward import (
     prepare_for_sampling,
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
+from agentrl.engines.experts import compute_row_by_row
 from agentrl.engines.models import dtype_name, language_model_class, model_dtype
 from agentrl.engines.version_table import (
     InProcessEngine,
@@ -212,6 +213,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         check_slots_match_forward(model, model_path, max_context=max_context)
         check_kv_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:
+            compute_row_by_row(model)
             check_row_independence(model, model_path, slots=slots)
         capabilities = EngineCapabilities(
             name="embedded",
@@ -464,6 +466,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._engine = engine
         self.base = base
         self._max_rank = settings.max_rank
+        self._fixed_shapes = settings.fixed_shapes
         self._spare: ServedModelCopy | None = None
         self.paused = False
         for version in versions:
@@ -505,7 +508,9 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     def _bank(self) -> AdapterBank:
         """Return the adapter bank of the base model, made at the first use."""
         if self.base.bank is None:
-            self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
+            self.base.bank = AdapterBank(
+                self.base.model, places=self.places, max_rank=self._max_rank, row_by_row=self._fixed_shapes
+            )
         return self.base.bank
 
     def settle(self, serving: EmbeddedVersion) -> None:
