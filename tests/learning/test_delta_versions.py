@@ -1,4 +1,4 @@
-"""A run whose versions are stored as changes: what serves, what stays and what is resumed are the trained weights."""
+"""A run whose versions are stored as changes: what serves, stays, is mirrored and resumed are the trained weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import agentrl
 from agentrl.app.run_parts import RunFactories, environment_of
 from agentrl.app.training import Run, run_training
+from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.remote.client import ProcessEngine
@@ -69,7 +70,7 @@ def check(run: Run) -> None:
         assert torch.equal(published[name].view(torch.int16), master.bfloat16().view(torch.int16)), name
 
 
-def test_an_engine_that_is_killed_and_a_resumed_run_have_the_trained_weights(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_and_a_resumed_mirror_have_the_trained_weights(tmp_path: Path) -> None:
     killer = Killer()
     config = config_of(tmp_path, steps=4)
     factories = RunFactories(assembled=killer.found)
@@ -83,8 +84,11 @@ def test_an_engine_that_is_killed_and_a_resumed_run_have_the_trained_weights(tmp
     kept = sorted(path.name for path in versions.glob("0.*"))
     assert kept == ["0.0", "0.1", "0.2", "0.3", "0.4"], "the newest two, and what they are read from"
     assert [name for name in kept if (versions / name / "model.safetensors").is_file()] == ["0.0", "0.4"]
-    resumed = agentrl.train(config_of(tmp_path, steps=6), resume=True, quiet=True)
+    (tmp_path / "there").mkdir()
+    assert main(["run", "mirror", str(run.path), f"--to={tmp_path}/there/run", "--once"]) == 0
+    resumed = agentrl.train(config_of(tmp_path / "there", steps=6), resume=True, quiet=True)
     check(resumed)
+    versions = resumed.path / "versions" / "solver"
     reader = RunReader(resumed.path)
     try:
         for version in (PolicyVersion("solver", 1, 4), PolicyVersion("solver", 1, 5), PolicyVersion("solver", 1, 6)):
