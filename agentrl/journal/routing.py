@@ -31,6 +31,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.files import file_size, open_regular, refuse_links
+from agentrl.core.text import escape_line
 from agentrl.core.tokens import ExpertRouting, RoutingReference
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class RoutingStore:
     def _path(self, reference: RoutingReference) -> Path:
         if not _FOLDER.fullmatch(reference.folder):
             raise JournalError(f"{reference.folder[:100]!r} is no directory of expert routing; the entry is damaged")
+        if len(reference.digest) != hashlib.sha256().digest_size:
+            raise JournalError("its digest has another length than a SHA-256; the entry is damaged")
         return self._directory / reference.folder / reference.digest.hex()
 
     def _make(self, folder: Path) -> None:
@@ -167,8 +170,10 @@ class HostRoutingStore(RoutingStore):
 
     def remove_oldest(self, limit: int = HOST_BYTES) -> None:
         """Remove the attempts that were written to longest ago, until the rest fits the limit."""
-        with contextlib.suppress(OSError):  # another worker removes the same, or the disk fails
-            folders = sorted(self._directory.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        with contextlib.suppress(OSError, JournalError):  # another worker removes the same, or `put` said why
+            self._check_private()
+            folders = [folder for folder in self._directory.iterdir() if _FOLDER.fullmatch(folder.name)]
+            folders.sort(key=lambda folder: folder.lstat().st_mtime)
             sizes = list(map(_size, folders))
             excess = sum(sizes) - min(limit, (sum(sizes) + shutil.disk_usage(self._directory).free) // 2)
             for folder, size in zip(folders, sizes, strict=True):
@@ -179,8 +184,13 @@ class HostRoutingStore(RoutingStore):
 
     def _make(self, folder: Path) -> None:
         super()._make(folder)
+        self._check_private()
+
+    def _check_private(self) -> None:
+        """Refuse a directory or link that another user made: anyone may make names in /tmp."""
+        refuse_links(self._directory)
         status = self._directory.lstat()
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:  # anyone may make names in /tmp
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise JournalError(f"{self._directory} belongs to another user, or others may enter it; remove it")
 
     def _read(self, reference: RoutingReference) -> bytes | LostRouting:
@@ -258,7 +268,8 @@ class RoutingReader:
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"{line}. Such turns are trained through experts that the trainer chooses, and counted as lost_routing",
+                f"{escape_line(line)}. Such turns are trained through experts that the trainer chooses, and counted as "
+                "lost_routing",
                 stacklevel=2,
             )
 

@@ -177,15 +177,20 @@ def test_a_turn_routed_twice_counts_its_lost_neighbour_once(tmp_path: Path) -> N
         RoutingReference(bytes(32), "/etc"),
         RoutingReference(bytes(32), ""),
         RoutingReference(b"", "0" * 32),
-        RoutingReference(bytes(32), "0" * 32, "10.0.0.9"),
+        RoutingReference(bytes(1 << 20), "0" * 32),
+        RoutingReference(bytes(32), "0" * 32, "10.0.0.9\x1b[2J"),
     ],
 )
 def test_names_of_a_received_run_lead_nowhere_else(tmp_path: Path, reference: RoutingReference) -> None:
     written(tmp_path, change=lambda entry: msgspec.structs.replace(entry, routing=reference))
     (tmp_path / "elsewhere").mkdir()
-    with pytest.warns(UserWarning, match=r"no directory of expert routing|does not exist|directory|10\.0\.0\.9"):
+    reasons = r"no directory of expert routing|does not exist|directory|digest|10\.0\.0\.9"
+    with pytest.warns(UserWarning, match=reasons) as told:
         row = read(tmp_path)
     assert (row.lost_routing, row.experts) == (TURNS, None)
+    text = str(told[0].message)
+    assert len(text) < 500
+    assert text.isprintable()
 
 
 def test_linked_directories_are_not_followed(tmp_path: Path) -> None:
@@ -304,3 +309,27 @@ def test_another_host_keeps_the_newest_in_a_private_directory(tmp_path: Path, mo
     directory.chmod(0o777)
     lost = HostRoutingStore("10.0.0.2").put("e9", 0, b"where others may write")
     assert not (directory / lost.folder / lost.digest.hex()).exists()
+
+
+def test_the_oldest_are_removed_in_no_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may make a link, or a directory, of the name that this host's routing has in /tmp."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    attempt = tmp_path / "home" / ("0" * 32)
+    attempt.mkdir(parents=True)
+    (attempt / "mine").write_bytes(bytes(1000))
+    store = HostRoutingStore("10.0.0.2")
+    place = tmp_path / "tmp" / f"agentrl-routing-{os.getuid()}"
+    place.symlink_to(tmp_path / "home")
+    store.remove_oldest(0)
+    place.unlink()
+    (tmp_path / "home").rename(place)
+    place.chmod(0o777)
+    store.remove_oldest(0)
+    assert (place / attempt.name / "mine").exists()
+    place.chmod(0o700)
+    (place / "notes").write_bytes(bytes(1000))
+    store.remove_oldest(0)
+    assert [path.name for path in place.iterdir()] == ["notes"], "a name of no attempt ended the removal"
