@@ -61,7 +61,7 @@ MAX_SAMPLES = 1024
 MIN_TEMPERATURE = 1e-6
 """Minimum temperature above 0, at which logits are divided; its inverse is the maximum."""
 MAX_TOP_CELLS = 1 << 20
-"""Maximum number of the likeliest tokens in one answer, over all positions: 8 MiB."""
+"""Maximum number of the likeliest tokens in one answer to a client or of the engine, over all positions: 8 MiB."""
 MAX_STOPS = 64
 """Maximum number of stop texts or tokens of one request."""
 
@@ -167,10 +167,11 @@ def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
         raise InputError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs, and fewer tokens than the prompt")
     room = max_context - len(tokens)
-    sampled = request.num_samples * min(request.sampling_params.max_tokens or room, room)
+    sampled = min(request.sampling_params.max_tokens or room, room)
+    computed = len(tokens) + sampled  # for one sample at a time, at its prompt too
     for name, count, positions in (
         ("topk_prompt_logprobs", request.topk_prompt_logprobs, len(tokens)),
-        ("topk_sample_logprobs", request.topk_sample_logprobs, sampled),
+        ("topk_sample_logprobs", request.topk_sample_logprobs, max(request.num_samples * sampled, computed)),
     ):
         if not 0 <= count * positions <= MAX_TOP_CELLS:
             raise InputError(

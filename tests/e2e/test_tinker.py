@@ -1148,7 +1148,8 @@ def test_models_that_cannot_be_made_are_refused(
         ([1], {"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3"),
         ([1, 2], {"topk_prompt_logprobs": -1}, "topk_prompt_logprobs = -1: for 2 tokens, from 0 to 524288"),
         ([1, 2], {"topk_prompt_logprobs": 1 << 40}, "topk_prompt_logprobs = 1099511627776"),
-        ([1], {"topk_sample_logprobs": 1 << 20}, "topk_sample_logprobs = 1048576: for 8 tokens"),
+        ([1], {"topk_sample_logprobs": 1 << 20}, "topk_sample_logprobs = 1048576: for 9 tokens"),
+        ([1] * 50, {"max_tokens": 1, "topk_sample_logprobs": 1 << 20}, "for 51 tokens, from 0 to 20560"),
     ],
 )
 def test_samples_that_cannot_be_made_are_refused(
