@@ -245,7 +245,7 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @staticmethod
     def decode(data: bytes, *, plain: bool) -> ExpertRouting:
-        """Decode what `encode` serialized; `plain` rows are bytes.
+        """Decode what `encode` serialized; `plain` rows are those of a memoryview, `[positions, bytes]`.
 
         Raises:
             ValueError: the bytes are not a routing.
@@ -260,7 +260,7 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
             raise ValueError("its expert routing has another shape than its header says")
         rows: Any
         if plain:
-            rows = [content[at : at + itemsize * width] for at in range(0, len(content), itemsize * width)]
+            rows = memoryview(content).cast("B", (header[0], itemsize * width)) if content else []
         else:
             rows = _decode_column(content, f"<u{itemsize}", plain=False).reshape(header[:3])
         restarts = tuple(ExpertRoutingRestart(*pair) for pair in zip(header[4::2], header[5::2], strict=True))

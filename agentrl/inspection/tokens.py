@@ -247,11 +247,6 @@ class AssembledTokenRow(msgspec.Struct, frozen=True, kw_only=True):
     first: int = 0
     """Number of the agent's first turn that was sampled in this episode; a fork inherited those before it."""
 
-    def sampled_turns(self) -> Iterator[tuple[TurnEntry, Tokens]]:
-        """Yield each turn with its sampled tokens."""
-        for turn, (_, sampled) in zip(self.turns, self.tables, strict=True):
-            yield turn, sampled
-
 
 class StepTokenValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
@@ -274,8 +269,7 @@ def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read
     for token_row in assemble_token_rows(view, problems):
         words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
         step_values = newest_step_token_values(reader, view, token_row, problems, read)
-        routing = [_routing(reader.journal, turn, sampled, problems) for turn, sampled in token_row.sampled_turns()]
-        tokens = list(_tokens(token_row, words, step_values, routing))
+        tokens = list(_tokens(token_row, words, step_values, list(_routing(reader.journal, token_row, problems))))
         step = None if step_values is None else step_values.step
         rows.append(
             TokenRow(
@@ -473,25 +467,29 @@ def _versions(tokens: Tokens) -> list[str | None]:
     return versions
 
 
-def _routing(journal: Path, turn: TurnEntry, sampled: Tokens, problems: list[str]) -> ExpertRouting | None:
-    """Return the expert routing of a turn, if it was recorded and is not lost."""
-    if turn.routing is None:
-        return sampled.experts
-    (content,) = read_locally(journal)([turn.routing])
-    try:
-        return decode_routing(content, plain=True)
-    except ValueError as error:
-        problems.append(f"{turn.name}: its expert routing is lost: {error}")
-        return None
+def _routing(journal: Path, token_row: AssembledTokenRow, problems: list[str]) -> Iterator[ExpertRouting | None]:
+    """Yield the expert routing of each turn, or None if it was not recorded or is lost."""
+    read, end = read_locally(journal), 0
+    for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
+        end += len(context) + len(sampled)
+        if turn.routing is None:
+            yield sampled.experts
+            continue
+        (content,) = read([turn.routing])
+        try:
+            yield decode_routing(content, end, plain=True)
+        except ValueError as error:
+            problems.append(f"{turn.name}: its expert routing is lost: {error}")
+            yield None
 
 
 def _expert_digests(experts: ExpertRouting | None) -> dict[int, str]:
     """Return a digest of each position's experts; if it was computed twice, of the newest."""
     stretches = [] if experts is None else experts.stretches()
     return {
-        position: hashlib.blake2b(bytes(row), digest_size=4).hexdigest()
+        start + at: hashlib.blake2b(rows[at : at + 1].tobytes(), digest_size=4).hexdigest()
         for start, rows in stretches
-        for position, row in enumerate(rows, start)
+        for at in range(len(rows))
     }
 
 

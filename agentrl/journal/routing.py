@@ -254,8 +254,8 @@ class RoutingReader:
         parts = [] if row.experts is None else [row.experts]
         for recorded in row.recorded_routing:
             try:
-                routing = decode_routing(next(contents), plain=False)
-                if routing.end > recorded.end or any(part.rows.shape[1:] != routing.rows.shape[1:] for part in parts):
+                routing = decode_routing(next(contents), recorded.end, plain=False)
+                if any(part.rows.shape[1:] != routing.rows.shape[1:] for part in parts):
                     raise ValueError("it does not fit its row")
                 parts.append(routing)
             except ValueError as error:
@@ -274,12 +274,20 @@ class RoutingReader:
             )
 
 
-def decode_routing(content: bytes | LostRouting, *, plain: bool) -> ExpertRouting:
+def decode_routing(content: bytes | LostRouting, end: int, *, plain: bool) -> ExpertRouting:
     """Decode what `ReadRouting` returned; see `ExpertRouting.decode`.
 
+    Args:
+        content: the content of a file, or why there is none.
+        end: length of the row after the turn.
+        plain: see `ExpertRouting.decode`.
+
     Raises:
-        ValueError: the routing is lost or damaged.
+        ValueError: the routing is lost, damaged, or that of a longer row.
     """
     if isinstance(content, LostRouting):
         raise ValueError(content)
-    return ExpertRouting.decode(content, plain=plain)
+    routing = ExpertRouting.decode(content, plain=plain)
+    if routing.end > end:
+        raise ValueError("it does not fit its row")
+    return routing

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from agentrl.core.tokens import ExpertRouting, RoutingReference, TrainingSample,
 from agentrl.credit.samples import unit_samples
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.routing import HostRoutingStore, RoutingStore, move_routing
+from agentrl.journal.routing import HostRoutingStore, RoutingStore, decode_routing, move_routing
 from agentrl.journal.rows import assemble_trajectories, make_unit_reader
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import write_run
@@ -333,3 +334,15 @@ def test_the_oldest_are_removed_in_no_directory_of_another_user(
     (place / "notes").write_bytes(bytes(1000))
     store.remove_oldest(0)
     assert [path.name for path in place.iterdir()] == ["notes"], "a name of no attempt ended the removal"
+
+
+def test_a_received_file_of_tiny_rows_takes_no_more_memory_than_its_size() -> None:
+    content = ExpertRouting(np.zeros((1 << 20, 2, 1), np.uint8)).encode()
+    tracemalloc.start()
+    try:
+        assert len(decode_routing(content, 1 << 20, plain=True).rows) == 1 << 20
+        with pytest.raises(ValueError, match="does not fit its row"):
+            decode_routing(content, (1 << 20) - 1, plain=True)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(content)
+    finally:
+        tracemalloc.stop()
