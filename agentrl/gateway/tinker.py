@@ -228,15 +228,20 @@ class TinkerServer:
 
     async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
         async with self._body(request) as body:
-            async with self._reading:
-                await asyncio.sleep(0)  # all else runs between two bodies
-                content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
-                try:
-                    content = tinker_messages.read_request(route, content_bytes)
-                except RequestRefusedError as refusal:
-                    if place := tinker_messages.read_place(route, content_bytes):
-                        await self._backend.refuse(self._owner(request), *place, str(refusal))
-                    raise
+            place: tuple[str, int] | None = None
+            try:
+                async with self._reading:
+                    await asyncio.sleep(0)  # all else runs between two bodies
+                    content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+                    try:
+                        content = tinker_messages.read_request(route, content_bytes)
+                    except RequestRefusedError:
+                        place = tinker_messages.read_place(route, content_bytes)
+                        raise
+            except RequestRefusedError as refusal:
+                if place is not None:  # others' bodies are read while it waits for the disk
+                    await self._backend.refuse(self._owner(request), *place, str(refusal))
+                raise
             promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
         return json_response(200, promise)
 

@@ -577,6 +577,34 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_refusal_that_waits_for_the_disk_delays_no_other_client(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with (
+            serving(server_config(tmp_path)) as (address, service),
+            Client(address) as client,
+            Client(address, OTHER_KEY) as other,
+        ):
+            model, written, waits, refuse = await client.model(), asyncio.Event(), asyncio.Event(), service.refuse
+
+            async def refuse_slowly(*arguments: Any) -> None:
+                waits.set()
+                await written.wait()
+                await refuse(*arguments)
+
+            monkeypatch.setattr(service, "refuse", refuse_slowly)
+            refused = asyncio.ensure_future(client.submit("optim_step", model, adam_params={"fused": True}))
+            await waits.wait()
+            async with asyncio.timeout(60):
+                await train(other, await other.model(), 1)
+            written.set()
+            with pytest.raises(Refused, match=r"adam_params.fused"):
+                await refused
+            await train(client, model, 1)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run(work)
+
+
 def test_a_request_that_is_half_sent_changes_nothing(tmp_path: Path) -> None:
     """The client leaves within the headers, within the body, or ends a body early."""
 
