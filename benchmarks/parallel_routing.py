@@ -45,7 +45,6 @@ async def _figures(directory: Path, episodes: int) -> dict[str, float | None]:
     speeds = {
         name: await _speeds(directory, experts, episodes, inline=name == "_control") for name, experts in CASES.items()
     }
-    plain = speeds[""]["receiver"]
     figures = {
         f"{part}_tokens_per_cpu_s{name}": each[part]
         for name, each in speeds.items()

@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 STAGING = ".tmp-"
 """Prefix of the names of half-built directories."""
-_CREATE_FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+CREATE_FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags to create a file without following a link or waiting for a pipe of its name."""
 SAFETENSORS_LENGTH_BYTES = 8
 """Size of the length that a safetensors file begins with."""
 MAX_HEADER_BYTES = 100_000_000
@@ -225,7 +226,7 @@ def replace_file(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}")
     partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _CREATE_FLAGS, 0o600), "wb") as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | CREATE_FLAGS, 0o600), "wb") as file:
             file.write(content)
         os.replace(partial, path)
     except OSError:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.core.files import file_size, open_regular, refuse_links
+from agentrl.core.files import CREATE_FLAGS, file_size, open_regular, refuse_links
 from agentrl.core.text import escape_line
 from agentrl.core.tokens import ExpertRouting, RoutingReference
 
@@ -97,8 +97,7 @@ class RoutingStore:
             path = self._path(reference)
             self._make(path.parent)
             # A file of this name has the same content, or was cut off by the death of its writer.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            with open(os.open(path, os.O_WRONLY | os.O_TRUNC | CREATE_FLAGS, 0o600), "wb", buffering=0) as file:
                 content = memoryview(routing)
                 while content:
                     content = content[file.write(content) :]
@@ -224,7 +223,7 @@ def _size(folder: Path) -> int:
 
 
 class RoutingReader:
-    """Completes rows with their routing. The first lost one is told to the user.
+    """Completes rows with their routing; warns of the first that is lost.
 
     Args:
         read: reads the files.
@@ -232,7 +231,7 @@ class RoutingReader:
 
     def __init__(self, read: ReadRouting) -> None:
         self._read = read
-        self._has_told = False
+        self._has_warned = False
 
     def attach(self, units: Sequence[Unit], episodes: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
         """Return the trajectories of each unit's episode with the routing of their rows, as far as it can be read."""
@@ -259,14 +258,14 @@ class RoutingReader:
                     raise ValueError("it does not fit its row")
                 parts.append(routing)
             except ValueError as error:
-                self._tell(f"{name}, turn {recorded.turn}: its expert routing is lost: {error}")
+                self._warn(f"{name}, turn {recorded.turn}: its expert routing is lost: {error}")
         experts = ExpertRouting.of_stretches(stretch for part in parts for stretch in part.stretches())
         lost = len(row.recorded_routing) + (row.experts is not None) - len(parts)
         return msgspec.structs.replace(row, experts=experts, recorded_routing=(), lost_routing=lost)
 
-    def _tell(self, line: str) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn(self, line: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{escape_line(line)}. Such turns are trained through experts that the trainer chooses, and counted as "
                 "lost_routing",

@@ -284,6 +284,16 @@ def test_a_file_cut_off_by_a_kill_is_written_again(tmp_path: Path) -> None:
     assert store.read([store.put("e0", 0, b"half of it is written")]) == [b"half of it is written"]
 
 
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a received run, which is resumed."""
+    (tmp_path / "journal").mkdir()
+    store = RoutingStore.of_journal(tmp_path / "journal")
+    reference = store.put("e0", 0, b"content")
+    _pipe(tmp_path / "journal/routing" / reference.folder / reference.digest.hex())
+    assert store.put("e0", 0, b"content") == reference
+    assert "could not be written" in capfd.readouterr().err
+
+
 def test_routing_that_cannot_be_written_is_lost_and_said_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
