@@ -81,7 +81,7 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/gpu_checks.md).
-gpu:  ## everything that only a GPU can prove, in ten minutes at most; figures go to build/gpu.jsonl at once
+gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
 dist: $(DEV_STAMP)  ## wheel, sdist and an SBOM (CycloneDX, with licenses) of the core with all it installs, into dist/, and checks them

@@ -1,10 +1,10 @@
-"""What only a GPU can prove, in ten minutes at most: `make gpu`.
+"""What only a GPU can prove, in ten minutes at most on a card of 64 GiB or more: `make gpu`.
 
     python -m benchmarks.gpu [--only PIECE …] [--small] [--output FILE]
 
 Uses the torch and vLLM that are installed. Each piece runs in its own process with a time limit, and appends each
 figure to FILE at once, as a line of JSON; the most valuable pieces come first. Pieces that measure no speed run side by
-side, on a card of less than 64 GiB one by one, which may take five minutes more. Without a GPU the command exits with
+side; on a smaller card they run one by one, up to their limits. Without a GPU the command exits with
 2, unless `--small` proves the code on CPUs, where the figures mean nothing. A piece without the vLLM or the GPU that it
 needs is skipped.
 The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with random weights.

@@ -491,7 +491,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0, *, top: int = 0
     ) -> TokenScores:
-        """Compute log-probabilities; vLLM scores at temperature 1. It breaks a tie for the last place as it likes."""
+        """Compute log-probabilities, at temperature 1 only. A tie for the last place is broken arbitrarily."""
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens only at temperature 1, not {temperature}")
         versions = self.versions
