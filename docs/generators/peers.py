@@ -90,9 +90,11 @@ HOW = """\
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
 OLDER = """\
-* Tables without the column "cores that others used" are older. There, the naive loop and TRL's asynchronous trainer had
-  the tasks in their order, in which kinds alternate, and the others in random order; the naive loop's clock ran while
-  its model loaded.
+* Tables without the column "cores that others used" are older. They lack the rows "LoRA as an adapter" and "in
+  lockstep": **their ratios say how the libraries are used, not how fast they are on equal terms.** There, agentrl
+  bounded the mean staleness; the naive loop and TRL's asynchronous trainer had the tasks in their order, in which kinds
+  alternate, and the others in random order; the naive loop's clock ran while its model loaded; and the tokens that
+  TRL's asynchronous trainer wasted are counted too low.
 """
 """What was different before each run recorded what else the machine computed."""
 
