@@ -215,7 +215,7 @@ def _folder(episode_id: str, attempt: int) -> str:
 def _size(folder: Path) -> int:
     try:
         return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 

@@ -180,6 +180,7 @@ def test_ranks_read_expert_routing_from_the_hosts_that_recorded_it(hosts: Hosts)
     for step in steps:
         assert (step["lost_routing"], step["unrouted_share"]) == (0, 0)
         assert step.get("mismatch/k3", 0) < 1e-5
+    assert any("mismatch/k3" in step for step in steps)
     (there,) = (hosts.directory / "2" / "tmp").glob("agentrl-routing-*")
     for place in (there, run / "journal/routing"):
         assert any(place.glob("*/*")), f"nothing in {place}"

@@ -119,7 +119,7 @@ def test_lost_routing_costs_replay_and_nothing_else(repository: Path, tmp_path: 
     assert sum(step["lost_routing"] for step in steps) == len(lost.keys() & trained) > 0
     for step in steps:
         if step["lost_routing"]:
-            assert step.get("unrouted_share", 1) > 0
+            assert step["unrouted_share"] > 0
         elif "mismatch/k3" in step:
             assert step["mismatch/k3"] < 1e-5
     assert any("mismatch/k3" in step for step in steps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,12 +233,16 @@ def test_routing_of_another_row_or_model_is_not_replayed(tmp_path: Path) -> None
 def test_a_prune_removes_the_routing_of_its_attempts(tmp_path: Path) -> None:
     asyncio.run(write_run(tmp_path))
     store = RoutingStore.of_journal(tmp_path / "journal")
-    kept, removed = store.put("e2", 0, b"kept"), store.put("e0", 0, bytes(1 << 20))
+    kept, removed, damaged = (
+        store.put(*each) for each in (("e2", 0, b"kept"), ("e0", 0, bytes(1 << 20)), ("e1", 0, b""))
+    )
+    shutil.rmtree(tmp_path / "journal/routing" / damaged.folder)
+    (tmp_path / "journal/routing" / damaged.folder).touch()
     assert prune(tmp_path, rule(0, 2, 1)).bytes > 1 << 20
     content, reason = store.read([kept, removed])
     assert content == b"kept"
     assert "does not exist" in str(reason)
-    assert [folder.name for folder in (tmp_path / "journal/routing").iterdir()] == [kept.folder]
+    assert {folder.name for folder in (tmp_path / "journal/routing").iterdir()} == {kept.folder, damaged.folder}
 
 
 def test_a_mirror_has_the_routing_that_its_run_has(tmp_path: Path) -> None:
