@@ -402,6 +402,8 @@ agentrl train train.toml      # trains on it, in one to two CPU minutes
 agentrl episode list NAME     # what the agent did
 ```
 
+agentrl does not install pytest: `pip install -c constraints.txt pytest` in its directory.
+
 `env.py` is the environment, `test_env.py` its tests, `train.toml` the training configuration. The bundled model
 has only learned to write numbers and to call `calculate`. For other tools and words, use an instruction-tuned
 model: `agentrl train train.toml --model DIR`.
@@ -431,6 +433,9 @@ NAME = "NAME:CLASS"
 packages = ["NAME"]
 package-dir = { "NAME" = "." }
 package-data = { "NAME" = ["train.toml"] }
+
+[tool.pytest.ini_options]  # its presence keeps those of a parent directory away, such as agentrl's checkout
+testpaths = ["test_env.py"]
 """,
 }
 """Files of `env new`, as texts by name; NAME and CLASS stand for the environment's names."""
