@@ -379,7 +379,7 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
 
 async def _drop_cut_evaluations(store: SqliteJournal) -> None:
     """Drop the evaluation episodes that an earlier process left in flight."""
-    detail = "its process ended during the evaluation, and evaluations are not resumed"
+    detail = "its process ended during the evaluation, which then started over"
     cut = [(spec, dropped_header(spec, "evaluation_cut")) for spec in store.unfinished("evaluate")]
     await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
 
@@ -450,7 +450,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
-            message += "; evaluation episodes are dropped, because evaluations are not resumed"
+            message += "; the evaluation starts over, and its episodes until now are dropped"
         setup.observer.warn(message)
     if is_suspicious and num_workers == 1:
         cause = (

@@ -91,10 +91,11 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
     else:
         purpose_text = {
             "train": "to be trained on",
-            "evaluate": "to measure a policy; it enters no step",
+            "evaluate": "an evaluation episode; it is never trained on",
             "fork": "forked from a turn of another episode; never trained on",
         }
-        reasons = [Reason("admitted", f"{purpose_text.get(line.purpose, line.purpose)}, in group {line.group}")]
+        group = "" if line.purpose == "evaluate" else f", in group {line.group}"
+        reasons = [Reason("admitted", f"{purpose_text.get(line.purpose, line.purpose)}{group}")]
     for row in rows:
         try:
             spec = decode_admission_row(tuple(row.values()))

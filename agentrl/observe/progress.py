@@ -180,12 +180,23 @@ def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
         >>> format_task_count(32, {"evaluation/episodes": 60, "evaluation/dropped": 4})
         '32 tasks (4 episodes dropped)'
     """
+    count, *dropped = task_counts(tasks, metrics)
+    return " ".join([count, *(f"({text})" for text in dropped)])
+
+
+def task_counts(tasks: float, metrics: Mapping[str, float]) -> list[str]:
+    """Return the number of tasks of an evaluation, then of its dropped episodes, if there are any.
+
+    Example:
+        >>> task_counts(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
+        ['20 of 32 tasks', '12 dropped']
+    """
     episodes, dropped = metrics.get("evaluation/episodes", tasks), metrics.get("evaluation/dropped", 0.0)
     if not dropped:
-        return plural(tasks, "task")
+        return [plural(tasks, "task")]
     if episodes + dropped == tasks:  # one episode for each task
-        return f"{episodes:,.0f} of {plural(tasks, 'task')} ({dropped:,.0f} dropped)"
-    return f"{plural(tasks, 'task')} ({plural(dropped, 'episode')} dropped)"
+        return [f"{episodes:,.0f} of {plural(tasks, 'task')}", f"{dropped:,.0f} dropped"]
+    return [plural(tasks, "task"), f"{plural(dropped, 'episode')} dropped"]
 
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:

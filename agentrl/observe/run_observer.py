@@ -20,7 +20,14 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, read_raised_alarms, write_alarm
 from agentrl.observe.metrics import reward_metrics
-from agentrl.observe.progress import Display, PhaseTimer, format_task_count, make_progress_display, spinner
+from agentrl.observe.progress import (
+    Display,
+    PhaseTimer,
+    format_task_count,
+    make_progress_display,
+    spinner,
+    task_counts,
+)
 from agentrl.observe.run_screen import plot_curve
 from agentrl.observe.run_state import (
     MetricsFile,
@@ -229,11 +236,13 @@ class RunObserver:
                 case [(first, before), *_, (last, after)]:
                     began = first == min(policy.evaluations)
                     when = "before" if began else f"at step {first}"
-                    count, newest = (format_task_count(tasks, policy.evaluations[step]) for step in (first, last))
-                    earlier = "" if count == newest else f" on {count}"
-                    lines.append(
-                        f"held-out reward{suffix} on {newest}: {before:.3f} {when}{earlier}, {after:.3f} after\n"
-                    )
+                    oldest, newest = ("; ".join(task_counts(tasks, policy.evaluations[at])) for at in (first, last))
+                    if oldest == newest:
+                        count = format_task_count(tasks, policy.evaluations[last])
+                        text = f" on {count}: {before:.3f} {when}, {after:.3f} after"
+                    else:
+                        text = f": {before:.3f} {when} ({oldest}), {after:.3f} after ({newest})"
+                    lines.append(f"held-out reward{suffix}{text}\n")
                 case [(last, after)] if len(policy.evaluations) > 1:
                     lines.append(
                         f"held-out reward{suffix} on {format_task_count(tasks, policy.evaluations[last])}: "

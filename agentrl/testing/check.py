@@ -63,8 +63,10 @@ from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.testing.execution import (
     POLICY,
     RESOURCE_LOST,
+    Cut,
     ExecutedEpisode,
     execute_episode,
+    format_cuts,
     missing_awaits,
     random_policy,
 )
@@ -174,8 +176,8 @@ class EnvironmentReport:
     misspelled: list[str] = field(default_factory=list)
     """Sentences about attributes that are almost settings of the class."""
     wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
-    cuts: Counter[str] = field(default_factory=Counter)
-    """Number of episodes and turns that the check's limits cut, keyed by description."""
+    cuts: Counter[Cut] = field(default_factory=Counter)
+    """Number of episodes and turns that the check's limits cut, keyed by limit."""
     own_random: bool = False
     """Whether the environment draws from the global random generators, as observed or declared."""
     failed_reward: float | None = None
@@ -258,7 +260,6 @@ class EnvironmentReport:
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
-        cuts = ", ".join(f"{place} ({plural(number, 'time')})" for place, number in self.cuts.items())
         random_note = (
             " The environment draws from `random` or `numpy.random`, so each episode gets its own state of them."
             if self.own_random
@@ -279,7 +280,7 @@ class EnvironmentReport:
                 if judges
                 else ""
             )
-            + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
+            + (f" The check cut off {format_cuts(self.cuts)}." if self.cuts else "")
             + self._left_out_sentence
             + self._uncompared_sentence
             + random_note
@@ -290,10 +291,12 @@ class EnvironmentReport:
         if not self.wrong_calls.episodes or self.wrong_calls.errors:
             return ""
         kinds = ", ".join(self.wrong_calls.kinds)
-        text = f" Wrong tool calls in every turn ({kinds}) ended {self.wrong_calls.share} as an error"
+        text = f" Wrong tool calls ({kinds}) caused no errors in {plural(self.wrong_calls.episodes, 'episode')}"
         if self.wrong_calls.ended_programs:
-            ended = plural(self.wrong_calls.ended_programs, "episode")
-            text += f", and the program in {ended}, with failed_reward = {self.failed_reward}"
+            text += (
+                f"; in {self.wrong_calls.ended_programs} of them the agent's program failed and got failed_reward = "
+                f"{self.failed_reward}"
+            )
         return f"{text}."
 
     @property
@@ -303,7 +306,8 @@ class EnvironmentReport:
             verb = "is" if len(self.also_held_out) == 1 else "are"
             warnings.append(
                 f"{plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
-                f"{self.also_held_out[0]!r}. Evaluations measure memory unless tasks('held_out') lists other tasks."
+                f"{self.also_held_out[0]!r}. Evaluations measure memorization, not learning, unless "
+                "tasks('held_out') lists other tasks."
             )
         if self.shared_ids:
             verb = "names" if len(self.shared_ids) == 1 else "name"

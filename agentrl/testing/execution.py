@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -85,6 +85,13 @@ _FIRST_LINE = re.compile(r"\n|<\|")
 """Pattern for the end of the first line or of the message."""
 
 
+class Cut(NamedTuple):
+    """A limit of the execution at which an episode or a turn ended."""
+
+    what: Literal["episode", "turn"]
+    limit: str
+
+
 class ExecutedEpisode(NamedTuple):
     """Outcome of an execution."""
 
@@ -95,8 +102,8 @@ class ExecutedEpisode(NamedTuple):
     counts: EpisodeTotals
     metrics: dict[str, float]
     """Metrics of the episode, by name."""
-    cuts: Counter[str]
-    """Number of places at which a limit cut the episode, its children or a turn, keyed by description."""
+    cuts: Counter[Cut]
+    """Number of places at which a limit cut the episode, its children or a turn, keyed by limit."""
 
     def __repr__(self) -> str:
         """A short text: `asyncio.run` makes one of its result, whatever its size."""
@@ -209,26 +216,36 @@ def _load_once(environment: type[Environment]) -> None:
     environment.load()
 
 
-def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings: RolloutSettings) -> Counter[str]:
+def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings: RolloutSettings) -> Counter[Cut]:
     """Count what the limits of the execution cut; an environment's own limits do not count."""
     limits = settings.seat
-    cuts = Counter[str]()
+    cuts = Counter[Cut]()
     turns = Counter[tuple[str, str, int]]()
     for entry in entries:
         if isinstance(body := entry.decode(), TurnEntry):
             turns[entry.episode_id, body.seat, body.index] += 1
             is_full = len(body.tokens) >= limits.max_tokens
-            cuts[f"a turn after {limits.max_tokens:,} tokens"] += is_full and body.finish_reason == "length"
+            cuts[Cut("turn", f"{limits.max_tokens:,} tokens")] += is_full and body.finish_reason == "length"
     full = {episode_id for (episode_id, _, _), number in turns.items() if number >= limits.max_turns}
     for end in journal.of_kind(EpisodeEnd):
         match end.header.stop_reason:
             case "max_turns":
-                cuts[f"an episode after {plural(limits.max_turns, 'turn')} of an agent"] += end.spec.episode_id in full
+                cuts[Cut("episode", plural(limits.max_turns, "turn"))] += end.spec.episode_id in full
             case "time_limit":
-                cuts[f"an episode after {settings.episode_timeout_s:g} s"] += 1
+                cuts[Cut("episode", f"{settings.episode_timeout_s:g} s")] += 1
             case "context_length":
-                cuts[f"an episode after {limits.max_context:,} tokens"] += 1
+                cuts[Cut("episode", f"{limits.max_context:,} tokens")] += 1
     return +cuts
+
+
+def format_cuts(cuts: Mapping[Cut, int]) -> str:
+    """Return what the limits cut, as a clause.
+
+    Example:
+        >>> format_cuts({Cut("episode", "8 turns"): 1, Cut("turn", "512 tokens"): 2})
+        '1 episode at its limit of 8 turns, 2 turns at its limit of 512 tokens'
+    """
+    return ", ".join(f"{plural(number, cut.what)} at its limit of {cut.limit}" for cut, number in cuts.items())
 
 
 def plain_rollout_settings(
@@ -396,7 +413,7 @@ def _play(environment_class: type[Environment], task: Task, texts: Sequence[str]
     elif turn_count > len(texts):  # and the environment's code caught the error
         problems.append(_too_few(turn_count, len(texts)))
     elif outcome.cuts:
-        problems.append(f"the test cut {', '.join(outcome.cuts)}")
+        problems.append(f"the test cut off {format_cuts(outcome.cuts)}")
     if problems or isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {'; '.join(problems)}")
     header = outcome.header

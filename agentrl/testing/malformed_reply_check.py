@@ -70,7 +70,9 @@ def find_format_reward_faults(
             seed = number if text is not None else number * REPEATS + repeat - len(GARBAGE)
             outcome = play(task, seed, policy if text is None else _always(text))
             if isinstance(outcome, str):
-                return [f"task {task.id!r}, {_reply_kind(text)}: {outcome}"]
+                # The reply is named only if it matters.
+                other = None if text is None else play(task, seed, random_policy)
+                return [f"task {task.id!r}{'' if other == outcome else f', {_reply_kind(text)}'}: {outcome}"]
             if text is not None:
                 garbage[text].append(outcome.reward)
             elif not outcome.broken:

@@ -161,18 +161,14 @@ def readme_section(line: Mapping[str, Any]) -> str:
             return ""
         return f"{medians[0]} {words}" + (f" ({medians[1]} {WITHOUT[without]})" if medians[1:] else "")
 
-    merged = (
-        "of the time of TRL 1.16's asynchronous trainer, with the same vLLM but a merged LoRA instead of an adapter"
-    )
-    calculator = [
-        times("calculator", "trl_async_merged", merged, "trl_async"),
-        times("calculator", "naive", "of that of a naive loop", "naive_lockstep"),
-    ]
+    over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
+    over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_lockstep")
     problems = times("word_problems", "naive", "times as long as the loop", "naive_lockstep")
     return (
         f"On {report['conditions']['machine']}, agentrl trained a 0.84 M-parameter model to a held-out reward of "
-        f"{report['goal']} in {', and in '.join(filter(None, calculator))}"
-        f"{f'; with SmolLM2-135M, it took {problems}' if problems else ''}. "
+        f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
+        f"{'agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. ' if over_trl else ''}"
+        f"{f'With SmolLM2-135M, agentrl took {problems}. ' if problems else ''}"
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
 

@@ -388,9 +388,11 @@ class Rambling(Adder):
 def test_what_the_check_cuts_is_said() -> None:
     report = check_environment(Talkative)
     assert report.passed, report.text
-    assert any("8 turns" in where for where in report.cuts)
-    assert any("tokens" in where for where in report.cuts)
-    assert all(f"{number} " in report.text and where in report.text for where, number in report.cuts.items())
+    assert {(cut.what, cut.limit.split()[-1]) for cut in report.cuts} == {("episode", "turns"), ("turn", "tokens")}
+    assert re.search(r" The check cut off .*\b\d+ episodes? at its limit of 8 turns\b.*\.", report.text)
+    assert all(
+        f"{number} {cut.what}" in report.text and cut.limit in report.text for cut, number in report.cuts.items()
+    )
     assert "cut" not in check_environment(Judged, tasks=[agentrl.Task(id="0", data={})]).text.lower()
 
 

@@ -106,6 +106,19 @@ def test_an_environment_that_fails_on_nonsense_is_named() -> None:
     assert "ValueError: cannot parse" in finding
 
 
+class LacksAnswers(Lake):
+    """Fails on a task, whatever the reply."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act(agentrl.user("a number?"))
+        ctx.agent("agent").reward(1.0 if ctx.task.id in {task.id for task in TASKS[:4]} else ctx.task.data["answer"])
+
+
+def test_a_task_on_which_every_reply_fails_is_named_without_a_reply() -> None:
+    (finding,) = check_environment(LacksAnswers).findings
+    assert finding.startswith(f"task {TASKS[4].id!r}: run() raised KeyError: 'answer'")
+
+
 class LateDefinition(Lake):
     """Where it goes wrong depends on what the policy says, and only nonsense plays are far from it."""
 

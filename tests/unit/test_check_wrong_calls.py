@@ -55,7 +55,10 @@ def test_tools_answer_wrong_calls_themselves() -> None:
         report = check_environment(environment)
         assert report.passed, report.text
         assert report.wrong_calls.kinds == [UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON]
-        assert "(an unknown tool, wrong arguments, broken JSON) ended 0 of 6 episodes as an error." in report.text
+        assert (
+            "Wrong tool calls (an unknown tool, wrong arguments, broken JSON) caused no errors in 6 episodes."
+            in report.text
+        )
 
 
 def test_own_code_that_a_wrong_call_breaks_is_found_with_its_line() -> None:
@@ -129,4 +132,7 @@ def test_programs_whose_failure_is_rewarded_are_counted() -> None:
     report = check_environment(Rewarded, episodes=1)
     assert report.passed, report.text
     assert report.warnings == []
-    assert "ended 0 of 3 episodes as an error, and the program in 3 episodes, with failed_reward = 0.0." in report.text
+    assert (
+        "caused no errors in 3 episodes; in 3 of them the agent's program failed and got failed_reward = 0.0."
+        in report.text
+    )

@@ -27,7 +27,7 @@ def test_commands_print_what_the_pages_say() -> None:
 @pytest.mark.parametrize(
     ("page", "sentence", "altered"),
     [
-        ("README.md", "of that of a naive loop", "of that of two naive loops"),
+        ("README.md", "of the time of a naive loop", "of the time of two naive loops"),
         ("README.md", "is another project", "is this project"),
         (
             "docs/how-to/coming_from.md",

@@ -242,7 +242,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
             observer.finish({**summary, "held_out_tasks": tasks})
         assert told in stream.getvalue()
     for step, dropped, told in (
-        (6, 2, "held-out reward of a on 3 of 5 tasks (2 dropped): 0.500 at step 4 on 5 tasks, 0.500 after"),
+        (6, 2, "held-out reward of a: 0.500 at step 4 (5 tasks), 0.500 after (3 of 5 tasks; 2 dropped)"),
         (4, 2, "held-out reward of a on 3 of 5 tasks (2 dropped): 0.500 at step 4, 0.500 after"),
     ):
         with RunObserver(directory, plan=plan, stream=stream) as observer:
