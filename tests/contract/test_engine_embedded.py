@@ -369,7 +369,7 @@ def test_directories_that_hold_no_usable_model_are_refused(zoo: ModelZoo, tmp_pa
 
 
 def test_a_model_whose_attention_does_not_fit_slots_is_refused(zoo: ModelZoo) -> None:
-    with pytest.raises(ModelError, match="cannot sample from .bloom.: its layers add positions"):
+    with pytest.raises(ModelError, match=r"cannot sample from .bloom.: its layers add positions"):
         load(zoo, "bloom")
 
 

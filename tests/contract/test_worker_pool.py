@@ -492,14 +492,14 @@ def test_a_worker_that_cannot_reach_the_journal_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class CutOffAtFirst:
-        """Grants an address at which nobody listens, as after a cut, and then the journal on this machine."""
+        """Grants an address at which nobody listens, as after a cut, and then no address: the worker writes itself."""
 
-        granted = 0
+        granted, host = 0, ""
 
         async def grant(self, worker: int) -> str:
             self.granted += 1
             nobody = str(Address("127.0.0.1", 1, "0" * 64))
-            return nobody if self.granted == 1 else str(tmp_path / "journal")
+            return nobody if self.granted == 1 else ""
 
         def revoke(self, worker: int) -> None:
             pass

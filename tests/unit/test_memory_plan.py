@@ -256,7 +256,8 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
 
 
 DETERMINISTIC = ("--deterministic=true", "--policies.solver.max_staleness=0")
-VLLM = (*OVERRIDES, "--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
+LORA = ("--policies.solver.lora.rank=4", "--model.dtype=bfloat16")
+VLLM = (*OVERRIDES, "--engine.vllm.enforce_eager=true", *LORA)
 
 
 def test_doctor_prints_the_device_plan_and_each_share(
