@@ -132,13 +132,13 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
     """Return a description of an audit event; None if the event changes nothing outside."""
+    if arguments and "__pycache__" in str(arguments[0]):  # the first import of a module stores its bytecode
+        return None
     if event == "open":
         path, mode, flags = arguments
         writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & _WRITE_FLAGS)
         name = valid_unicode(os.fsdecode(path)) if isinstance(path, str | bytes) else ""
-        if not writes or not name or name == os.devnull or "__pycache__" in name:
-            return None
-        return f"opens {name!r} for writing"
+        return f"opens {name!r} for writing" if writes and name not in ("", os.devnull) else None
     if event == "sqlite3.connect":
         return None if arguments[0] in (":memory:", "") else f"opens the database {str(arguments[0])!r}"
     if event in _STARTS:

@@ -124,7 +124,8 @@ def test_a_tool_that_reaches_outside_is_found(kind: str, words: str) -> None:
 
 
 def test_the_first_import_of_a_library_is_no_reaching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Urllib3 tries whether it can listen with IPv6."""
+    """Urllib3 tries whether it can listen with IPv6, and Python stores the bytecode of what it imports."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     for folder, passes in (("site-packages", True), ("mine", False)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "binds_at_import.py").write_text("import socket\nsocket.socket().bind(('127.0.0.1', 0))\n")
