@@ -125,6 +125,8 @@ class EnvironmentReport:
     episodes: int = 0
     resumptions: int = 0
     """Number of re-executions of an episode from a prefix of its journal."""
+    has_turns: bool = False
+    """Whether a seat acted in any episode."""
     rewards: list[float] = field(default_factory=list)
     format_rewards: list[float] = field(default_factory=list)
     """Rewards of the episodes that compare unreadable replies with readable ones."""
@@ -392,6 +394,8 @@ def check_environment(
     with asyncio.Runner() as runner:
         run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
         last = _check_episodes(run, environment_class, chosen_tasks[:episodes], seed, report)
+        if report.passed and report.episodes and not report.has_turns and not is_harness:
+            report.findings.append(_idle_text(environment_class, report.episodes))
         _check_rewards(report)
         _check_tools(environment_class, report)
         _check_refused_calls(environment_class, report)
@@ -407,6 +411,17 @@ def check_environment(
     if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
         _check_hash_order(environment_class, chosen_tasks[0], report)
     return report
+
+
+def _idle_text(environment: type[Environment], episodes: int) -> str:
+    """Describe a `run` in which no seat acts, and its likely cause."""
+    owner, *bases = [base for base in environment.__mro__ if "run" in vars(base)]
+    is_override = not all(getattr(vars(base)["run"], "__isabstractmethod__", False) for base in bases)
+    advice = "call `await super().run(ctx)` in it" if is_override else "call `await ctx.agent(seat).act(…)` in it"
+    return (
+        f"no seat acted in any of {plural(episodes, 'episode')}, so there is nothing to train on. Look at "
+        f"{owner.__name__}.run: {advice}"
+    )
 
 
 def _check_rewards(report: EnvironmentReport) -> None:
@@ -861,6 +876,7 @@ async def _check_episode(
         report.findings.append(f"task {task.id!r}: {first}{hint}")
         return None
     report.episodes += 1
+    report.has_turns |= first.has_turns
     _count_entries(environment, task, first.entries, report)
     is_complete = first.header.stop_reason == "completed"  # else `truncated_reward` counts
     for trajectory in first.header.trajectories if is_complete else ():

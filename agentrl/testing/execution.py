@@ -104,6 +104,8 @@ class ExecutedEpisode(NamedTuple):
     """Metrics of the episode, by name."""
     cuts: Counter[Cut]
     """Number of places at which a limit cut the episode, its children or a turn, keyed by limit."""
+    has_turns: bool
+    """Whether a seat acted, in the episode or its children."""
 
     def __repr__(self) -> str:
         """A short text: `asyncio.run` makes one of its result, whatever its size."""
@@ -207,6 +209,7 @@ async def execute_episode(
         counts=dispatcher.buffer.counts,
         metrics=dict(ends[spec.episode_id].metrics),
         cuts=cuts,
+        has_turns=any(isinstance(entry.decode(), TurnEntry) for entry in log.entries),
     )
 
 

@@ -64,6 +64,29 @@ class RefusingAsyncTool(Desk):
         return str(items)
 
 
+class IdleRun(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        pass
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return Desk.rows[split]
+
+
+class ForgottenSuper(Desk):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.looks = 0
+
+
+class Spawning(IdleRun):
+    """Only its children act."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.gather(*ctx.spawn(Desk, ctx.task, n=2))
+
+
 class NonePrompt(Desk):
     def prompt(self, task: agentrl.Task) -> str:
         return f"{task.data.get('problem')}"
@@ -203,6 +226,12 @@ def numbers(self: Any, text: str, env: Any) -> Any:
 PLANTED: dict[str, tuple[Callable[[], type], str]] = {
     "refusing tool": (lambda: RefusingTool, "tool buy was never reached"),
     "refusing async tool": (lambda: RefusingAsyncTool, "tool buy was never reached"),
+    "run without a turn": (lambda: IdleRun, "Look at IdleRun.run: call `await ctx.agent(seat).act(…)` in it"),
+    "run without the inherited one": (
+        lambda: ForgottenSuper,
+        "no seat acted in any of 3 episodes, so there is nothing to train on. Look at ForgottenSuper.run: call "
+        "`await super().run(ctx)` in it",
+    ),
     "None as prompt": (lambda: NonePrompt, "user message that the policy reads is Python's text of None"),
     "messages as prompt": (lambda: MessagesPrompt, "Python's text of a list"),
     "messages inside a prompt": (lambda: InnerMessagesPrompt, "Python's text of a list"),
@@ -382,6 +411,7 @@ def server(module: str) -> Callable[[], type]:
 
 SOUND: dict[str, Callable[[], Any]] = {
     "desk": lambda: Desk,
+    "turns of children alone": lambda: Spawning,
     "ids alone": lambda: NamedById,
     "tool with a pattern": lambda: PatternedTool,
     "issues": lambda: IssueText,
@@ -422,7 +452,7 @@ SOUND: dict[str, Callable[[], Any]] = {
 OVERLAPPING = ("agentrl tictactoe", "agentrl propose and solve")
 """Environments whose splits do share tasks: few openings, and one task."""
 QUICK = (
-    *("desk", "ids alone", "tool with a pattern", "issues", "counter"),
+    *("desk", "turns of children alone", "ids alone", "tool with a pattern", "issues", "counter"),
     *("gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps"),
 )
 
