@@ -117,6 +117,31 @@ class Trees(Adder):
         agent.reward(thought)
 
 
+class Stock(Adder):
+    """Its tool keeps state on the class, which is not reset for a resumed episode."""
+
+    sold: ClassVar[list[int]] = []
+
+    @agentrl.tool
+    def add(self, number: int, sign: Literal["+", "-"] = "+") -> int:
+        """Sell."""
+        self.sold.append(number)
+        return len(self.sold)
+
+
+class Dice(Adder):
+    """Its tool reaches chance and time as the message about `Stock` says."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        self.ctx = ctx
+        await super().run(ctx)
+
+    @agentrl.tool
+    def add(self, number: int, sign: Literal["+", "-"] = "+") -> str:
+        """Roll a die."""
+        return f"{self.ctx.rng.random()} at {self.ctx.now()}"
+
+
 class Clockwork(Adder):
     """Looks at the real clock."""
 
@@ -542,7 +567,13 @@ def test_a_tool_that_no_arguments_can_make_work_fails_the_check() -> None:
     assert report.text.count("tool look raised") == 1
 
 
-@pytest.mark.parametrize("environment", [pytest.param(Adder, marks=pytest.mark.exhaustive), Trees])
+def test_state_on_the_class_and_the_way_from_a_tool_to_its_context_are_named() -> None:
+    (finding,) = check_environment(Stock).findings
+    assert "state on self, not on the class" in finding
+    assert "write self.ctx = ctx in run()" in finding
+
+
+@pytest.mark.parametrize("environment", [pytest.param(Adder, marks=pytest.mark.exhaustive), Trees, Dice])
 def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
     assert report.passed, report.text

@@ -23,8 +23,9 @@ from agentrl.journal.entries import (
 CHARACTERS = 200
 
 REMEDY = (
-    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
-    "world through ctx.effect()"
+    "run() and tools must do the same when they run again: state on self, not on the class or in globals; randomness "
+    "through ctx.rng, time through ctx.now(), the outside world through ctx.effect(). A tool reaches ctx through self: "
+    "write self.ctx = ctx in run()"
 )
 
 
