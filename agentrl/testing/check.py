@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import random
@@ -177,6 +178,8 @@ class EnvironmentReport:
     """Number of tasks of both splits that were not compared, because there are too many or reading them is slow."""
     misspelled: list[str] = field(default_factory=list)
     """Sentences about attributes that are almost settings of the class."""
+    unmarked_methods: list[str] = field(default_factory=list)
+    """Public methods of a tool environment without tools."""
     wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
     cuts: Counter[Cut] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by limit."""
@@ -197,13 +200,26 @@ class EnvironmentReport:
     @property
     def warnings(self) -> list[str]:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
-        raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Games that
-        were not played, because no text was an action. A reward that is the same for all replies. Tasks that are in
-        both splits, or repeat others. Attributes that are almost settings."""
+        raises one that its arguments cannot explain. Methods that may lack `@agentrl.tool`. Programs of
+        external agents that wrong tool calls end. Games that were not played, because no text was an action. A reward
+        that is the same for all replies. Tasks that are in both splits, or repeat others. Attributes that are almost
+        settings."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
         unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
         constant = [self._constant_reward_warning] if self._earns_the_same else []
-        return self.misspelled + constant + self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
+        tools = [
+            f"{text}. Fix it, or ignore this if the tool is meant to refuse such calls"
+            for text in self._tool_warnings
+            if text not in self.findings
+        ]
+        return self.misspelled + self._unmarked + constant + tools + wrong_calls + unplayed + self._overlap_warnings
+
+    @property
+    def _unmarked(self) -> list[str]:
+        if not self.unmarked_methods:
+            return []
+        names = ", ".join(f"`{name}`" for name in self.unmarked_methods)
+        return [f"{self.environment} defines no tool; is @agentrl.tool missing above {names}?"]
 
     @property
     def _earns_the_same(self) -> bool:
@@ -251,7 +267,7 @@ class EnvironmentReport:
     @property
     def text(self) -> str:
         """Return the report for a terminal."""
-        return "\n".join([self._verdict, *(f"WARNING {text}" for text in self.warnings if text not in self.findings)])
+        return "\n".join([self._verdict, *(f"WARNING {text}" for text in self.warnings)])
 
     @property
     def _verdict(self) -> str:
@@ -308,8 +324,8 @@ class EnvironmentReport:
             verb = "is" if len(self.also_held_out) == 1 else "are"
             warnings.append(
                 f"{plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
-                f"{self.also_held_out[0]!r}. Evaluations measure memorization, not learning, unless "
-                "tasks('held_out') lists other tasks."
+                f"{self.also_held_out[0]!r}. Evaluations then measure memorization, not learning: let "
+                "tasks('held_out') list other tasks, or ignore this if there are no others."
             )
         if self.shared_ids:
             verb = "names" if len(self.shared_ids) == 1 else "name"
@@ -383,6 +399,7 @@ def check_environment(
         report.findings.append(str(error))
         return report
     report.misspelled += misspelled_attributes(environment_class)
+    report.unmarked_methods = _unmarked_methods(environment_class)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
@@ -411,6 +428,20 @@ def check_environment(
     if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
         _check_hash_order(environment_class, chosen_tasks[0], report)
     return report
+
+
+def _unmarked_methods(environment: type[Environment]) -> list[str]:
+    """Return the public methods of a tool environment that has no tools, except those that its module calls itself."""
+    if not issubclass(environment, ToolEnvironment) or environment.tool_table() or environment.mcp_servers:
+        return []
+    source = environment.source()
+    return [
+        name
+        for name in dir(environment)
+        if not name.startswith("_") and not hasattr(ToolEnvironment, name)
+        if inspect.isfunction(method := inspect.getattr_static(environment, name))
+        if not method.__module__.startswith("agentrl.") and not re.search(rf"\.{name}\b", source)
+    ]
 
 
 def _idle_text(environment: type[Environment], episodes: int) -> str:

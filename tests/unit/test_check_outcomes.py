@@ -87,6 +87,26 @@ class Spawning(IdleRun):
         await ctx.gather(*ctx.spawn(Desk, ctx.task, n=2))
 
 
+class UnmarkedTool(agentrl.ToolEnvironment):
+    def price(self, fruit: str) -> int:
+        """The price of a fruit."""
+        return len(fruit)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(self.is_right(episode.answer))
+
+    def is_right(self, answer: str) -> bool:
+        return bool(answer)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return Desk.rows[split]
+
+
+class Untooled(UnmarkedTool):
+    price = None  # type: ignore[assignment]
+
+
 class NonePrompt(Desk):
     def prompt(self, task: agentrl.Task) -> str:
         return f"{task.data.get('problem')}"
@@ -232,6 +252,10 @@ PLANTED: dict[str, tuple[Callable[[], type], str]] = {
         "no seat acted in any of 3 episodes, so there is nothing to train on. Look at ForgottenSuper.run: call "
         "`await super().run(ctx)` in it",
     ),
+    "tool without its decorator": (
+        lambda: UnmarkedTool,
+        "WARNING UnmarkedTool defines no tool; is @agentrl.tool missing above `price`?",
+    ),
     "None as prompt": (lambda: NonePrompt, "user message that the policy reads is Python's text of None"),
     "messages as prompt": (lambda: MessagesPrompt, "Python's text of a list"),
     "messages inside a prompt": (lambda: InnerMessagesPrompt, "Python's text of a list"),
@@ -268,7 +292,13 @@ def test_planted(fault: str) -> None:
     make, words = PLANTED[fault]
     report = check_environment(make())
     assert words in report.text, report.text
-    only_told = ("repeated rows", "task in both splits", "id in both splits", "text that is never an action")
+    only_told = (
+        "tool without its decorator",
+        "repeated rows",
+        "task in both splits",
+        "id in both splits",
+        "text that is never an action",
+    )
     assert report.passed == (fault in only_told)
 
 
@@ -411,6 +441,7 @@ def server(module: str) -> Callable[[], type]:
 
 SOUND: dict[str, Callable[[], Any]] = {
     "desk": lambda: Desk,
+    "no tools": lambda: Untooled,
     "turns of children alone": lambda: Spawning,
     "ids alone": lambda: NamedById,
     "tool with a pattern": lambda: PatternedTool,
@@ -452,7 +483,7 @@ SOUND: dict[str, Callable[[], Any]] = {
 OVERLAPPING = ("agentrl tictactoe", "agentrl propose and solve")
 """Environments whose splits do share tasks: few openings, and one task."""
 QUICK = (
-    *("desk", "turns of children alone", "ids alone", "tool with a pattern", "issues", "counter"),
+    *("desk", "no tools", "turns of children alone", "ids alone", "tool with a pattern", "issues", "counter"),
     *("gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps"),
 )
 
@@ -464,5 +495,5 @@ QUICK = (
 def test_no_false_alarm(name: str) -> None:
     report = check_environment(SOUND[name]())
     assert report.passed, report.text
-    false = ["was never reached", *(["also held out"] if name not in OVERLAPPING else [])]
+    false = ["was never reached", "defines no tool", *(["also held out"] if name not in OVERLAPPING else [])]
     assert not [text for text in report.warnings if any(words in text for words in false)]
