@@ -169,7 +169,7 @@ class Evaluation(dict[str, float]):
 def evaluate(
     config: RunConfig | str | Path,
     policy: Directory | Mapping[str, Directory] | None = None,
-    tasks: Sequence[Task] | None = None,
+    tasks: Sequence[Task] | int | None = None,
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
@@ -182,7 +182,7 @@ def evaluate(
         config: a configuration, or the path of a TOML file.
         policy: directories of trained weights by policy, such as `run.policies`, or one for the only trained policy:
             full weights of the base model's architecture, or an adapter. The other policies are the base model.
-        tasks: tasks that replace the environment's `held_out` split.
+        tasks: tasks that replace the environment's `held_out` split, or their number, as `evaluation.tasks`.
         environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
         on_progress: receives the number of ended episodes, and of all, about twice a second.
@@ -197,6 +197,7 @@ def evaluate(
     """
     temporary_directory()  # many libraries need one
     config = load_config(config)
+    config, tasks = _with_tasks(config, tasks)
     trained = config.trained
     config, weights = prepare_evaluation(config, policy)
     environment_class = environment_of(config, environment)
@@ -255,6 +256,19 @@ def evaluate(
         }
         own_loop.run(_record_metrics(run_path, metrics_by_policy))
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
+
+
+def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[RunConfig, Sequence[Task] | None]:
+    """Put a number of tasks into the configuration; check a list of tasks."""
+    if isinstance(tasks, int):
+        if tasks < 1:
+            raise InputError(f"tasks = {tasks}: expected a list of tasks, or their number, at least 1")
+        section = config.evaluation.model_copy(update={"tasks": tasks})
+        return config.model_copy(update={"evaluation": section}), None
+    for task in tasks or ():
+        if not isinstance(task, Task):
+            raise InputError(f"tasks has {type(task).__name__} {task!r:.80}: expected agentrl.Task objects")
+    return config, tasks
 
 
 async def _record_metrics(run: Path, metrics_by_policy: Mapping[str, Mapping[str, float]]) -> None:

@@ -30,13 +30,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from agentrl.app.hub import download_model, is_hub_name
 from agentrl.config.fields import Selects, expand_paths
-from agentrl.config.load import (
-    format_short,
-    parse_value,
-    recorded_config,
-    sections_in_annotation,
-    split_override,
-)
+from agentrl.config.load import parse_value, recorded_config, split_override
+from agentrl.config.mistakes import format_short, sections_in_annotation
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import FunctionConfig
 from agentrl.core.choices import Choices, run_root

@@ -29,6 +29,7 @@ from agentrl.config.fields import (
     base_model_display_name,
     expand_paths,
 )
+from agentrl.config.mistakes import config_error
 from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
 from agentrl.config.policies import (
     AnyPolicy,
@@ -125,6 +126,16 @@ class RunConfig(Section):
     journal: JournalConfig = JournalConfig()
     sandbox: SandboxConfig = SandboxConfig()
     scorers: dict[str, ScorerConfig] = {}
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise config_error(error, "RunConfig", RunConfig) from None
+
+        __init__.__pydantic_base_init__ = True  # `model_validate` does not call it, and raises pydantic's error
 
     @field_validator("policies", mode="before")
     @classmethod

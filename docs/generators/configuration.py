@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.fields import DerivedDefault, NumberUnit
-from agentrl.config.load import resume_rule_of, sections_in_annotation
+from agentrl.config.load import resume_rule_of
+from agentrl.config.mistakes import sections_in_annotation
 from agentrl.config.run import RunConfig
 
 if TYPE_CHECKING:

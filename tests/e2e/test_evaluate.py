@@ -109,6 +109,15 @@ def test_metrics_of_an_episode_belong_to_the_first_trained_policy(base: Path, tm
     reader.close()
 
 
+def test_tasks_may_be_their_number(base: Path) -> None:
+    config = config_of(base)
+    assert len({episode.task_id for episode in agentrl.evaluate(config, tasks=1, environment=Pair).episodes}) == 1
+    with pytest.raises(InputError, match="tasks = 0: expected a list of tasks, or their number"):
+        agentrl.evaluate(config, tasks=0, environment=Pair)
+    with pytest.raises(InputError, match=r"tasks has str 'first': expected agentrl\.Task objects"):
+        agentrl.evaluate(config, tasks=["first"], environment=Pair)  # type: ignore[list-item]
+
+
 def test_weights_are_refused_before_anything_is_sampled(base: Path, indifferent: Path, tmp_path: Path) -> None:
     config = config_of(base)
     with pytest.raises(InputError, match="NAME=DIR"):

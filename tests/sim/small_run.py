@@ -88,7 +88,7 @@ def config_for(**changes: Any) -> RunConfig:
         "evaluation": {"tasks": 0},
         "max_in_flight": 64,
     }
-    return RunConfig(**{**values, **changes})
+    return RunConfig.model_validate({**values, **changes})
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
-from agentrl.config.load import describe_validation_error, format_short
+from agentrl.config.mistakes import describe_validation_error, format_short
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
@@ -592,4 +592,4 @@ class SimulationPlan(Section):
                 }
             )
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise ConfigError(describe_validation_error(error, RunConfig)) from None

@@ -29,7 +29,8 @@ import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.fields import ResumeRule, Section, resolve_package_directory
-from agentrl.config.load import check_settings_unchanged, resume_rule_of, sections_in_annotation
+from agentrl.config.load import check_settings_unchanged, resume_rule_of
+from agentrl.config.mistakes import sections_in_annotation
 from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig

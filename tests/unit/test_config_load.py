@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.app.memory_estimate import with_chosen_token_limits
-from agentrl.config.load import _FOREIGN_NAMES, all_keys, check_settings_unchanged, dump_toml, load, recorded_config
+from agentrl.config.load import check_settings_unchanged, dump_toml, load, recorded_config
+from agentrl.config.mistakes import _FOREIGN_NAMES, all_keys
 from agentrl.config.run import RunConfig
 from agentrl.config.server import load_server
 from agentrl.core.errors import ConfigError
@@ -216,6 +217,22 @@ def test_mistakes_are_named_with_the_mend(tmp_path: Path, override: str, message
     assert "Pydantic" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": 3}, "RunConfig: unknown key step; did you mean steps?"),
+        ({"policies": {"policy": {"lr": 1}}}, "RunConfig: unknown key policies.policy.lr"),
+        ({"steps": 0}, "RunConfig: steps = 0: expected "),
+    ],
+)
+def test_mistakes_in_python_are_named_as_in_a_file(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RunConfig(**{"environment": {"id": "calculator"}, "model": {"path": "x"}, **settings})
+    assert str(error.value).startswith(message)
+    assert "pydantic" not in str(error.value)
+    assert "trained.lr" not in str(error.value)
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path), ["steps=0", "trainr=1", "engine.slots=-1"])
@@ -298,7 +315,7 @@ def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
 
 def test_every_key_but_names_of_the_users_can_be_an_override(tmp_path: Path) -> None:
     """`keys` and the models agree: no key of it is ever called unknown."""
-    for key in all_keys():
+    for key in all_keys(RunConfig):
         message = ""
         try:
             load(write(tmp_path), [f"{key.replace('<name>', 'policy')}=1"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.commands import make_parser as _parser
-from agentrl.config.load import all_keys
+from agentrl.config.mistakes import all_keys
 from agentrl.config.run import RunConfig
 from agentrl.config.server import ServerConfig
 from agentrl.observe.metrics import find_registered_metric
@@ -73,14 +73,16 @@ def source_of(file: Path, test: str) -> str:
     return source
 
 
-KNOWN = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in all_keys()]
+KNOWN = [
+    re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in all_keys(RunConfig)
+]
 """A pattern for each setting."""
 NO_SETTINGS = {"engine.log", "model.safetensors"}
 
 
 def test_settings_named_in_the_text_exist() -> None:
     """Settings of sections; decisions name the settings of their day."""
-    sections = "|".join(sorted({key.partition(".")[0] for key in all_keys() if "." in key}))
+    sections = "|".join(sorted({key.partition(".")[0] for key in all_keys(RunConfig) if "." in key}))
     pattern = re.compile(rf"`((?:{sections})\.[\w.]+)(?=[` ])")
     pages = [page for page in PAGES if page.parent.name != "decisions"]
     named = [(name(page), key) for page in pages for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]
