@@ -41,6 +41,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
+from agentrl.environment.demonstrations import has_demonstrations
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
 from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
@@ -65,6 +66,7 @@ from agentrl.testing.execution import (
     POLICY,
     RESOURCE_LOST,
     Cut,
+    DemonstrationPolicy,
     ExecutedEpisode,
     execute_episode,
     format_cuts,
@@ -82,6 +84,10 @@ MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
+DEMONSTRATED_TURNS = 64
+"""Maximum number of turns of a demonstration."""
+DEMONSTRATED_S = 10.0
+"""Seconds after which no further demonstration is played, because episodes may be slow."""
 PLAYING_S = 20.0
 """Seconds for playing and resuming episodes, beyond one episode and one resumption, because its tools may be slow."""
 MIN_FORMAT_REWARDS = 4
@@ -176,6 +182,10 @@ class EnvironmentReport:
     """Ids of tasks that repeat earlier ones, data included, keyed by split."""
     uncompared: int = 0
     """Number of tasks of both splits that were not compared, because there are too many or reading them is slow."""
+    demonstrated: int = 0
+    """Number of demonstrations that were played."""
+    unrewarded_demonstrations: list[str] = field(default_factory=list)
+    """Tasks, by id, whose demonstration earned no seat more than 0."""
     misspelled: list[str] = field(default_factory=list)
     """Sentences about attributes that are almost settings of the class."""
     unmarked_methods: list[str] = field(default_factory=list)
@@ -212,7 +222,20 @@ class EnvironmentReport:
             for text in self._tool_warnings
             if text not in self.findings
         ]
-        return self.misspelled + self._unmarked + constant + tools + wrong_calls + unplayed + self._overlap_warnings
+        return [
+            *(*self.misspelled, *self._unmarked, *constant, *tools, *wrong_calls, *unplayed),
+            *(*self._demonstration_warnings, *self._overlap_warnings),
+        ]
+
+    @property
+    def _demonstration_warnings(self) -> list[str]:
+        if not self.unrewarded_demonstrations:
+            return []
+        return [
+            f"{len(self.unrewarded_demonstrations)} of {plural(self.demonstrated, 'demonstration')} earned nothing "
+            f"above 0, such as that of task {self.unrewarded_demonstrations[0]!r}. Is `demonstrate` wrong, or the "
+            "reward?"
+        ]
 
     @property
     def _unmarked(self) -> list[str]:
@@ -423,6 +446,8 @@ def check_environment(
         if report.passed and not is_harness:
             _check_format(environment_class, chosen_tasks, seed, report)
             _check_actions(report)
+        if report.passed and not is_harness and has_demonstrations(environment_class):
+            _check_demonstrations(run, environment_class, chosen_tasks, seed, report)
         if report.passed:
             _check_wrong_calls(run, environment_class, chosen_tasks, seed, report)
     if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
@@ -718,6 +743,33 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)
+
+
+def _check_demonstrations(
+    run: Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str],
+    environment: type[Environment],
+    tasks: Sequence[Task],
+    seed: int,
+    report: EnvironmentReport,
+) -> None:
+    """Play the demonstrations of tasks: they reach code that only runs after a success, which chance rarely does."""
+    clock = SystemClock()
+    end = clock.monotonic() + DEMONSTRATED_S
+    for number, task in enumerate(tasks):
+        if clock.monotonic() > end:
+            break
+        report.on_progress("playing demonstrations", f"task {task.id!r}")
+        spec = _spec(environment, task, number, seed)
+        policy = DemonstrationPolicy(environment, spec)
+        executing = execute_episode(environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=report.sampling)
+        outcome = run(interruptible(executing))
+        if isinstance(outcome, str):
+            text = outcome if outcome.startswith("demonstrate()") else f"task {task.id!r}, as demonstrated: {outcome}"
+            report.findings.append(text)
+            return
+        report.demonstrated += 1
+        if not any((trajectory.reward or 0.0) > 0 for trajectory in outcome.header.trajectories):
+            report.unrewarded_demonstrations.append(task.id)
 
 
 def _check_wrong_calls(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import re
 import reprlib
 import warnings
@@ -39,6 +40,7 @@ from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import Script, ScriptedEngine
+from agentrl.environment.demonstrations import DemonstratedReplies, format_reply
 from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
@@ -52,7 +54,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.metrics import EpisodeTotals
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import START_TOKEN, STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -513,6 +515,66 @@ def random_policy(environment: type[Environment]) -> Script:
         return [*text.encode(), STOP_TOKEN]
 
     return script
+
+
+class DemonstrationPolicy:
+    """A policy that gives the replies of `demonstrate` in one episode. Children of the episode get random replies.
+
+    Args:
+        environment: class with demonstrations.
+        spec: spec of the episode.
+    """
+
+    def __init__(self, environment: type[Environment], spec: EpisodeSpec) -> None:
+        self._environment = environment
+        self._spec = spec
+        self._children = random_policy(environment)
+        self._conversations: list[_Conversation] = []
+
+    def __call__(self, request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        if "~" in request.request_id:  # of a child episode
+            return [*self._children(request, policy, version)]
+        context = request.token_ids.tolist()
+        seat = request.seat.removeprefix(f"{self._spec.environment}.")
+        conversation = self._find(seat, request.row, context)
+        new = context[len(conversation.tokens) if request.row == conversation.row else 0 :]
+        reply = format_reply(conversation.replies.next(_message_text(new)))
+        tokens = [*reply.encode(), STOP_TOKEN]
+        conversation.row, conversation.tokens = request.row, context + tokens
+        return tokens
+
+    def _find(self, seat: str, row: int, context: Sequence[int]) -> _Conversation:
+        """Return the conversation that a request continues, or whose row it follows; else a new one."""
+        of_seat = [conversation for conversation in self._conversations if conversation.seat == seat]
+        for conversation in of_seat:
+            if conversation.row == row and context[: len(conversation.tokens)] == conversation.tokens:
+                return conversation
+        for conversation in of_seat:
+            if conversation.row == row - 1:
+                return conversation
+        replies = DemonstratedReplies(self._environment, self._spec.task, seat, len(of_seat), self._spec.seed)
+        self._conversations.append(_Conversation(seat, replies, row, []))
+        return self._conversations[-1]
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One agent's conversation in a demonstration."""
+
+    seat: str
+    replies: DemonstratedReplies
+    row: int
+    tokens: list[int]
+    """Tokens of its current row, the last reply included."""
+
+
+def _message_text(tokens: Sequence[int]) -> str:
+    """Return the text of the messages in tokens of `PlainChatFormat`, without a list of tools and the prompt for the
+    reply."""
+    starts = [at for at, token in enumerate(tokens) if token == START_TOKEN]
+    messages = (PlainChatFormat().decode(tokens[start + 1 : end - 1]) for start, end in itertools.pairwise(starts))
+    parts = (message.partition("\n") for message in messages)
+    return "\n".join(text for role, _, text in parts if role != "tools")
 
 
 def _random_argument(schema: Any, draw: random.Random, root: Mapping[str, Any]) -> Any:

@@ -8,13 +8,12 @@ deliberately end too early: they show the format, and leave something to learn b
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,8 +25,9 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
-from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
+from agentrl.core.reply_formats import parse_hermes
 from agentrl.environment.context import EpisodeLimits
+from agentrl.environment.demonstrations import DemonstratedReplies, format_reply, has_demonstrations
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -161,11 +161,7 @@ class _Expert:
         self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
     ) -> None:
         self.messages: list[Message] = []
-        self._environment = environment
-        self._seat = seat
-        self._random = random_stream("demonstration", seed, task.id, seat, index)
-        self._replies: Iterator[Reply] | None = None
-        self._task = task
+        self._replies = DemonstratedReplies(environment, task, seat, index, seed)
         self._calls = calls
         """Number of calls after which it answers with the last tool result; None: when the demonstration does."""
         self.spoken: list[Reply] = []
@@ -174,48 +170,11 @@ class _Expert:
         """Return the next reply, as the policy would write it."""
         self.messages += new
         answer = "\n".join(message.content for message in new)
-        if self._replies is None:
-            self._replies = self._begin(answer)
-        try:
-            if len(self.spoken) == self._calls:
-                reply: Reply = answer
-            elif isinstance(self._replies, Generator) and self.spoken:
-                reply = self._replies.send(answer)
-            else:
-                reply = next(self._replies)
-        except StopIteration:
-            raise CheckFailedError(
-                f"demonstrate() of task {self._task.id!r} ended after {len(self.spoken)} replies, and the environment "
-                "asked for another; the last reply must end the episode"
-            ) from None
+        reply: Reply = answer if len(self.spoken) == self._calls else self._replies.next(answer)
         self.spoken.append(reply)
         text = format_reply(reply)
         self.messages.append(Message(role="assistant", content=text))
         return text
-
-    def _begin(self, first_message: str) -> Iterator[Reply]:
-        """Call `demonstrate` with the optional parameters that its signature names."""
-        parameters = inspect.signature(self._environment.demonstrate).parameters
-        arguments = {"seat": self._seat, "first_message": first_message}
-        optional = {name: value for name, value in arguments.items() if name in parameters}
-        replies = self._environment.demonstrate(self._task, self._random, **optional)
-        return replies if isinstance(replies, Generator) else iter(replies)
-
-
-def format_reply(reply: Reply) -> str:
-    """Write a reply as the policy would."""
-    if isinstance(reply, str):
-        return reply
-    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-    try:
-        calls = [reply] if isinstance(reply, Mapping) else list(reply)
-        call_objects = [{"name": call["name"], "arguments": dict(call["arguments"])} for call in calls]
-        return "".join(f"{OPEN}{encode(call)}{CLOSE}" for call in call_objects)
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(
-            f"demonstrate() gave {str(reply)[:200]!r}: a reply is text, a call as {{'name': …, 'arguments': {{…}}}} "
-            "or a list of calls"
-        ) from error
 
 
 class _ShownContext(PlayedContext):
@@ -279,7 +238,7 @@ class _DemonstrationSource:
     """
 
     def __init__(self, config: RunConfig, environment: type[Environment], early: float) -> None:
-        if environment.demonstrate.__func__ is Environment.demonstrate.__func__:  # type: ignore[attr-defined]
+        if not has_demonstrations(environment):
             tools = list(environment.tool_table()) if issubclass(environment, ToolEnvironment) else []
             name = tools[0] if tools else "my_tool"
             raise InputError(f"{environment.__name__} has no demonstrations to learn from: {HOW.format(tool=name)}")

@@ -107,6 +107,80 @@ class Untooled(UnmarkedTool):
     price = None  # type: ignore[assignment]
 
 
+class Demonstrated(Desk):
+    """Every third task lacks the answer that the reward reads after a success."""
+
+    lacking: ClassVar[tuple[int, ...]] = (2,)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        data: list[dict[str, Any]] = [{"question": f"{split} {n}?", "number": n} for n in range(6)]
+        answers = [{} if n % 3 in cls.lacking else {"answer": f"{split}{n}" * 2} for n in range(6)]
+        return [agentrl.Task(id=f"{split}-{n}", data=data[n] | answers[n]) for n in range(6)]
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        has_succeeded = episode.answer.startswith("found: ")
+        return float(has_succeeded and episode.answer == f"found: {task.data['answer']}")
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any) -> Any:
+        word = f"{task.id.replace('-', '')}"
+        seen = yield {"name": "look", "arguments": {"word": word, "most": 2}}
+        yield f"found: {seen}"
+
+
+class WronglyDemonstrated(Demonstrated):
+    lacking = ()
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any) -> Any:
+        return [
+            {"name": "look", "arguments": {"word": "x"}},
+            "found: it" if task.data["number"] else "found: train0train0",
+        ]
+
+
+class BrokenDemonstration(Demonstrated):
+    lacking = ()
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any) -> Any:
+        seen = yield {"name": "look", "arguments": {"word": "x"}}
+        yield str(int(seen))
+
+
+class TwoDemonstrators(agentrl.Environment):
+    """Each seat is demonstrated; one starts a new context, and children are not."""
+
+    seats = ("asker", "teller")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        asker, teller = ctx.agent("asker"), ctx.agent("teller")
+        await ctx.gather(*ctx.spawn(Desk, {"question": "?"}, n=1))
+        await asker.act(agentrl.user("Ask."))
+        asker.restart(agentrl.user("Ask again."))
+        question = await asker.act()
+        answer = await teller.act(agentrl.system("Be brief."), agentrl.user(question.text))
+        asker.reward(0.0)
+        teller.reward(float(answer.text == "Be brief.\nafter Ask again."))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return Desk.rows[split]
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any, *, seat: str, first_message: str) -> Any:
+        if seat == "teller":
+            return [first_message]
+        return cls.asked(first_message)
+
+    @staticmethod
+    def asked(first_message: str) -> Any:
+        assert first_message == "Ask."
+        again = yield "what?"
+        yield f"after {again}"
+
+
 class NonePrompt(Desk):
     def prompt(self, task: agentrl.Task) -> str:
         return f"{task.data.get('problem')}"
@@ -256,6 +330,15 @@ PLANTED: dict[str, tuple[Callable[[], type], str]] = {
         lambda: UnmarkedTool,
         "WARNING UnmarkedTool defines no tool; is @agentrl.tool missing above `price`?",
     ),
+    "error behind success": (
+        lambda: Demonstrated,
+        "task 'train-2', as demonstrated: run() raised KeyError: 'answer' at ",
+    ),
+    "demonstration of another answer": (
+        lambda: WronglyDemonstrated,
+        "WARNING 5 of 6 demonstrations earned nothing above 0, such as that of task 'train-1'.",
+    ),
+    "demonstration that raises": (lambda: BrokenDemonstration, "demonstrate() of task 'train-0' raised ValueError"),
     "None as prompt": (lambda: NonePrompt, "user message that the policy reads is Python's text of None"),
     "messages as prompt": (lambda: MessagesPrompt, "Python's text of a list"),
     "messages inside a prompt": (lambda: InnerMessagesPrompt, "Python's text of a list"),
@@ -293,6 +376,7 @@ def test_planted(fault: str) -> None:
     report = check_environment(make())
     assert words in report.text, report.text
     only_told = (
+        "demonstration of another answer",
         "tool without its decorator",
         "repeated rows",
         "task in both splits",
@@ -442,6 +526,7 @@ def server(module: str) -> Callable[[], type]:
 SOUND: dict[str, Callable[[], Any]] = {
     "desk": lambda: Desk,
     "no tools": lambda: Untooled,
+    "two demonstrated seats": lambda: TwoDemonstrators,
     "turns of children alone": lambda: Spawning,
     "ids alone": lambda: NamedById,
     "tool with a pattern": lambda: PatternedTool,
@@ -483,7 +568,16 @@ SOUND: dict[str, Callable[[], Any]] = {
 OVERLAPPING = ("agentrl tictactoe", "agentrl propose and solve")
 """Environments whose splits do share tasks: few openings, and one task."""
 QUICK = (
-    *("desk", "no tools", "turns of children alone", "ids alone", "tool with a pattern", "issues", "counter"),
+    *(
+        "desk",
+        "no tools",
+        "two demonstrated seats",
+        "turns of children alone",
+        "ids alone",
+        "tool with a pattern",
+        "issues",
+        "counter",
+    ),
     *("gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps"),
 )
 
@@ -495,5 +589,10 @@ QUICK = (
 def test_no_false_alarm(name: str) -> None:
     report = check_environment(SOUND[name]())
     assert report.passed, report.text
-    false = ["was never reached", "defines no tool", *(["also held out"] if name not in OVERLAPPING else [])]
+    false = [
+        "was never reached",
+        "defines no tool",
+        "earned nothing",
+        *(["also held out"] if name not in OVERLAPPING else []),
+    ]
     assert not [text for text in report.warnings if any(words in text for words in false)]
