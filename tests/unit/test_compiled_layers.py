@@ -29,7 +29,7 @@ def test_steps_are_the_same_and_no_length_is_compiled_anew(repository: Path, opt
     assert first["figures"] == pytest.approx(plain["figures"], rel=1e-5)
     assert second["figures"] == pytest.approx(plain_next["figures"], rel=1e-5)
     assert plain_next["graphs"] == 0
-    assert 0 < first["graphs"] == second["graphs"] <= 12
+    assert 0 < first["graphs"] == second["graphs"] <= 20  # 17 with adapters on experts
 
 
 def test_what_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
