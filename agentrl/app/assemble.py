@@ -165,6 +165,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         max_in_flight=max_in_flight,
         fail=stop.fail,
         tell=parts.tell,
+        run_name=config.name,
         group_scoring=scoring,
         leases=TreeLeases(
             served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition

@@ -94,8 +94,9 @@ COLUMNS: dict[str, FilterColumn] = {
     "reward": FilterColumn(REWARD, "number"),
     "stop_reason": FilterColumn("e.stop_reason", "text"),
     "drop_reason": FilterColumn(DROP_REASON, "text"),
-    "turns": FilterColumn("e.turns", "number"),
-    "tokens": FilterColumn("e.tokens", "number"),
+    # An episode that an error dropped has none: its header counts nothing.
+    "turns": FilterColumn("iif(e.stop_reason IS NULL, nullif(e.turns, 0), e.turns)", "number"),
+    "tokens": FilterColumn("iif(e.stop_reason IS NULL, nullif(e.tokens, 0), e.tokens)", "number"),
     "seconds": FilterColumn("e.seconds", "number"),
     "detail": FilterColumn("e.detail", "text"),
     "admitted_at": FilterColumn("a.admitted_at", "number"),

@@ -190,7 +190,7 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
             Reason(
                 "ended",
                 f"dropped as {line.drop_reason}: {view.detail or 'nothing more was told'}",
-                ADVICE_ON_DROPS.get(line.drop_reason, ""),
+                _drop_advice(reader, line, line.drop_reason),
             )
         ]
     if line.stop_reason is None:
@@ -216,6 +216,12 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
         names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])
         reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
     return reasons
+
+
+def _drop_advice(reader: RunReader, line: EpisodeLine, reason: str) -> str:
+    """Return the advice on a drop, for the episode's page instead of any example's."""
+    show = f"`agentrl episode show {reader.path} {line.episode}`"
+    return ADVICE_ON_DROPS.get(reason, "").replace("`agentrl episode show` of a dropped one", show)
 
 
 def _reward(view: ConversationView) -> list[Reason]:
@@ -321,7 +327,7 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
         reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
         reasons += [Reason("training", _consumption(policy, row)) for row in policy_rows]
         if reason is not None:
-            reasons.append(Reason("training", f"of {policy}: dropped as {reason}", ADVICE_ON_DROPS.get(reason, "")))
+            reasons.append(Reason("training", f"of {policy}: dropped as {reason}", _drop_advice(reader, line, reason)))
         elif not policy_rows and not reader.log.rows("SELECT 1 FROM versions WHERE policy = ? LIMIT 1", policy):
             reasons.append(Reason("training", f"{policy} does not learn: nothing of it is trained"))
         elif not policy_rows:

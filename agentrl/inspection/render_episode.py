@@ -122,6 +122,9 @@ def summary_page(view: ConversationView) -> TerminalPage:
                 f"{plural(line.turns, 'turn')}, {plural(line.tokens or 0, 'token')}, {format_number(line.seconds)} s",
             )
         )
+    elif line.drop_reason is not None:
+        turns = [act.tokens for act in view.acts if isinstance(act, PolicyTurn)]
+        facts.append(("length", f"{plural(len(turns), 'turn')} and {plural(sum(turns), 'token')} before the failure"))
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"

@@ -113,6 +113,8 @@ class Dispatcher:
     """Callback that ends the run."""
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
+    run_name: str = "RUN"
+    """Name of the run, for the commands in messages."""
     group_scoring: GroupScoring | None = None
     """Holds the ended members of groups until the groups are scored; None: no scorer scores groups."""
     leases: TreeLeases | None = None
@@ -333,7 +335,7 @@ class Dispatcher:
         if str(self._environment_errors).rstrip("0") == "1":
             self.tell(
                 f"{plural(self._environment_errors, 'episode')} dropped as environment_error; `agentrl episode list "
-                "--where 'drop_reason = environment_error'` lists all. Last failure: "
+                f"{self.run_name} --where 'drop_reason = environment_error'` lists all. Last failure: "
                 + shorten_lines(self.worker.last_failure, 1500)
             )
 
@@ -359,7 +361,8 @@ class Dispatcher:
         if why is not None:
             scoring = self.group_scoring
             failure = (scoring and scoring.last_failure) or self.worker.last_failure
-            hint = f"Last failure: {failure}" if failure else f"See `agentrl episode show {header.episode_id}`"
+            show = f"`agentrl episode show {self.run_name} {header.episode_id}`"
+            hint = f"Last failure: {failure}" if failure else f"See {show}"
             self.fail(CheckFailedError(f"{why}. {hint}"))
 
     def _drop_units_of_others(self, learning: Collection[str]) -> None:

@@ -173,6 +173,8 @@ def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop
         assert set(ledger.dropped) <= {"environment_error", "run_ended"}
         dropped = ledger.dropped["environment_error"]
         assert [line.partition(" ")[0] for line in told] == ["1", "10", "100"][: len(str(dropped)) if dropped else 0]
+        command = f"`agentrl episode list {run.config.name} --where 'drop_reason = environment_error'`"
+        assert all(command in line for line in told)
         assert all(f"Last failure: OSError: the game server is gone at {__file__}:" in line for line in told)
         return ledger.dropped["environment_error"]
 

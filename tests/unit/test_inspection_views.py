@@ -20,7 +20,7 @@ from agentrl.cli.main import main
 from agentrl.config.fields import resolve_package_directory
 from agentrl.core.choices import Choices
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.text import escape_text
+from agentrl.core.text import escape_text, plural
 from agentrl.inspection.comparisons import compare_episodes, compare_episodes_across_runs, fork_tree
 from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
 from agentrl.inspection.overview import run_overview
@@ -39,6 +39,7 @@ from agentrl.inspection.render_episode import (
     events_page,
     fork_tree_page,
     reasons_page,
+    summary_page,
     tokens_page,
 )
 from agentrl.inspection.statistics import run_state, run_statistics
@@ -207,6 +208,9 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
     dropped = explain_episode(reader, reader.episodes("drop_reason = environment_error", limit=1)[0].episode)
     assert "LookupError: the page of" in said(dropped, "ended")
     assert "attempt 1 of 2" in said(dropped, "attempt")
+    episode = reader.episodes("drop_reason = environment_error", limit=1)[0].episode
+    (advice,) = [reason.advice for reason in dropped if reason.about == "ended"]
+    assert f"`agentrl episode show {reader.path} {episode}` gives the exception" in advice
     line = first(reader, "status = trained and environment ~ Solve")
     trained = explain_episode(reader, line.episode)
     assert "as a child of" in said(trained, "admitted")
@@ -214,6 +218,16 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
     assert "checker does not learn" in said(trained, "training")
     assert "compared" in said(trained, "group")
     assert "`agentrl env check`" in shown(reasons_page("e", dropped))
+
+
+def test_a_dropped_episode_has_the_length_of_its_conversation(reader: RunReader) -> None:
+    line = reader.episodes("drop_reason = environment_error", limit=1)[0]
+    assert (line.turns, line.tokens) == (None, None)
+    assert reader.episodes("turns = 0 or tokens = 0") == []
+    view = read_conversation(reader, line.episode)
+    turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
+    length = f"{plural(len(turns), 'turn')} and {plural(sum(act.tokens for act in turns), 'token')} before the failure"
+    assert length in shown(summary_page(view))
 
 
 def test_a_parked_episode_says_so(reader: RunReader) -> None:
