@@ -67,8 +67,9 @@ class ToolArguments:
         try:
             model = self._model(dict(arguments))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = shorten_middle(".".join(map(str, first["loc"]))) or "arguments"
+            first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+            same = [first, *(other for other in others if other["type"] == first["type"] == "missing")]
+            where = ", ".join(shorten_middle(".".join(map(str, each["loc"]))) or "arguments" for each in same)
             raise ValueError(f"{where}: {first['msg']}") from None
         return {parameter.name: getattr(model, f"f{n}") for n, parameter in enumerate(self.parameters)}
 

@@ -28,6 +28,7 @@ from pydantic_core import to_json
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
+from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.context import (
     EpisodeContext,
     EpisodeSandbox,
@@ -369,6 +370,10 @@ async def run_tool(
     `at_once`: see `EpisodeContext.call_tool`.
     """
     bound = tools.get(call.name)
+    if bound is None and not call.name and isinstance(call.arguments, str):
+        return await _refuse(
+            ctx, call, InvalidToolCallError(describe_malformed_call(call.arguments), outcome="bad_arguments")
+        )
     if bound is None:
         return await _refuse(
             ctx, call, InvalidToolCallError(f"no tool {call.name!r}; tools: {', '.join(tools)}", outcome="unknown_tool")
