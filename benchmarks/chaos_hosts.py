@@ -232,11 +232,10 @@ def _ended(run: Path) -> list[tuple[str, int, str | None]]:
 
 def _sampled(run: Path, table: str, partition: str = "turns-*.db") -> Iterator[tuple[JournalEntry, tuple[int, bytes]]]:
     """Entries that hold sampled tokens, and those, with the number of the first in its turn."""
-    names = ("episode_id", "attempt", "call_id", "asked", "body")
     for path in sorted((run / "journal").glob(partition)):
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20)) as turns:
             for row in turns.execute(f"SELECT episode, attempt, call, asked, body FROM {table}"):
-                entry = msgspec.convert(dict(zip(names, row, strict=True)), JournalEntry)
+                entry = JournalEntry(*row)
                 if table == "partials":
                     part = msgspec.msgpack.decode(entry.body, type=PartialTurnTokens)
                     yield entry, (part.start, part.tokens.token_ids)
