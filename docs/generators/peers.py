@@ -97,6 +97,8 @@ OLDER = """\
   TRL's asynchronous trainer wasted are counted too low.
 """
 """What was different before each run recorded what else the machine computed."""
+UNEQUAL = "**Terms were not equal:** the order of tasks, bounds on staleness and the naive loop's clock differed. "
+"""The same, in README.md."""
 
 
 def number(value: float) -> str:
@@ -169,8 +171,14 @@ def readme_section(line: Mapping[str, Any]) -> str:
         f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
         f"{'agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. ' if over_trl else ''}"
         f"{f'With SmolLM2-135M, agentrl took {problems}. ' if problems else ''}"
+        f"{UNEQUAL if is_older(line) else ''}"
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
+
+
+def is_older(line: Mapping[str, Any]) -> bool:
+    """Whether runs are shown that did not record what else the machine computed."""
+    return any("cores_of_others" not in record for report in line["parts"].values() for record in report["records"])
 
 
 def ratios(report: Mapping[str, Any]) -> str:
@@ -190,7 +198,7 @@ def page(line: Mapping[str, Any]) -> str:
         "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
         f"{HOW}"
     )
-    if any("cores_of_others" not in record for report in line["parts"].values() for record in report["records"]):
+    if is_older(line):
         text += OLDER
     installed: set[str] = set()
     for part, report in line["parts"].items():
