@@ -8,8 +8,8 @@ what was acknowledged and by the entries with which earlier lives ended, and the
 (`tests/journal_oracle.py`).
 Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on. In a full run, a
 process of each role stands still for a minute (SIGSTOP, then SIGCONT): it goes on, or it was replaced meanwhile.
-`--ranks` divides its kills among the runs of `RANKS`, in which two ranks train a mixture of experts. Those that are
-deterministic all have one seed, and end with the weights of such a run that nobody kills.
+`--ranks` divides its kills among the runs of `RANKS`, in which two ranks train a mixture of experts. Deterministic
+runs all have one seed, and end with the weights of an undisturbed one.
 
 Figures: `kills` and by role, `stops`, `lost`, `twice`, `ledger_errors`, `resampled`, `version_gone`, `violations` (of
 the second reader), `runs` that got to their end, `pauses` and the second writers not refused, `reward_rise` of the real
@@ -300,7 +300,7 @@ class Chaos:
                 self._tally.weights_differ.append(f"{directory.name}: other weights than the undisturbed run's")
 
     def _undisturbed(self) -> dict[str, str]:
-        """The last weights of a run that nobody kills."""
+        """The last weights of an undisturbed run."""
         directory = self._root / f"{self._kind.name}-undisturbed"
         if not directory.exists():
             directory.mkdir()

@@ -207,7 +207,7 @@ class TinkerService:
     async def refuse(self, owner: str, model_id: str, sequence: int, reason: str) -> None:
         """Use up the sequence number of a refused request; see `gateway.tinker.TinkerBackend`.
 
-        The reason becomes a request of its own, which fails when its turn comes.
+        The reason is queued like a request, and fails with it in its turn.
         """
         model, request_id = self.tables.models.get(model_id), f"{model_id}:{sequence}"
         if model is None or model.owner != owner or not max(1, model.next_sequence) <= sequence < 1 << 53:

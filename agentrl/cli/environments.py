@@ -434,7 +434,7 @@ packages = ["NAME"]
 package-dir = { "NAME" = "." }
 package-data = { "NAME" = ["train.toml"] }
 
-[tool.pytest.ini_options]  # its presence keeps those of a parent directory away, such as agentrl's checkout
+[tool.pytest.ini_options]  # without this table, pytest reads a parent directory's, such as agentrl's checkout
 testpaths = ["test_env.py"]
 """,
 }

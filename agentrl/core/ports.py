@@ -191,7 +191,7 @@ class TokenScores:
     def after_first(
         cls, logprobs: Float32Array, top_ids: Int32Array | None = None, top_logprobs: Float32Array | None = None
     ) -> TokenScores:
-        """Make the scores of a sequence from those of all its tokens but the first."""
+        """Make a sequence's scores; the arguments begin at its second token, since the first has no context."""
         import numpy as np
 
         rows, nothing = ((1, 0), (0, 0)), np.zeros((len(logprobs), 0), np.float32)

@@ -245,7 +245,7 @@ class ExpertRouting(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @staticmethod
     def decode(data: bytes, *, plain: bool) -> ExpertRouting:
-        """Decode what `encode` serialized; `plain` rows are those of a memoryview, `[positions, bytes]`.
+        """Decode what `encode` serialized; with `plain`, rows are a memoryview, `[positions, bytes]`.
 
         Raises:
             ValueError: the bytes are not a routing.

@@ -193,7 +193,7 @@ class TinkerServer:
         """Return the owner whose key signed the URL of a download.
 
         Raises:
-            RequestRefusedError: nobody's did, or it has expired.
+            RequestRefusedError: the signature is missing, wrong or expired.
         """
         owner, expires, signature = (request.query.get(name, "") for name in ("owner", "expires", "signature"))
         if (

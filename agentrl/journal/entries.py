@@ -120,7 +120,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Number of the agent's turn over all its rows, from 0."""
     context_ids: bytes  # <i4, new context tokens before the sampled ones
     tokens: EncodedTokens
-    """The reply. Its versions may be those of another policy: a past version of it held the seat. See `routing`."""
+    """The reply. If a past version of another policy held the seat, its versions are of that policy. See `routing`."""
     finish_reason: str
     text: str
     messages: tuple[dict[str, Any], ...]

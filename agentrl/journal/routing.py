@@ -149,7 +149,7 @@ class RoutingStore:
 
 
 class HostRoutingStore(RoutingStore):
-    """The files of a host other than the run's: those of all runs of this user, of which the oldest are removed.
+    """The files of a host other than the run's, for all runs of this user. The oldest are removed.
 
     Args:
         host: address of the host.

@@ -100,6 +100,8 @@ HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
 """Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
 `bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
 _PLAYING = "playing episodes, and resuming each after kills"
+PlayEpisode = Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str]
+"""Runs an execution in the check's event loop; text says why it failed."""
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
@@ -456,7 +458,7 @@ def check_environment(
 
 
 def _unmarked_methods(environment: type[Environment]) -> list[str]:
-    """Return the public methods of a tool environment that has no tools, except those that its module calls itself."""
+    """Return the public methods of a tool environment without tools; methods that its module calls are left out."""
     if not issubclass(environment, ToolEnvironment) or environment.tool_table() or environment.mcp_servers:
         return []
     source = environment.source()
@@ -746,7 +748,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
 
 
 def _check_demonstrations(
-    run: Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str],
+    run: PlayEpisode,
     environment: type[Environment],
     tasks: Sequence[Task],
     seed: int,
@@ -773,7 +775,7 @@ def _check_demonstrations(
 
 
 def _check_wrong_calls(
-    run: Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str],
+    run: PlayEpisode,
     environment: type[Environment],
     tasks: Sequence[Task],
     seed: int,

@@ -19,35 +19,31 @@ from tests.support.hosts import Hosts, unavailable
 pytestmark = [needs_vllm, pytest.mark.ray, pytest.mark.e2e, pytest.mark.vllm, pytest.mark.exhaustive]
 
 STEPS = 6
-SETTINGS = f"""
-name = "two"
+CLUSTER = f"""
 directory = "/tmp/runs"
 steps = {STEPS}
 workers = 2
 cluster.address = "auto"
-environment.id = "/tmp/sums.py:Sums"
+credit.group_size = 4
+evaluation.tasks = 0
+"""
+SETTINGS = f"""
+name = "two"
+{CLUSTER}environment.id = "/tmp/sums.py:Sums"
 model.path = "agentrl.environments:calculator/model"
 policies.solver = {{ learning_rate = 3e-4, step_size = 8 }}
-credit.group_size = 4
 sampling = {{ max_tokens = 32, max_turns = 4 }}
 engine = {{ replicas = 1, slots = 16, max_context = 192, publish = "full", vllm = {{}} }}
-evaluation.tasks = 0
 """
 RECEIVED = "stat -c '%n %s' /dev/shm/agentrl-child-*/versions/*/* /tmp/agentrl-child-*/versions/*/* 2>/dev/null"
 """Prints path and size of what an engine's process keeps of the files of versions."""
 CHANGES = f"""
 name = "changes"
-directory = "/tmp/runs"
-steps = {STEPS}
-workers = 2
-cluster.address = "auto"
-environment.id = "/tmp/parity.py:Parity"
+{CLUSTER}environment.id = "/tmp/parity.py:Parity"
 model = {{ path = "/tmp/model", dtype = "bfloat16" }}
 policies.solver = {{ learning_rate = 1e-5, step_size = 8 }}
-credit.group_size = 4
 sampling = {{ max_tokens = 12, max_turns = 1 }}
 engine = {{ replicas = 1, slots = 16, max_context = 192, publish = "delta", vllm = {{}} }}
-evaluation.tasks = 0
 """
 PARITY = """
 from agentrl.environments.calculator.env import Calculator
