@@ -21,6 +21,8 @@ else:
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
+HEAD_BYTES = 1 << 16
+"""Bytes that are kept of a body that is too long."""
 MAX_HELD_BYTES = 256 << 20
 """Maximum estimated memory of the requests of one attempt that are being sent or wait for their reply."""
 MAX_BRACKETS = 1 << 18
@@ -33,12 +35,20 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape in JSON of half a character."""
 
 
+class LongBodyError(RequestRefusedError):
+    """A body is longer than `MAX_BODY_BYTES`; `head` is its beginning."""
+
+    def __init__(self, head: bytes | bytearray, when: str = "") -> None:
+        super().__init__(f"the body is longer than {MAX_BODY_BYTES} bytes{when}", "large")
+        self.head = bytes(head[:HEAD_BYTES])
+
+
 def decompress_body(body: bytes, encoding: str) -> bytes:
     """Decode the `Content-Encoding` of a body: identity, gzip, deflate or zstd.
 
     Raises:
-        RequestRefusedError: the encoding is unknown, or the body is not in it, is cut short, or is longer than
-            `MAX_BODY_BYTES` when it is decompressed.
+        RequestRefusedError: the encoding is unknown, or the body is not in it or is cut short.
+        LongBodyError: the body is too long when it is decompressed.
     """
     match encoding.strip().lower():
         case "" | "identity":
@@ -55,7 +65,7 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
     except (zlib.error, zstd.ZstdError) as error:
         raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
     if len(content) > MAX_BODY_BYTES:
-        raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
+        raise LongBodyError(content, " when it is unpacked")
     if not unpacker.eof:
         raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
     if unpacker.unused_data:

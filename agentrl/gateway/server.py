@@ -313,7 +313,7 @@ class Gateway:
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-                    raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+                    raise bodies.LongBodyError(body)
                 budget.hold(len(part))
                 reserved_bytes += len(part)
                 body += part

@@ -217,7 +217,7 @@ class TinkerServer:
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-                    raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+                    raise bodies.LongBodyError(body)
                 if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
                     raise RequestRefusedError(f"requests of {bodies.MAX_HELD_BYTES} bytes wait already", "unavailable")
                 self._held_bytes[owner] += len(part)
@@ -227,22 +227,28 @@ class TinkerServer:
             self._held_bytes[owner] -= len(body)
 
     async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
-        async with self._body(request) as body:
-            place: tuple[str, int] | None = None
-            try:
-                async with self._reading:
-                    await asyncio.sleep(0)  # all else runs between two bodies
-                    content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
-                    try:
-                        content = tinker_messages.read_request(route, content_bytes)
-                    except RequestRefusedError:
-                        place = tinker_messages.read_place(route, content_bytes)
-                        raise
-            except RequestRefusedError as refusal:
-                if place is not None:  # others' bodies are read while it waits for the disk
-                    await self._backend.refuse(self._owner(request), *place, str(refusal))
-                raise
-            promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
+        try:
+            async with self._body(request) as body:
+                place: tuple[str, int] | None = None
+                try:
+                    async with self._reading:
+                        await asyncio.sleep(0)  # all else runs between two bodies
+                        content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+                        try:
+                            content = tinker_messages.read_request(route, content_bytes)
+                        except RequestRefusedError:
+                            place = tinker_messages.read_place(route, content_bytes)
+                            raise
+                except RequestRefusedError as refusal:
+                    if place is not None:  # others' bodies are read while it waits for the disk
+                        await self._backend.refuse(self._owner(request), *place, str(refusal))
+                    raise
+                promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
+        except bodies.LongBodyError as refusal:
+            place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
+            if place is not None:
+                await self._backend.refuse(self._owner(request), *place, str(refusal))
+            raise
         return json_response(200, promise)
 
     async def _question(self, question: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -525,23 +526,33 @@ def test_a_thousand_idle_polls_delay_nobody(tmp_path: Path) -> None:
     run(work)
 
 
+async def _send_refused(client: Client, model: str) -> None:
+    """Send seven requests that are refused."""
+    image = b"\x1a\x04\x0a\x02\x12\x00"  # a datum whose chunk is no text
+    nan = [row([1, 2], logprobs=[0.0], advantages=[float("nan")])]
+    with pytest.raises(Refused, match=r"400: .*NaN"):
+        await client.forward_backward(model, nan, "ppo")
+    with pytest.raises(Refused, match=r"400: .*not served"):
+        await client.forward_backward(model, ROWS, "gspo")
+    with pytest.raises(Refused, match=r"400: .*user_metadata"):
+        await client.submit("save_weights", model, path="x", user_metadata=3)
+    with pytest.raises(Refused, match=r"400: .*adam_params.fused"):
+        await client.submit("optim_step", model, adam_params={"fused": True})
+    body = encode_forward_backward(model, client.sequence(model), [], "ppo", {}) + image
+    with pytest.raises(Refused, match=r"400: .*not images"):
+        await client.send("POST", "forward_backward", data=body)
+    long_rows = [{"tokens": range(bodies.MAX_BODY_BYTES // 4)}]
+    body = encode_forward_backward(model, client.sequence(model), long_rows, "ppo", {})
+    with pytest.raises(Refused, match=r"413: .*longer than 8388608"):
+        await client.send("POST", "forward_backward", data=io.BytesIO(body))
+    packed = gzip.compress(encode_forward_backward(model, client.sequence(model), long_rows, "ppo", {}), 1)
+    assert len(packed) < bodies.MAX_BODY_BYTES
+    with pytest.raises(Refused, match=r"413: .*when it is unpacked"):
+        await client.send("POST", "forward_backward", data=io.BytesIO(packed), headers={"Content-Encoding": "gzip"})
+
+
 def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
     """The SDK gives the next request the next number: it must not wait for the refused one, after a start neither."""
-    image = b"\x1a\x04\x0a\x02\x12\x00"  # a datum whose chunk is no text
-
-    async def refuse_all(client: Client, model: str) -> None:
-        nan = [row([1, 2], logprobs=[0.0], advantages=[float("nan")])]
-        with pytest.raises(Refused, match=r"400: .*NaN"):
-            await client.forward_backward(model, nan, "ppo")
-        with pytest.raises(Refused, match=r"400: .*not served"):
-            await client.forward_backward(model, ROWS, "gspo")
-        with pytest.raises(Refused, match=r"400: .*user_metadata"):
-            await client.submit("save_weights", model, path="x", user_metadata=3)
-        with pytest.raises(Refused, match=r"400: .*adam_params.fused"):
-            await client.submit("optim_step", model, adam_params={"fused": True})
-        body = encode_forward_backward(model, client.sequence(model), [], "ppo", {}) + image
-        with pytest.raises(Refused, match=r"400: .*not images"):
-            await client.send("POST", "forward_backward", data=body)
 
     async def work() -> None:
         async with (
@@ -550,7 +561,7 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
             Client(address, OTHER_KEY) as other,
         ):
             model = await client.model()
-            await refuse_all(client, model)
+            await _send_refused(client, model)
             await train(client, model, 1)
             first = {"model_id": model, "seq_id": 1, "adam_params": {}}
             with pytest.raises(Refused, match=r"seq_id 1 of .* was used by a refused request: datum 0: advantages"):
@@ -563,11 +574,11 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
             waiting = await client.submit("optim_step", model, adam_params={"learning_rate": 1e-2})
             await client.result(waiting)
             client.sequence(model)  # a gap, behind which the refused ones wait
-            await refuse_all(client, model)
+            await _send_refused(client, model)
             later = await client.submit("save_weights", model, path="later")
             left.update({"model": model, "later": later, "gap": dict(client._next)})
         async with serving(config) as (address, _), Client(address) as client:
-            gap = left["gap"][left["model"]] - 6
+            gap = left["gap"][left["model"]] - 8  # the seven and `later`
             body = encode_forward_backward(left["model"], gap, ROWS, "cross_entropy", {})
             await client.send("POST", "forward_backward", data=body)
             assert (await client.result(left["later"]))["path"] == f"tinker://{left['model']}/weights/later"
