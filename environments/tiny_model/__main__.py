@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError
+from agentrl.core.own_loop import SAME_PRESS_S
 from agentrl.core.text import plural
 from agentrl.environments.tiny_model.warm_up import build_tiny_model
 from agentrl.observe.progress import ProgressLine
@@ -20,11 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = "when this reward reaches its goal, or " if options.demonstrations is None else ""
     print(
         "The held-out reward usually stays low until the loss is small. "
-        f"The warm-up ends {end}after {plural(options.steps, 'step')}. Ctrl-C ends it earlier and keeps the model.",
+        f"The warm-up ends {end}after {plural(options.steps, 'step')}. Ctrl-C or SIGTERM ends it earlier and keeps the "
+        "model.",
         file=sys.stderr,
     )
     try:
-        with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
+        with (
+            _interrupted_by(signal.SIGINT, signal.SIGTERM),
+            contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress,
+        ):
             result = build_tiny_model(
                 options.environment,
                 options.out,
@@ -39,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tiny_model: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("tiny_model: interrupted; nothing was written", file=sys.stderr)
+        kept = f"{options.out} holds the trained model" if options.out.exists() else "nothing was written"
+        print(f"tiny_model: interrupted; {kept}", file=sys.stderr)
         return 130
     note = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
     if note and options.early:
         note += f" (up to {options.early:.0%} of them answer too early, which leaves something to learn)"
     print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{note}")
-    if result.explanation:
+    if result.interrupted:
+        print("interrupted: the model is that of its last step; more steps may raise its reward")
+    elif result.explanation:
         print(f"the held-out reward did not rise: {result.explanation}")
     elif result.steps == options.steps and result.goal is not None and result.reward < result.goal:
         print(
@@ -55,6 +66,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print(f"next: agentrl train {result.path}/train.toml")
     return 0
+
+
+@contextlib.contextmanager
+def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Let signals raise `KeyboardInterrupt`, even those that are ignored, as SIGINT is by a job in the background.
+
+    Several within `SAME_PRESS_S` count as one.
+    """
+    pressed_at = -math.inf
+
+    def press(*_: object) -> None:
+        nonlocal pressed_at
+        now = SystemClock.monotonic()
+        if now - pressed_at > SAME_PRESS_S:
+            pressed_at = now
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, press) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,12 +16,16 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.core.records import Message
+from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environments.tiny_model import warm_up as module
 from agentrl.environments.tiny_model.__main__ import main
 from agentrl.environments.tiny_model.model import train_tokenizer
 from agentrl.environments.tiny_model.warm_up import build_tiny_model, format_reply
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 
 class Doubling(agentrl.ToolEnvironment):
@@ -229,6 +238,89 @@ def test_ctrl_c_keeps_the_model(tmp_path: Path) -> None:
     assert {"train.toml", "model.safetensors"} <= {path.name for path in result.path.iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_keeps_the_model_even_if_it_was_ignored(tmp_path: Path, number: signal.Signals) -> None:
+    """A shell ignores SIGINT for its jobs in the background; those inherit that, also under nohup."""
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    out = tmp_path / "out"
+    arguments = [f"{tmp_path / 'shown.py'}:TwoSeats", f"--out={out}", "--steps=100000", "--until=1000"]
+    command = [sys.executable, "-m", "agentrl.environments.tiny_model", *arguments]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:
+        try:
+            wait_until(out.exists, process)  # the first measurement has ended
+            assert {path.name for path in out.iterdir()} >= {"train.toml", "README.md", "model.safetensors"}
+            process.send_signal(number)
+            process.send_signal(number)  # as `timeout` sends it to a process and to its group
+            printed, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    steps = re.search(r"(\d+) training steps", printed)
+    assert steps is not None, printed
+    assert int(steps[1]) >= module.MEASURED_EVERY
+    assert "interrupted: the model is that of its last step" in printed
+    assert f"in {steps[1]} steps" in (out / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["out", "shown.py"]
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not holds():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+            pytest.fail(str(process.communicate()))
+
+
+def test_a_model_is_in_place_from_its_first_measurement_on(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    parts: list[str] = []
+
+    class Killed(Exception):
+        pass
+
+    def kill(part: str) -> None:
+        parts.append(part)
+        if part.startswith(f"step {2 * module.MEASURED_EVERY + 1} of"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        build_tiny_model(f"{tmp_path / 'shown.py'}:TwoSeats", tmp_path / "out", steps=60, until=1000, on_progress=kill)
+    assert f"in {2 * module.MEASURED_EVERY} steps" in (tmp_path / "out" / "README.md").read_text()
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+    assert re.match(r"step 1 of at most 60, loss \d\.\d{3}, held-out reward 0\.00 before training, goal ", parts[3])
+    assert re.match(r"step 39 of at most 60, .* at step 20, goal \d+\.00$", parts[-4])
+
+
+def test_progress_after_the_goal_names_the_last_step_and_contradicts_nothing() -> None:
+    progress = module._Progress(600, 0.0, 0.43, step=120, loss=0.2)
+    progress.record(0.45)
+    progress.step = 140
+    progress.record(0.38)
+    progress.step = 141
+    assert progress.line == (
+        "step 141 of 150, loss 0.200, held-out reward 0.38 at step 140; the goal 0.43 was reached at step 120"
+    )
+    assert module._Progress(130, 0.0, 0.43, step=125, reached_at=120).line.startswith("step 125 of 129,")
+
+
+def test_errors_of_tools_fit_the_context(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    result = build_tiny_model(f"{tmp_path / 'shown.py'}:Shown", tmp_path / "out", steps=1)
+    config = load(result.path / "train.toml")
+    chat = TemplateChatFormat.load(result.path)
+    written = '{"name" 7}'
+    error = Message(role="tool", content=f"error: {describe_malformed_call(written)}")
+    prompt = chat.start([agentrl.user("2?")], [tool.spec for tool in Doubling.tool_table().values()])
+    length = len(prompt) + config.sampling.max_turns * len(chat.extend([error], after="stop"))
+    assert length + 2 * config.sampling.max_tokens <= config.engine.max_context
+
+
 def test_ctrl_c_before_training_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +347,7 @@ def test_a_goal_that_was_not_reached_is_reported(
         parameters=1,
         vocabulary=1,
         explanation="",
+        interrupted=False,
     )
     monkeypatch.setattr("agentrl.environments.tiny_model.__main__.build_tiny_model", lambda *args, **settings: result)
     assert main(["calculator", "--out", str(tmp_path / "out"), "--steps=9"]) == 0

@@ -25,7 +25,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
-from agentrl.core.reply_formats import parse_hermes
+from agentrl.core.reply_formats import describe_malformed_call, parse_hermes
 from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.demonstrations import DemonstratedReplies, format_reply, has_demonstrations
 from agentrl.environment.environment import Environment
@@ -36,6 +36,7 @@ from agentrl.environments.tiny_model.played_context import PlayedAgent, PlayedCo
 if TYPE_CHECKING:
     from agentrl.environment.environment import Reply
     from agentrl.environments.tiny_model.model import Demonstration, Row
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 VOCABULARY = 1024
 """Maximum number of tokens of the tokenizer."""
@@ -46,10 +47,14 @@ NUM_DEMONSTRATIONS = 50_000
 NUM_EVAL_TASKS = 64
 """Number of held-out tasks that measure success."""
 MEASURED_EVERY = 20
-"""Number of warm-up steps between two measurements."""
+"""Number of warm-up steps between two measurements. After each, the model is in the directory that the user named."""
+CHANGING = ("model.safetensors", "README.md", "train.toml")
+"""Files of a model that change with each measurement."""
 MAX_TURNS = 64
 MAX_CONTEXT = 8192
 """Longest conversation to learn from, in tokens."""
+MAX_ERRORS = 8
+"""Largest number of failed calls for which a context has room."""
 MAX_LINE_BYTES = 1 << 20
 
 HOW = """\
@@ -82,7 +87,9 @@ class TinyModelResult:
     goal: float | None
     """Held-out reward at which the warm-up ends; None without `demonstrated`."""
     explanation: str
-    """Why the held-out reward did not rise, and what to change; empty if it rose."""
+    """Why the held-out reward did not rise, and what to change; empty if it rose, or after Ctrl-C."""
+    interrupted: bool
+    """Whether Ctrl-C ended the training."""
 
 
 def build_tiny_model(
@@ -109,11 +116,13 @@ def build_tiny_model(
         seed: seed of tasks, weights and all other random choices.
         on_progress: receives the name of each stage.
 
-    Ctrl-C after the first step ends the training and keeps the model.
+    Ctrl-C after the first step ends the training: the model is kept, then measured. A second one ends the measurement.
+    Once a measurement has ended, `out` holds the model of its step, whatever ends this process.
 
     Raises:
         InputError: there are no demonstrations, or an argument is invalid.
         CheckFailedError: demonstrations fail in the environment, or earn no more than random weights.
+        KeyboardInterrupt: Ctrl-C before the first step, or in the last measurement.
     """
     target = Path(out)
     if target.exists():
@@ -137,15 +146,13 @@ def build_tiny_model(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         scratch.chmod(0o755)
-        builder = _Builder(config, environment_class, held_out, scratch, seed, on_progress)
-        outcome = builder.build(source, steps, until, demonstration_reward)
         reference = (
             environment
             if isinstance(environment, str)
             else f"{environment_class.__module__}:{environment_class.__qualname__}"
         )
-        _write_notes(scratch, target, reference, builder.sizes, outcome)
-        scratch.rename(target)
+        builder = _Builder(config, environment_class, held_out, scratch, target, reference, seed, on_progress)
+        outcome = builder.build(source, steps, until, demonstration_reward)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return TinyModelResult(path=target, **outcome)
@@ -339,6 +346,8 @@ class _Sizes:
     context: int = 0
     turn: int = 0
     turns: int = 0
+    error: int = 0
+    """Tokens that a failed call adds; demonstrations have none."""
 
     def see(self, row: Row) -> None:
         mask = [0, *row[1], 0]
@@ -359,17 +368,57 @@ class _Sizes:
 
     @property
     def max_context(self) -> int:
-        return -(-(self.context + 2 * self.max_tokens) // 64) * 64
+        errors = min(self.max_turns, MAX_ERRORS) * self.error
+        return -(-(self.context + 2 * self.max_tokens + errors) // 64) * 64
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The course of the training."""
+
+    max_steps: int
+    reward: float
+    """Held-out reward of the newest measurement; at first that of the random weights."""
+    goal: float | None
+    step: int = 0
+    loss: float = 0.0
+    measured_at: int = 0
+    """Step of the newest measurement."""
+    reached_at: int | None = None
+    """Step of the first measurement that reached the goal."""
+
+    def record(self, reward: float) -> None:
+        """Record a measurement of the current step."""
+        self.reward, self.measured_at = reward, self.step
+        if self.reached_at is None and self.goal is not None and reward >= self.goal:
+            self.reached_at = self.step
+
+    @property
+    def line(self) -> str:
+        """The step, and what is known of the model, for people."""
+        from agentrl.environments.tiny_model.model import COOL_DOWN
+
+        end = f"at most {self.max_steps}"
+        if self.reached_at is not None:
+            end = str(max(min(self.reached_at + COOL_DOWN, self.max_steps - 1), self.step))
+        text = f"step {self.step} of {end}, loss {self.loss:.3f}, held-out reward {self.reward:.2f}"
+        text += f" at step {self.measured_at}" if self.measured_at else " before training"
+        if self.reached_at is not None:
+            return f"{text}; the goal {self.goal:.2f} was reached at step {self.reached_at}"
+        return text if self.goal is None else f"{text}, goal {self.goal:.2f}"
 
 
 @dataclass(slots=True)
 class _Builder:
-    """Builds the model in a directory."""
+    """Builds the model in a directory, and keeps measured ones in the user's."""
 
     config: RunConfig
     environment: type[Environment]
     held_out: Sequence[Task]
     directory: Path
+    target: Path
+    reference: str
+    """The environment in `train.toml`."""
     seed: int
     on_progress: Callable[[str], None]
     sizes: _Sizes = field(default_factory=_Sizes)
@@ -379,15 +428,85 @@ class _Builder:
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
         from agentrl.environments.tiny_model import model as tiny_model
+
+        tiny_model.seed_torch(self.seed)
+        directory = self.directory
+        corpus = [demonstration for _, demonstration in zip(range(CORPUS), source, strict=False)]
+        chat, vocabulary = self._make_tokenizer(corpus)
+        stop = chat.stop_token_ids[0]
+        model = tiny_model.random_model(
+            vocabulary=vocabulary,
+            pad_token=chat.encode("<|pad|>")[0],
+            stop_token=stop,
+            context=max(2 * self.sizes.max_context, 512),
+            hidden=128,
+            layers=4,
+        )
+        tiny_model.save_model(model, directory, stop_tokens=stop)
+        before = self._measure("random weights")
+        if target is not None and target <= before:
+            raise CheckFailedError(
+                f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`. "
+                f"One that earns little:\n{_failed_demonstration(corpus)}"
+            )
+        goal = None if target is None else before + until * (target - before)
+        progress = _Progress(steps, before, goal if goal is not None and goal > before else None)
+
+        def keep(explanation: str = "") -> dict[str, Any]:
+            outcome = {
+                "explanation": explanation,
+                "demonstrated": target,
+                "goal": goal,
+                "before": before,
+                "reward": progress.reward,
+                "steps": progress.step,
+                "interrupted": interrupted,
+                "parameters": model.num_parameters(),
+                "vocabulary": vocabulary,
+            }
+            _write_notes(self.directory, self.target, self.reference, self.sizes, outcome)
+            _keep(self.directory, self.target)
+            return outcome
+
+        def on_step(step: int, loss: float) -> bool:
+            progress.step, progress.loss = step, loss
+            self.on_progress(progress.line)
+            if step % MEASURED_EVERY:
+                return False
+            tiny_model.save_model(model, directory, stop_tokens=stop)
+            progress.record(self._measure(progress.line))
+            keep()
+            return progress.reached_at is not None
+
+        rows, interrupted = _again_and_again(chat, source, self.seed), False
+        try:
+            tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
+        except KeyboardInterrupt:
+            if progress.step == 0:
+                raise
+            interrupted = True
+        tiny_model.save_model(model, directory, stop_tokens=stop)
+        keep()  # before the last measurement: there may be no time for it
+        progress.record(self._measure(f"step {progress.step}, the last"))
+        return keep("" if interrupted else self._explain(before, progress.reward, target))
+
+    def _make_tokenizer(self, corpus: Sequence[Demonstration]) -> tuple[TemplateChatFormat, int]:
+        """Write the tokenizer of a corpus with its chat template, and measure the corpus with it.
+
+        Returns:
+            The chat format, and the number of tokens in the vocabulary.
+
+        Raises:
+            InputError: a demonstration is too long.
+        """
+        from agentrl.environments.tiny_model import model as tiny_model
         from agentrl.rollout.chat.chat_format import TemplateChatFormat
         from agentrl.rollout.chat.chat_template import ChatTemplate
 
-        tiny_model.seed_torch(self.seed)
         directory = self.directory
         tiny_model.write_chat_template(
             directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=MAX_CONTEXT
         )
-        corpus = [demonstration for _, demonstration in zip(range(CORPUS), source, strict=False)]
         texts = tiny_model.format_corpus(ChatTemplate(directory), iter(corpus))
         tokenizer = tiny_model.train_tokenizer(
             texts, vocabulary=VOCABULARY, min_frequency=min(15, max(2, len(corpus) // 100))
@@ -396,63 +515,15 @@ class _Builder:
         chat = TemplateChatFormat.load(directory)
         for demonstration in corpus:
             self.sizes.see(tiny_model.tokenise_demonstration(chat, demonstration))
+        tools = max((demonstration.tools for demonstration in corpus), key=len)
+        if tools:
+            self.sizes.error = max(len(chat.extend([each], after="stop")) for each in _error_messages(tools))
         if self.sizes.context > MAX_CONTEXT:
             raise InputError(
                 f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
                 "use a real model, `agentrl train … --model DIR`"
             )
-        pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
-        model = tiny_model.random_model(
-            vocabulary=tokenizer.get_vocab_size(),
-            pad_token=pad,
-            stop_token=stop,
-            context=max(2 * self.sizes.max_context, 512),
-            hidden=128,
-            layers=4,
-        )
-        tiny_model.save_model(model, directory, stop_tokens=stop)
-        before = reward = self._measure("random weights")
-        if target is not None and target <= before:
-            raise CheckFailedError(
-                f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`. "
-                f"One that earns little:\n{_failed_demonstration(corpus)}"
-            )
-        num_steps = 0
-        goal = None if target is None else before + until * (target - before)
-        goal_text = "" if goal is None else f" (goal {goal:.2f})"
-
-        def on_step(step: int, loss: float) -> bool:
-            nonlocal num_steps, reward, goal_text
-            num_steps = step
-            part = f"step {step} of at most {steps}, loss {loss:.3f}"
-            self.on_progress(f"{part}, held-out reward {reward:.2f}{goal_text}")
-            if step % MEASURED_EVERY:
-                return False
-            tiny_model.save_model(model, directory, stop_tokens=stop)
-            reward = self._measure(part)
-            if goal is None or reward < goal or goal <= before:
-                return False
-            goal_text = f" (goal {goal:.2f} reached, last steps)"
-            return True
-
-        rows = _again_and_again(chat, source, self.seed)
-        try:
-            tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
-        except KeyboardInterrupt:
-            if num_steps == 0:
-                raise
-        tiny_model.save_model(model, directory, stop_tokens=stop)
-        reward = self._measure("the last step")
-        return {
-            "explanation": self._explain(before, reward, target),
-            "demonstrated": target,
-            "goal": goal,
-            "before": before,
-            "reward": reward,
-            "steps": num_steps,
-            "parameters": model.num_parameters(),
-            "vocabulary": tokenizer.get_vocab_size(),
-        }
+        return chat, tokenizer.get_vocab_size()
 
     def _explain(self, before: float, reward: float, demonstration_reward: float | None) -> str:
         """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
@@ -483,6 +554,27 @@ class _Builder:
             }
         )
         return evaluate(config, tasks=tasks, environment=self.environment)["evaluation/reward"]
+
+
+def _error_messages(tools: Sequence[ToolSpec]) -> Sequence[Message]:
+    """Return observations of wrong calls, for their lengths."""
+    unknown = f"no tool 'x'; tools: {', '.join(tool.name for tool in tools)}"
+    return [Message(role="tool", content=f"error: {text}") for text in (unknown, describe_malformed_call("{"))]
+
+
+def _keep(directory: Path, target: Path) -> None:
+    """Put a copy of a model in the user's directory, whole at any moment."""
+    if not target.exists():
+        staging = Path(shutil.copytree(directory, directory.with_name(f"{directory.name}-whole")))
+        try:
+            staging.rename(target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return
+    for name in CHANGING:
+        partial = target / f".{name}"
+        shutil.copy(directory / name, partial)
+        os.replace(partial, target / name)
 
 
 def has_risen(before: float, reward: float, demonstration_reward: float | None) -> bool:
@@ -583,7 +675,7 @@ max_turns = {max_turns}         # demonstrated: {turns}
 
 [engine]
 slots = 96
-max_context = {max_context}     # longest conversation; demonstrated: {context}
+max_context = {max_context}     # longest conversation; demonstrated: {context}, without errors of tools
 
 [trainer]
 loss.normalizer = 64  # sampled tokens of a typical episode
