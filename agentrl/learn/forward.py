@@ -465,6 +465,8 @@ _MASK = 1 << 21
 """Number of elements of the largest mask: longer contexts have shorter chunks."""
 _KEPT_MASKS = 1 << 22
 """Number of mask elements that are kept for all layers; above it, each layer makes its own masks."""
+# For few tokens this is meant. The filter is set once: one for a call would change those of other threads.
+warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
 _BLOCK = 128
 """Number of tokens in a block of flex_attention."""
 UNFUSED_TOKENS = 512
@@ -728,9 +730,7 @@ def flex_tree_attention(
         options = flex_options(query.shape[-1], query.dtype, _shared_memory(query.device))
         output = _compiled_flex()(query, key, value, **arguments, kernel_options=options)
         return output
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)  # on purpose
-        output = cast("Any", flex_attention)(query, key, value, **arguments)
+    output = cast("Any", flex_attention)(query, key, value, **arguments)
     return output
 
 

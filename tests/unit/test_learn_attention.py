@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +119,6 @@ def test_output_and_gradients_are_those_of_a_mask(
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("name", TREES)
 def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) -> None:
@@ -125,6 +127,32 @@ def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) 
     tree = TreeAttentionMask(batch, CPU)
     found = flex_tree_attention(query, key, value, tree, window, None).transpose(1, 2)
     torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_leaves_the_filters_of_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the whole process's: other threads may warn meanwhile."""
+    filters, seen = warnings.filters, list[bool]()
+
+    def attention(query: Tensor, *_: object, **__: object) -> Tensor:
+        seen.append(warnings.filters is filters)
+        return query
+
+    monkeypatch.setattr(forward, "flex_attention", attention)
+    batch = packed(rows_of(*TREES[next(iter(TREES))]))
+    query, key, value = inputs(len(batch.token_ids), torch.float32)
+    flex_tree_attention(query, key, value, TreeAttentionMask(batch, CPU), None, None)
+    assert seen == [True]
+
+
+def test_attention_without_a_compiler_warns_nobody() -> None:
+    """Outside pytest, which sets its own filters for each test."""
+    script = (
+        "import warnings, torch, agentrl.learn.forward\n"
+        "from torch.nn.attention.flex_attention import flex_attention\n"
+        "warnings.simplefilter('error', UserWarning, append=True)\n"
+        "flex_attention(*[torch.zeros(1, 1, 8, 16)] * 3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr == ""
 
 
 @pytest.mark.slow
