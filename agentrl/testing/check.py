@@ -766,8 +766,7 @@ def _check_demonstrations(
         executing = execute_episode(environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=report.sampling)
         outcome = run(interruptible(executing))
         if isinstance(outcome, str):
-            text = outcome if outcome.startswith("demonstrate()") else f"task {task.id!r}, as demonstrated: {outcome}"
-            report.findings.append(text)
+            report.findings.append(policy.failure or f"task {task.id!r}, as demonstrated: {outcome}")
             return
         report.demonstrated += 1
         if not any((trajectory.reward or 0.0) > 0 for trajectory in outcome.header.trajectories):

@@ -530,6 +530,8 @@ class DemonstrationPolicy:
         self._spec = spec
         self._children = random_policy(environment)
         self._conversations: list[_Conversation] = []
+        self.failure = ""
+        """Why `demonstrate` itself failed; empty if it did not."""
 
     def __call__(self, request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         if "~" in request.request_id:  # of a child episode
@@ -538,7 +540,11 @@ class DemonstrationPolicy:
         seat = request.seat.removeprefix(f"{self._spec.environment}.")
         conversation = self._find(seat, request.row, context)
         new = context[len(conversation.tokens) if request.row == conversation.row else 0 :]
-        reply = format_reply(conversation.replies.next(_message_text(new)))
+        try:
+            reply = format_reply(conversation.replies.next(_message_text(new)))
+        except AgentRLError as error:
+            self.failure = str(error)
+            raise
         tokens = [*reply.encode(), STOP_TOKEN]
         conversation.row, conversation.tokens = request.row, context + tokens
         return tokens

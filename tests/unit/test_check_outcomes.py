@@ -386,6 +386,13 @@ def test_planted(fault: str) -> None:
     assert report.passed == (fault in only_told)
 
 
+def test_a_failed_demonstration_is_told_from_a_failed_environment() -> None:
+    (finding,) = check_environment(BrokenDemonstration).findings
+    assert finding.startswith("demonstrate() of task 'train-0' raised ")
+    (finding,) = check_environment(Demonstrated).findings
+    assert finding.startswith("task 'train-2', as demonstrated: run() raised ")
+
+
 # --- no false alarms --------------------------------------------------------------------------------------------------
 
 
