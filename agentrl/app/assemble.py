@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from agentrl.app.plan import RunPlan
 from agentrl.app.policies import (
@@ -36,6 +37,7 @@ from agentrl.journal.port import JournalStore
 from agentrl.journal.run_log import RunJournal
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
+from agentrl.observe.run_directory import run_argument
 from agentrl.orchestrator.admission_limit import AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
@@ -165,7 +167,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         max_in_flight=max_in_flight,
         fail=stop.fail,
         tell=parts.tell,
-        run_name=config.name,
+        run_name=run_argument(Path(config.directory) / config.name),
         group_scoring=scoring,
         leases=TreeLeases(
             served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition

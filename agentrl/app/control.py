@@ -38,6 +38,7 @@ from agentrl.core.control_messages import (
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -70,6 +71,7 @@ class RunControl:
         tell: Callable[[str], None],
     ) -> None:
         self._plan = plan
+        self._run = run_argument(Path(plan.settings.directory) / plan.settings.name)
         self._configured = configured
         self._orchestrator = orchestrator
         self._store = store
@@ -100,7 +102,7 @@ class RunControl:
                     count = loop.pause(who)
                     return (
                         f"pausing: {plural(count, 'episode')} stop at the next turn, and a step in progress ends; "
-                        "`agentrl run resume` continues the run"
+                        f"`agentrl run resume {self._run}` continues the run"
                     )
                 case "resume":
                     loop.unpause()
@@ -134,7 +136,7 @@ class RunControl:
                 of_policy = f" of {name}" if len(new.trained) > 1 else ""
                 raise InputError(
                     f"{setting}: the run has taken {plural(taken, 'step')}{of_policy}; set at least {taken}, or end "
-                    "the run with `agentrl run drain`"
+                    f"the run with `agentrl run drain {self._run}`"
                 )
         plan = resolve(new, self._plan.environment)
         (change,) = differences

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -67,6 +67,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
 from agentrl.observe.metrics import metrics_owner
+from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from agentrl.journal.port import JournalStore
     from agentrl.orchestrator.dispatch import Dispatcher
 
+T = TypeVar("T")
 Directory = str | Path
 Play = Callable[["Dispatcher"], Coroutine[Any, Any, list[EpisodeHeader]]]
 """Plays episodes with a dispatcher, and returns their headers."""
@@ -88,7 +90,7 @@ ENDPOINT_TIMEOUT_S = 600.0
 """Time limit of a request to an evaluated endpoint, in seconds: models that think take minutes."""
 SHOWN_MODELS = 20
 PROGRESS_S = 0.5
-"""Seconds between two reports of an evaluation's progress."""
+"""Seconds between two reports of the progress of an evaluation or of forks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +223,8 @@ def evaluate(
         played_tasks = repeat_tasks(splits, attempts)
 
         async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
-            running = asyncio.get_running_loop().create_task(dispatcher.evaluate(played_tasks, {}))
-            try:
-                while not running.done():
-                    await asyncio.wait({running}, timeout=PROGRESS_S)
-                    on_progress(*dispatcher.evaluated.progress())
-                return running.result()
-            finally:
-                running.cancel()
+            playing = dispatcher.evaluate(played_tasks, {})
+            return await reporting(playing, lambda: on_progress(*dispatcher.evaluated.progress()))
 
         headers = own_loop.run(play_in_new_run(config, environment_class, weights, run_path, play))
         episodes = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
@@ -237,9 +233,10 @@ def evaluate(
     if dropped_headers:
         reason = next((episode.detail for episode in episodes if episode.id == dropped_headers[0].episode_id), "")
         first = dropped_headers[0]
+        show = f"; `agentrl episode show {run_argument(run_path)} {first.episode_id}` shows it" if journal else ""
         raise CheckFailedError(
             f"dropped: {len(dropped_headers)} of {plural(len(headers), 'episode')}, so a score over the others would "
-            f"be biased. {first.episode_id} was dropped because of {first.drop_reason}: {reason}"
+            f"be biased. {first.episode_id} was dropped because of {first.drop_reason}: {reason}{show}"
         )
     if journal is not None:
         owners = {
@@ -456,6 +453,18 @@ def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]
         for name, path in paths.items()
     }
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
+
+
+async def reporting(playing: Coroutine[Any, Any, T], report: Callable[[], None]) -> T:
+    """Wait for a coroutine, and call `report` twice a second meanwhile."""
+    running = asyncio.get_running_loop().create_task(playing)
+    try:
+        while not running.done():
+            await asyncio.wait({running}, timeout=PROGRESS_S)
+            report()
+        return running.result()
+    finally:
+        running.cancel()
 
 
 async def play_without_training(

@@ -11,14 +11,14 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from agentrl.app.evaluation import play_without_training, with_frozen_policies
+from agentrl.app.evaluation import play_without_training, reporting, with_frozen_policies
 from agentrl.app.model_files import check_models_unchanged, model_paths
 from agentrl.app.policies import (
     check_tokenizers,
@@ -44,11 +44,14 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.observe.run_directory import ENGINE_LOG
+from agentrl.observe.run_directory import ENGINE_LOG, run_argument
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.turn_entries import decode_message
 
-_VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9})")
+if TYPE_CHECKING:
+    from agentrl.orchestrator.dispatch import Dispatcher
+
+_VERSION = re.compile(r"(?P<policy>[^@/]+)@((?P<lineage>\d{1,9})\.)?(?P<step>\d{1,9})")
 
 LAST_TOOL_ERROR: Literal["last tool error"] = "last tool error"
 TurnChoice = int | Literal["last tool error"]
@@ -113,6 +116,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     environment: type | str | None = None,
     overrides: Sequence[str] = (),
     factories: RunFactories | None = None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
 ) -> list[EpisodeHeader]:
     """Resample an episode from one of its turns. Nothing is trained.
 
@@ -136,6 +140,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         overrides: values for what the run would choose on this machine, as `section.field=value` or `task.key=value`;
             needed once for a run that the user did not train here.
         factories: factories of the engine and the chat format; default: as in the run's configuration.
+        on_progress: receives the current part, and the share of the forks that have ended, about twice a second.
 
     Returns:
         Results of the forks. They are in `RUN/forks`, which `agentrl episode show` reads like a run.
@@ -179,7 +184,9 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
     return own_loop.run(
         _fork(
-            config, environment_class, parent, parent_directory, n, policies, factories or RunFactories(), info_fields
+            *(config, environment_class, parent, parent_directory, n, policies, factories or RunFactories()),
+            info_fields,
+            on_progress,
         )
     )
 
@@ -272,7 +279,8 @@ def fork_policies(
     A policy has the same weights in all its seats, and in the children. Each item of `requested` is one of
 
         DIR                            weights for the policy that takes the turn, such as a run's `policies/NAME`
-        POLICY@LINEAGE.STEP            a version of a policy of the run, in all its seats
+        POLICY@LINEAGE.STEP            a version of a policy of the run, in all its seats; POLICY@STEP: the one of the
+                                       newest lineage
         SEAT=POLICY                    another policy of the run in a seat of the episode
         SEAT=POLICY@LINEAGE.STEP       the same, at a version
         SEAT=DIR                       weights for the policy that holds the seat
@@ -292,9 +300,9 @@ def fork_policies(
         elif match := _VERSION.fullmatch(str(source)):
             policy = match["policy"]
             _check_known(policy, known, "--policy")
-            weights_by_policy[policy] = _weights(
-                parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"]))
-            )
+            step = int(match["step"])
+            lineage = _newest_lineage(parent, policy, step) if match["lineage"] is None else int(match["lineage"])
+            weights_by_policy[policy] = _weights(parent, PolicyVersion(policy, lineage, step))
         else:
             weights_by_policy[policy] = weights_from_directory(policy, source)
         if isinstance(pool := known[policy], OpponentPoolPolicy):
@@ -374,6 +382,20 @@ def _newest(parent: ForkParent, policy: str) -> PolicyVersion | None:
     return None
 
 
+def _newest_lineage(parent: ForkParent, policy: str, step: int) -> int:
+    """Return the newest lineage in which a run published a step of a policy; 0 without one."""
+    for directory in parent.ancestors.values():
+        log = SqliteRunLog(Path(directory))
+        try:
+            where = "policy = ? AND step = ? AND lineage >= 0"  # below 0 are weights that a user gave
+            ((lineage,),) = log.rows(f"SELECT max(lineage) FROM versions WHERE {where}", policy, step)
+        finally:
+            log.close()
+        if isinstance(lineage, int):
+            return lineage
+    return 0
+
+
 def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
     """Return the weights of a version; None for the base model.
 
@@ -389,9 +411,11 @@ def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
         if weights is not None and Path(weights.path).is_dir():
             return weights
     if version.step > 0:
+        run = Path(directory).parent
         raise InputError(
             f"the weights of {version} are not on disk (or were removed); give --policy a directory, such as "
-            "RUN/policies/NAME, or a version that `agentrl step list` shows and `checkpoint.versions` kept"
+            f"{run}/policies/{version.policy}, or a version that `agentrl step list {run_argument(run)}` shows and "
+            "`checkpoint.versions` kept"
         )
     return None
 
@@ -419,7 +443,7 @@ def fork_episode_spec(
     )
 
 
-async def _fork(
+async def _fork(  # noqa: PLR0913 (what `fork` has found)
     config: RunConfig,
     environment: type[Environment],
     parent: ForkParent,
@@ -428,6 +452,7 @@ async def _fork(
     policies: ForkPolicies,
     factories: RunFactories,
     info_fields: Mapping[str, Any],
+    on_progress: Callable[[str, float], None],
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
@@ -440,6 +465,7 @@ async def _fork(
     )
     config = with_frozen_policies(config, policies.weights)
     check_tokenizers(config.engine_plan)
+    on_progress("loading the model", 0.0)
     chat_format = factories.chat_format(config.model)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(directory / "journal", info={**info_fields, "config": recorded.model_dump(mode="json")})
@@ -455,14 +481,16 @@ async def _fork(
             fork_episode_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)
         ]
         ended_children = ended_child_episodes(parent)
-        return await play_without_training(
-            config.rollout_plan,
-            environment,
-            engine,
-            chat_format,
-            store,
-            lambda dispatcher: dispatcher.play_forks(specs, ended_children),
-        )
+
+        async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
+            def report() -> None:
+                num_ended, _ = dispatcher.evaluated.progress()
+                calls = sum(store.progress(spec.episode_id, spec.attempt)[0] for spec in specs)
+                on_progress(f"{num_ended} of {plural(n, 'fork')} ended, {calls:,} calls recorded", num_ended / n)
+
+            return await reporting(dispatcher.play_forks(specs, ended_children), report)
+
+        return await play_without_training(config.rollout_plan, environment, engine, chat_format, store, play)
 
 
 def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, list[JournalEntry]]:

@@ -28,6 +28,7 @@ from agentrl.environment.mixture import MEMBER, Mixture, trained_root_environmen
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ResourceCallEntry, SpawnEntry, code_digest
+from agentrl.observe.run_directory import run_argument
 
 MAX_EPISODES = 1000
 """Maximum number of episodes whose turns are used."""
@@ -151,7 +152,8 @@ def _check_recallable(
     if not ids.has_call_number(parent.point.call_id):
         raise InputError(
             f"environment.start_from: turn {settings.at} of {episode} was requested by an external agent, which cannot "
-            "be started in the middle; fork it with `agentrl episode fork`"
+            f"be started in the middle; fork it with `agentrl episode fork {run_argument(settings.run)} "
+            f"{parent.point.episode_id} --at TURN`"
         )
     for body in parent.prefix:
         if isinstance(body, SpawnEntry):

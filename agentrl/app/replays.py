@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.routing import RoutingReader, read_locally
 from agentrl.journal.rows import ForkPrefixes, assemble_trajectories
+from agentrl.observe.run_directory import run_argument
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.external.agent import external_turns_with_context, is_external_turn
 from agentrl.rollout.replay import CallNotRecordedError, ReplayHost, ReplayRunner, ReplayStoppedError
@@ -103,6 +104,7 @@ def replay(
     environment: type | str | None = None,
     overrides: Sequence[str] = (),
     factories: RunFactories | None = None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
 ) -> list[ReplayResult]:
     """Execute recorded episodes again.
 
@@ -116,6 +118,7 @@ def replay(
         overrides: values for what the run would choose on this machine, as `section.field=value` or `task.key=value`;
             needed once for a run that the user did not train here.
         factories: factory of the chat format; default: that of the run's configuration.
+        on_progress: receives the current part, and the share that is done.
 
     Raises:
         InputError: there is no such episode or call, or only the run names what it needs.
@@ -138,7 +141,7 @@ def replay(
             until=until,
             rescoring=rescoring,
         )
-        return own_loop.run(_all(reader, episodes, request))
+        return own_loop.run(_all(reader, episodes, request, on_progress))
     finally:
         reader.close()
 
@@ -169,9 +172,16 @@ def _until_option(until: str | None) -> list[str]:
 
 
 async def _all(
-    reader: RunReader, episodes: Sequence[tuple[str, int | None]], request: _ReplayRequest
+    reader: RunReader,
+    episodes: Sequence[tuple[str, int | None]],
+    request: _ReplayRequest,
+    on_progress: Callable[[str, float], None],
 ) -> list[ReplayResult]:
-    return [await _one(reader, episode_id, attempt, request) for episode_id, attempt in episodes]
+    results: list[ReplayResult] = []
+    for episode_id, attempt in episodes:
+        on_progress(f"{len(results):,} of {plural(len(episodes), 'episode')}", len(results) / len(episodes))
+        results.append(await _one(reader, episode_id, attempt, request))
+    return results
 
 
 async def _one(reader: RunReader, episode_id: str, attempt: int | None, request: _ReplayRequest) -> ReplayResult:
@@ -191,7 +201,8 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         entry.call_id for entry in [*inherited_entries, *entries, *turns]
     }:
         raise InputError(
-            f"episode {line.episode} has no call {request.until!r}; `agentrl episode replay --step` names them"
+            f"episode {line.episode} has no call {request.until!r}; `agentrl episode replay "
+            f"{run_argument(reader.path)} {line.episode} --step` names them"
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
     begin = decode_entries(entries[:1])[0]
@@ -393,9 +404,17 @@ class StepReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Recomputed loss and gradient norm; None if only the inputs were requested."""
 
 
-def replay_steps(reader: RunReader, policy: str | None = None) -> list[StepReplayResult]:
+def replay_steps(
+    reader: RunReader,
+    policy: str | None = None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
+) -> list[StepReplayResult]:
     """Rebuild every step of a run, or of one policy; raises as `step_list`."""
-    return [replay_step(reader, line) for line in step_list(reader, policy)]
+    lines, results = step_list(reader, policy), list[StepReplayResult]()
+    for line in lines:
+        on_progress(f"{len(results):,} of {plural(len(lines), 'step')}", len(results) / len(lines))
+        results.append(replay_step(reader, line))
+    return results
 
 
 def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:

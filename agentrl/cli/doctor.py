@@ -514,7 +514,10 @@ def prefix_checks() -> list[Check]:
 
 
 def _gibibytes(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
+    if count >= GIB / 10:
+        return f"{count / GIB:.2f} GiB"
+    unit, size = ("MiB", 1 << 20) if count >= 1 << 20 else ("KiB", 1 << 10)
+    return f"{count / size:.3g} {unit}"
 
 
 def distribution_check(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:

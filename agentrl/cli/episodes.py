@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ import msgspec
 from agentrl.cli.output import follow, print_json_line, print_text
 from agentrl.cli.runs import RunAnswer, make_run_command
 from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.observe.progress import ProgressLine
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     import argparse
@@ -168,7 +172,7 @@ def episode_forks(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.render_episode import fork_tree_page
 
     tree = fork_tree(reader)
-    return RunAnswer(tree, lambda: fork_tree_page(tree))
+    return RunAnswer(tree, lambda: fork_tree_page(tree, run=run_argument(reader.path)))
 
 
 @make_run_command
@@ -187,14 +191,16 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import replay_page
 
-    results = replay(
-        reader.path,
-        _episodes(reader, options),
-        until=options.until,
-        environment=options.environment,
-        overrides=options.overrides,
-        factories=_factories(reader),
-    )
+    with contextlib.closing(ProgressLine("replaying", sys.stderr)) as progress:
+        results = replay(
+            reader.path,
+            _episodes(reader, options),
+            until=options.until,
+            environment=options.environment,
+            overrides=options.overrides,
+            factories=_factories(reader),
+            on_progress=progress,
+        )
     code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
     return RunAnswer(results, lambda: replay_page(results, step=options.step), code)
 
@@ -207,14 +213,16 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import rescore_page
 
-    results = replay(
-        reader.path,
-        _episodes(reader, options),
-        rescoring=True,
-        environment=options.environment,
-        overrides=options.overrides,
-        factories=_factories(reader),
-    )
+    with contextlib.closing(ProgressLine("rescoring", sys.stderr)) as progress:
+        results = replay(
+            reader.path,
+            _episodes(reader, options),
+            rescoring=True,
+            environment=options.environment,
+            overrides=options.overrides,
+            factories=_factories(reader),
+            on_progress=progress,
+        )
     code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
     return RunAnswer(results, lambda: rescore_page(results), code)
 
@@ -229,18 +237,21 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
     if options.n < 1:
         raise InputError("-n must be at least 1")
-    headers = fork(
-        reader.path,
-        chosen_episode(reader, options),
-        at=options.at,
-        n=options.n,
-        attempt=options.attempt,
-        policy=options.policy,
-        edit=None if options.edit is None else _edit(options.edit),
-        environment=options.environment,
-        overrides=options.overrides,
-        factories=_factories(reader),
-    )
+    episode = chosen_episode(reader, options)
+    with contextlib.closing(ProgressLine(f"forking {episode}", sys.stderr)) as progress:
+        headers = fork(
+            reader.path,
+            episode,
+            at=options.at,
+            n=options.n,
+            attempt=options.attempt,
+            policy=options.policy,
+            edit=None if options.edit is None else _edit(options.edit),
+            environment=options.environment,
+            overrides=options.overrides,
+            factories=_factories(reader),
+            on_progress=progress,
+        )
     new_ids = {header.episode_id for header in headers}
     root = RunReader(reader.path if reader.path.name != "forks" else reader.path.parent)
     try:
@@ -331,7 +342,8 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.steps import step_view
 
     if options.step is None:
-        results = replay_steps(reader, options.policy)
+        with contextlib.closing(ProgressLine("replaying", sys.stderr)) as progress:
+            results = replay_steps(reader, options.policy, progress)
     else:
         line = step_view(reader, options.step, options.policy, options.lineage).line
         computed = recompute_step_loss(reader, line, options.overrides)

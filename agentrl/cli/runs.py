@@ -30,6 +30,7 @@ from agentrl.core.errors import CheckFailedError, InputError, StorageError
 from agentrl.core.text import escape_line, plural
 from agentrl.inspection.comparisons import locate_episode
 from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     import argparse
@@ -382,7 +383,11 @@ def run_export(options: argparse.Namespace) -> int:
     if export_result.left_out:
         count = export_result.episodes + export_result.left_out
         is_too_long = options.to == "html" and count > MAX_EPISODES
-        remedy = "browse all of them with `agentrl run serve`" if is_too_long else f"write all with --limit {count}"
+        remedy = (
+            f"browse all of them with `agentrl run serve {run_argument(reader.path)}`"
+            if is_too_long
+            else f"write all with --limit {count}"
+        )
         _say(f"  the newest of {count:,}: {remedy}")
     for problem in export_result.problems[:PROBLEMS_SHOWN]:
         _say(f"  not readable: {problem}")

@@ -16,7 +16,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -834,8 +834,14 @@ _END_TOKENS = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/
 """Tokens at the end of a reply, as far as its text shows them."""
 
 
-def guess_reply_parts(text: str) -> ReplyParts:
-    """Split a reply into its parts as far as possible without its model, for readers of a run."""
+def guess_reply_parts(text: str, called: Collection[str] = ()) -> ReplyParts:
+    """Split a reply into its parts as far as possible without its model, for readers of a run.
+
+    Args:
+        text: text of the reply.
+        called: names of the tool calls that the episode recorded, if any. GLM's format reads any text as the name of a
+            call without arguments, so such a call counts only if it was recorded.
+    """
     text = _END_TOKENS.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
         return parse_harmony(text)
@@ -848,7 +854,10 @@ def guess_reply_parts(text: str) -> ReplyParts:
         ):
             continue
         reply = reply_format.read(text, marks, is_open=is_open)
-        if reply.tool_calls and not any(isinstance(call.arguments, str) for call in reply.tool_calls):
+        if reply.tool_calls and not any(
+            isinstance(call.arguments, str) or (called and not call.arguments and call.name not in called)
+            for call in reply.tool_calls
+        ):
             return reply
         best = best or (reply if reply.tool_calls else None)
     return best or ReplyParts(*split_thinking(text, marks, is_open=is_open), ())

@@ -30,7 +30,7 @@ from agentrl.journal.entries import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agentrl.inspection.reader import RunReader
 
@@ -209,11 +209,12 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
-    acts = [_act(reader, call, body, waits) for call, body in bodies[: view.inherited]]
+    called = {body.name for _, body in bodies if isinstance(body, ToolEntry)}
+    acts = [_act(reader, call, body, waits, called) for call, body in bodies[: view.inherited]]
     new_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and new_turns:
         waits.continue_at(new_turns[0].started)
-    acts += [_act(reader, call, body, waits) for call, body in bodies[view.inherited :]]
+    acts += [_act(reader, call, body, waits, called) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
         summary=view.summary,
@@ -278,10 +279,10 @@ class _Waits:
             self._ends[branch] += seconds
 
 
-def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
+def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits, called: Collection[str]) -> Act:
     match body:
         case TurnEntry():
-            return _turn(reader, call, body, waits)
+            return _turn(reader, call, body, waits, called)
         case ToolEntry():
             waits.add_action(call, body.seconds)
             return ToolAct(
@@ -322,9 +323,9 @@ def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
     return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
-def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
+def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits, called: Collection[str]) -> PolicyTurn:
     # A longer reply is shown as sampled, because parsing would take too long.
-    reply = guess_reply_parts(turn.text) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
+    reply = guess_reply_parts(turn.text, called) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
     return PolicyTurn(
         call=call,
         seat=turn.seat,

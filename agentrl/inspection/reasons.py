@@ -21,7 +21,8 @@ from agentrl.inspection.conversation import (
 )
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row, decode_group_scores_row
-from agentrl.observe.alarms import ADVICE_ON_DROPS
+from agentrl.observe.alarms import ADVICE_ON_DROPS, fill_commands
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
@@ -220,8 +221,8 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
 
 def _drop_advice(reader: RunReader, line: EpisodeLine, reason: str) -> str:
     """Return the advice on a drop, for the episode's page instead of any example's."""
-    show = f"`agentrl episode show {reader.path} {line.episode}`"
-    return ADVICE_ON_DROPS.get(reason, "").replace("`agentrl episode show` of a dropped one", show)
+    advice = ADVICE_ON_DROPS.get(reason, "").replace("` of a dropped one", "`")
+    return fill_commands(advice, run_argument(reader.path), line.episode)
 
 
 def _reward(view: ConversationView) -> list[Reason]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.core.records import PolicyVersion
 from agentrl.core.text import plural, shorten_lines
 from agentrl.inspection.conversation import (
     ChildEpisodeResultAct,
@@ -88,8 +89,7 @@ def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | N
                 speaker = event_speaker
             _turn(page, event)
         elif isinstance(event, ToolAct) and "\n" in event.observation:
-            text = f"tool {event.name}({_json(event.arguments)}) [{event.ending}, {event.seconds:.3f} s]"
-            page.line((f"  {event.call:<10} ", "dim"), text)
+            page.line((f"  {event.call:<10} ", "dim"), f"{_tool_call(event)} [{event.ending}, {event.seconds:.3f} s]")
             page.block(event.observation, "yellow")
         elif isinstance(event, EffectAct) and (texts := _long_texts(event.value)):
             rest = {name: value for name, value in event.value.items() if name not in texts}
@@ -135,7 +135,7 @@ def summary_page(view: ConversationView) -> TerminalPage:
         if agent.oldest_step < 0:
             text += ", oldest weights unknown"
         elif line.oldest_step is not None:  # otherwise no policy of the episode is trained
-            text += f", oldest weights {agent.lineage}.{agent.oldest_step}"
+            text += f", oldest weights {PolicyVersion(agent.policy, agent.lineage, agent.oldest_step)}"
         facts.append((name, text))
     if view.measured_against:
         facts.append(("against", ", ".join(view.measured_against)))
@@ -201,11 +201,16 @@ def _long_texts(value: object) -> dict[str, str]:
     return {name: text.rstrip() for name, text in items if isinstance(text, str) and "\n" in text.strip()}
 
 
+def _tool_call(act: ToolAct) -> str:
+    if isinstance(act.arguments, str):
+        return f"malformed call of {act.name or 'no tool'}: {_json(act.arguments)}"
+    return f"tool {act.name}({_json(act.arguments)})"
+
+
 def _event(act: Act) -> str:
     match act:
         case ToolAct():
-            call = f"tool {act.name}({_json(act.arguments)})"
-            return f"{call} → {act.observation} [{act.ending}, {act.seconds:.3f} s]"
+            return f"{_tool_call(act)} → {act.observation} [{act.ending}, {act.seconds:.3f} s]"
         case EffectAct():
             name = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
             kind = act.guarantee or act.level
@@ -295,15 +300,16 @@ def reasons_page(episode: str, reasons: Sequence[Reason]) -> TerminalPage:
     return page
 
 
-def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> TerminalPage:
-    """Make a page with forks below their parents; if there are `new` ones, only their branches."""
+def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = (), run: str = "RUN") -> TerminalPage:
+    """Make a page with forks below their parents; if there are `new` ones, only their branches. For `run`, see
+    `run_argument`."""
     page = TerminalPage()
     if new:
         roots = [place for place, fork in enumerate(tree) if not fork.depth]
         trees = [tree[start:stop] for start, stop in zip(roots, [*roots[1:], None], strict=True)]
         tree = [fork for branch in trees if any(fork.line.episode in new for fork in branch) for fork in branch]
     if not tree:
-        page.line("nothing was forked; `agentrl episode fork` does")
+        page.line(f"nothing was forked; `agentrl episode fork {run} EPISODE --at TURN` does")
         return page
     rows: list[list[Part]] = []
     for place, fork in enumerate(tree):

@@ -21,6 +21,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.masking import mask_secrets
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeSpec
@@ -156,7 +157,8 @@ def compare_runs(
     ]
     for metric in metrics:
         if metric not in CURVES and not any(metric in run.values for run in runs):
-            raise InputError(f"no run recorded the metric {metric!r}; `agentrl run metrics RUN` lists metrics")
+            listing = f"`agentrl run metrics {run_argument(readers[0].path)}`"
+            raise InputError(f"no run recorded the metric {metric!r}; {listing} lists metrics")
     members = _group_runs(runs)
     groups = [ComparedGroup(name=name, runs=[runs[at].name for at in places]) for name, places in members.items()]
     curves, notes = list[ComparedCurve](), list[str]()

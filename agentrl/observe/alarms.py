@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
+from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
 def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
     """Name the run and an example episode in the commands of the advice, and give equal advice once."""
     examples = {} if state.status is None else state.status.examples
+    run = run_argument(state.path or state.plan.name)
     advised: dict[tuple[str, str], str] = {}
     filled: list[Alarm] = []
     for alarm in alarms:
@@ -256,11 +258,18 @@ def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
         match = _REASON.search(alarm.advice)
         reason = "" if match is None else match["metric"] or match["reason"]
         episode = examples.get(reason) or examples.get("completed") or next(iter(examples.values()), "")
-        advice = alarm.advice.replace("`agentrl episode list RUN", f"`agentrl episode list {state.plan.name}")
-        command = rf"\g<0> {state.plan.name} {episode}" if episode else f"`agentrl episode list {state.plan.name}"
-        advice = _OF_EPISODE.sub(command, advice)
-        filled.append(alarm._replace(advice=_OF_RUN.sub(rf"\g<0> {state.plan.name}", advice)))
+        filled.append(alarm._replace(advice=fill_commands(alarm.advice, run, episode)))
     return filled
+
+
+def fill_commands(advice: str, run: str, episode: str) -> str:
+    """Return advice whose commands name a run (see `run_argument`) and an episode; without one, they list episodes."""
+
+    def named(match: re.Match[str]) -> str:
+        return f"{match[0]} {run} {episode}" if episode else f"`agentrl episode list {run}"
+
+    advice = _OF_EPISODE.sub(named, advice.replace("`agentrl episode list RUN", f"`agentrl episode list {run}"))
+    return _OF_RUN.sub(lambda match: f"{match[0]} {run}", advice)
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:

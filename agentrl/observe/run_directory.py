@@ -20,6 +20,7 @@ import difflib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,13 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
 _BEFORE_CONFIG = (".config.json", "models")
 """What a process writes before `config.json`, the first with `replace_file`. If it was killed, another may start."""
+
+
+def run_argument(path: str | Path) -> str:
+    """Return a run as an argument of a command in a shell: its name if it is in `runs/`, else its path."""
+    path = Path(path)
+    is_in_runs = path.parent.absolute() == Path("runs").absolute()
+    return shlex.quote(path.name if is_in_runs else str(path))
 
 
 def describe_missing_run(path: Path) -> str:

@@ -292,8 +292,8 @@ def _choice_text(summary: Mapping[str, Any]) -> str:
     """Return a line with the best versions and whether the metric ended the run; empty if there is no such metric."""
     lines = []
     if best := summary.get("best"):
-        steps = ", ".join(f"{escape_line(name)}@{step}" for name, step in best["steps"].items())
-        lines.append(f"best {escape_line(best['metric'])}: {best['value']:.3f} with {steps}\n")
+        versions = ", ".join(map(escape_line, best["versions"].values()))
+        lines.append(f"best {escape_line(best['metric'])}: {best['value']:.3f} with {versions}\n")
     if summary.get("ended_early"):
         lines.append(f"ended early: {escape_line(summary['ended_early'])}\n")
     return "".join(lines)

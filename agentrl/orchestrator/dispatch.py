@@ -63,7 +63,7 @@ class ChangeCondition:
 
 
 class EvaluatedEpisodes:
-    """The episodes of the newest evaluation."""
+    """The episodes of the newest evaluation; for forks, only their ends."""
 
     def __init__(self) -> None:
         self.ends: Sequence[asyncio.Future[EpisodeHeader]] = ()
@@ -114,7 +114,7 @@ class Dispatcher:
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
     run_name: str = "RUN"
-    """Name of the run, for the commands in messages."""
+    """The run in the commands of messages; see `run_argument`."""
     group_scoring: GroupScoring | None = None
     """Holds the ended members of groups until the groups are scored; None: no scorer scores groups."""
     leases: TreeLeases | None = None
@@ -235,7 +235,7 @@ class Dispatcher:
     ) -> list[EpisodeHeader]:
         """Run forks to their ends, outside buffer and ledger; they share their parents' ended children."""
         self.children.add_ended(ended_children)
-        return await self._play(specs, _futures(len(specs)))
+        return await self._play(specs, self.evaluated.begin(len(specs)))
 
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
@@ -361,9 +361,11 @@ class Dispatcher:
         if why is not None:
             scoring = self.group_scoring
             failure = (scoring and scoring.last_failure) or self.worker.last_failure
-            show = f"`agentrl episode show {self.run_name} {header.episode_id}`"
-            hint = f"Last failure: {failure}" if failure else f"See {show}"
-            self.fail(CheckFailedError(f"{why}. {hint}"))
+            hint = (
+                f"`agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl run "
+                f"ledger {self.run_name}` counts drops"
+            )
+            self.fail(CheckFailedError(f"{why}; {hint}" + (f". Last failure: {failure}" if failure else "")))
 
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():

@@ -126,7 +126,9 @@ class Evaluator:
                 for policy in versions
             }
         except CheckFailedError as error:
-            self.tell(f"{error}. The evaluation of {', '.join(map(str, versions.values()))} has no result")
+            first = next(header for header in headers if not header.committed)
+            show = f"`agentrl episode show {self.dispatcher.run_name} {first.episode_id}` has the details"
+            self.tell(f"{error}; {show}. The evaluation of {', '.join(map(str, versions.values()))} has no result")
             return
         for policy, version in versions.items():
             self.store.record(MetricRow(policy, version.step, metrics[policy]))
@@ -311,7 +313,7 @@ def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
         first = dropped_headers[0]
         raise CheckFailedError(
             f"evaluation: no episode of {len(dropped_headers)} was committed, {first.episode_id} because of "
-            f"{first.drop_reason}; `agentrl episode show {first.episode_id}` has the details"
+            f"{first.drop_reason}"
         )
     return {
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),

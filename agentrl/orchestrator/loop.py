@@ -274,7 +274,8 @@ class Orchestrator:
         phase, is_training = self._phase, self._phase == "training"
         bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
-            phase, bottleneck = PAUSED, Bottleneck("paused", "`agentrl run resume` continues the run")
+            resume = f"`agentrl run resume {self.dispatcher.run_name}`"
+            phase, bottleneck = PAUSED, Bottleneck("paused", f"{resume} continues the run")
         elif self.drained_by and is_training:
             phase = DRAINING
         return RunSnapshot(

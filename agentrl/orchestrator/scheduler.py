@@ -225,7 +225,7 @@ class Scheduler:
         return f"because {plural(running, 'episode is', 'episodes are')} running{self._limit_reason} (max_in_flight)"
 
     def _why_closed(self) -> str:
-        return "for `agentrl run resume`: the run is paused" if self.is_paused else "because the run drains"
+        return "because the run is paused" if self.is_paused else "because the run drains"
 
     def limit(self, max_in_flight: int, reason: str = "") -> None:
         """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
@@ -291,7 +291,7 @@ class Scheduler:
                     f"the last {units} units of {policy} were dropped: as {NO_SIGNAL}, because the rewards of each "
                     f"group are equal, or as {TOO_FEW_MEMBERS}, because other members failed. Choose tasks of which "
                     "some attempts succeed and some fail, a larger credit.group_size or sampling.temperature, or "
-                    "credit.release = 'group'; `agentrl run ledger` counts the failures"
+                    "credit.release = 'group'"
                 )
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 
@@ -391,7 +391,7 @@ class StarvationGuard:
             if self._failed[policy] >= self._failures and of_enough_groups:
                 return self._failing(policy, header)
         if learning and min(self._waiting[policy] for policy in learning) >= NO_UNIT_IN_A_ROW:
-            return self._nothing_learned(learning, header)
+            return self._nothing_learned(learning)
         return None
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
@@ -405,13 +405,13 @@ class StarvationGuard:
             f"{header.episode_id}, {why}"
         )
 
-    def _nothing_learned(self, learning: Collection[str], header: EpisodeHeader) -> str:
+    def _nothing_learned(self, learning: Collection[str]) -> str:
         names = " and ".join(sorted(learning))
         return (
             f"the last {NO_UNIT_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
-            f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what "
-            f"became of {header.episode_id}. If a gate refuses every proposal: use a base model that makes "
-            "valid proposals, a wider gate, a higher temperature, or a proposer that learns from its penalty"
+            f"other policy learns: no episode seats {names}, or none rewards it. If a gate refuses every "
+            "proposal: use a base model that makes valid proposals, a wider gate, a higher temperature, or a proposer "
+            "that learns from its penalty"
         )
 
 

@@ -401,11 +401,13 @@ class BestCheckpointTracker:
         return None
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the best mean so far and its steps, for the user; None before the first mean."""
+        """Return the best mean so far with its steps and versions, for the user; None before the first mean."""
         if not self.measured.versions:
             return None
         steps = {policy: version.step for policy, version in self.measured.versions.items()}
-        return {"metric": self.metric, "value": self._sign * self.measured.best, "steps": steps}
+        versions = {policy: str(version) for policy, version in self.measured.versions.items()}
+        value = self._sign * self.measured.best
+        return {"metric": self.metric, "value": value, "steps": steps, "versions": versions}
 
     @property
     def _sign(self) -> float:

@@ -137,7 +137,7 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
     run.until(lambda: (snapshot := read_run_snapshot(run.path)) is not None and snapshot.phase == "paused")
     assert (snapshot := read_run_snapshot(run.path)) is not None
     assert [line.state for line in list_runs(run.path.parent)] == ["running: paused"]
-    assert snapshot.bottleneck == "a pause: `agentrl run resume` continues the run"
+    assert snapshot.bottleneck == "a pause: `agentrl run resume run` continues the run"
     time.sleep(1.5)  # a step that had begun ends
     steps, size = run.steps(), _turns(run.path)
     time.sleep(2.0)

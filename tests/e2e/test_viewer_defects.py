@@ -260,6 +260,7 @@ def test_07_failed_episodes_look_failed(tab: Tab, sample_file: str, sample_run: 
     assert tab.evaluate("document.querySelectorAll('.strip .dot.bad').length") == failed
     assert values(tab, "tbody tr.failed .failure") == ["✕ failed"] * failed
     assert "100 episodes" in text(tab, ".strip")
+    assert text(tab, ".strip h2").endswith(", oldest on the left"), "the list below begins with the newest"
     assert tab.evaluate("document.querySelectorAll('.strip .ticks span').length") > 1
     assert "evaluated" in text(tab, ".filters")
 

@@ -14,8 +14,16 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import ForkParent, ended_child_episodes, find_parent, fork_episode_spec, weights_at_fork_point
+from agentrl.app.forks import (
+    ForkParent,
+    ended_child_episodes,
+    find_parent,
+    fork_episode_spec,
+    fork_policies,
+    weights_at_fork_point,
+)
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
+from agentrl.app.received import ReceivedRun
 from agentrl.core.choices import Choices
 from agentrl.core.errors import EngineError, InputError, JournalError
 from agentrl.core.ports import GenerateRequest
@@ -295,6 +303,28 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     shutil.rmtree(given)
     with pytest.raises(InputError, match=r"the weights of policy@-1\.\d+ are not on disk"):
         weights_at_fork_point(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3))
+
+
+def test_a_version_without_a_lineage_is_that_of_the_newest(tmp_path: Path) -> None:
+    Walk.level = "snapshot"
+    run = tmp_path / "run"
+    versions = [PolicyVersion("policy", *number) for number in ((-1, 4), (0, 3), (0, 4), (1, 4))]
+
+    async def play(world: World) -> None:
+        for version in versions:
+            path = run / "versions" / "policy" / f"{version.lineage}.{version.step}"
+            path.mkdir(parents=True)
+            weights = WeightsRef(version=version, path=str(path), kind="adapter", sha256="00")
+            world.store.record(VersionPublication(weights, None))
+        await world.play(Walk)
+
+    within(run, play)
+    parent, known = find_parent(run / "journal", "e0", None, 2), config_for(policies={"policy": {}}).policies
+    for request, version in {"policy@4": "policy@1.4", "policy@0.4": "policy@0.4", "policy@3": "policy@0.3"}.items():
+        (weights,) = fork_policies(known, parent, [request], ReceivedRun(run)).weights
+        assert str(weights.version) == version
+    with pytest.raises(InputError, match=rf"policy@0\.9 are not on disk .*`agentrl step list {run}` shows"):
+        fork_policies(known, parent, ["policy@9"], ReceivedRun(run))
 
 
 def test_weights_that_are_pruned_meanwhile_are_gone_and_fit_no_worse(tmp_path: Path) -> None:

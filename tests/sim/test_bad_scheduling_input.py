@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -185,8 +186,9 @@ def test_a_step_that_nobody_fills_ends_the_run_by_name() -> None:
     Fewer.__module__ = Ask.__module__
     policies = {"parent": {"kind": "frozen"}, "guesser": {"step_size": 8}}
     run = SmallRun(config=config_for(policies=policies), environment=Fewer)
-    with pytest.raises(CheckFailedError, match=r"(?s)root episodes, .* gave guesser nothing to train on"):
+    with pytest.raises(CheckFailedError, match=r"(?s)root episodes, .* gave guesser nothing to train on") as error:
         simulate(run.run, seed=0)
+    assert re.search(rf"; `agentrl episode show {run.config.name} e\d+` shows the last episode", str(error.value))
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_an_evaluation_of_which_every_episode_fails_is_a_warning(simulated_loop:
         assert len(run.trainer.batches) == 8
         assert 1 < len(run.seen.evaluations) < 8
         assert told
-        assert all("environment_error" in line for line in told)
+        assert all("environment_error; `agentrl episode show run v" in line for line in told)
         assert run.orchestrator.best.measured.versions, "the evaluations with a result count"
 
     simulated_loop.run(main)

@@ -35,6 +35,11 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["trainer"]["result"].endswith(on)
 
 
+def test_small_sizes_have_three_digits() -> None:
+    told = [doctor._gibibytes(count) for count in (0, 5000, 84_000, 3_355_444, 90 << 20, 300 << 20)]
+    assert told == ["0 KiB", "4.88 KiB", "82 KiB", "3.2 MiB", "90 MiB", "0.29 GiB"]
+
+
 def failing() -> list[Check]:
     raise PermissionError("/proc/meminfo is hidden")
 

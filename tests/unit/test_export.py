@@ -83,7 +83,7 @@ def test_a_page_has_the_newest_thousand_episodes_and_other_formats_have_all(
     monkeypatch.setitem(EXPORTS, "html", EXPORTS["html"]._replace(limit=5))  # type: ignore[arg-type]
     monkeypatch.setattr(exporting, "MAX_EPISODES", 6)
     assert main(["run", "export", str(sample_run), "--to", "html", "--out", str(tmp_path / "short.html")]) == 0
-    assert "browse all of them with `agentrl run serve`" in capsys.readouterr().out
+    assert f"browse all of them with `agentrl run serve {sample_run}`" in capsys.readouterr().out
     monkeypatch.setattr(exporting, "MAX_EPISODES", 10_000)
     whole = export(reader, "html", tmp_path / "page.html")
     assert (whole.episodes, whole.left_out) == (5, len(keys) - 5)

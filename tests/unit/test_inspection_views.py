@@ -247,6 +247,7 @@ def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
 def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunReader) -> None:
     tree = fork_tree(reader)
     assert [fork.depth for fork in tree] == [0, 1, 2, 1, 1]
+    assert "`agentrl episode fork demo EPISODE --at TURN` does" in shown(fork_tree_page([], run="demo"))
     assert [line[:8].rstrip() for line in shown(fork_tree_page(tree)).splitlines()[2:]] == [
         "├ f0",
         "│ └ f3",

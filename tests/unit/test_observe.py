@@ -38,7 +38,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.observe.metrics import METRICS, find_registered_metric
 from agentrl.observe.progress import LineDisplay, format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.observe.run_observer import EnduringStream, RunObserver
+from agentrl.observe.run_observer import EnduringStream, RunObserver, _choice_text
 from agentrl.observe.run_screen import format_duration, plot_curve, render_run_screen, sparkline
 from agentrl.observe.run_state import (
     MetricsFile,
@@ -686,3 +686,8 @@ def test_progress_goes_to_the_wrapper_of_a_stream_and_not_past_it(tmp_path: Path
         stream.write = lambda text: seen.append(text) or len(text)  # type: ignore[method-assign,func-returns-value]
         EnduringStream(stream).write("step 2\n")
         assert seen == ["step 2\n"]
+
+
+def test_the_best_versions_are_named_as_everywhere() -> None:
+    best = {"metric": "reward/mean", "value": 0.9, "steps": {"solver": 10}, "versions": {"solver": "solver@1.10"}}
+    assert _choice_text({"best": best}) == "best reward/mean: 0.900 with solver@1.10\n"

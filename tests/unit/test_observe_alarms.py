@@ -410,6 +410,15 @@ def test_code_that_blocks_the_loop_stays_an_alarm() -> None:
     assert find_alarms(a_run(5, status=status(0.92, 2.0))) == []
 
 
+def test_advice_names_a_run_elsewhere_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, argument in {"runs/a b": "'a b'", "elsewhere/a": "elsewhere/a", f"{tmp_path}/runs/a": "a"}.items():
+        state = RunState(plan=PLAN, path=path, status=RunSnapshot(phase="training", examples={"completed": "e3"}))
+        state.record("solver", 1, {**HEALTHY, "advantage/zero_share": 1.0, "reward/mean": 0.0, "step/units": 64.0})
+        (alarm,) = find_alarms(state)
+        assert f"`agentrl episode show {argument} e3`" in alarm.advice
+
+
 def test_advice_names_the_run_and_an_example_and_is_given_once() -> None:
     plan = RunDisplaySettings(name="ra", steps=40, max_staleness={"solver": 1, "checker": 1})
     status = RunSnapshot(phase="training", examples={"tool/error": "e3", "completed": "e9"})

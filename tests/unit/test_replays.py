@@ -335,7 +335,9 @@ def test_the_commands_play_and_compare(
     assert main(["episode", "replay", run, solved.episode, "--step"]) == 0
     assert "identical" in capsys.readouterr().out
     assert main(["episode", "replay", run, "--where", "turns > 5 and status = trained", "--json"]) == 0
-    assert {each["outcome"] for each in json.loads(capsys.readouterr().out)} == {"identical"}
+    printed = capsys.readouterr()
+    assert {each["outcome"] for each in json.loads(printed.out)} == {"identical"}
+    assert f"replaying: 0 of {len(json.loads(printed.out))} episodes …" in printed.err
     changed = other(tmp_path, ("return a + b", "return a - b"))
     assert main(["episode", "replay", run, solved.episode, "--environment", changed]) == 1
     assert "departed" in capsys.readouterr().out
@@ -345,7 +347,28 @@ def test_the_commands_play_and_compare(
     (tmp_path / "told.json").write_text('[{"role": "user", "content": "9 + 9 ="}]')
     edit = ["--at", "0", "-n", "2", "--edit", str(tmp_path / "told.json")]
     assert main(["episode", "fork", run, solved.episode, *edit]) == 0
-    assert capsys.readouterr().out.count("edited") == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("edited") == 2
+    assert f"forking {solved.episode}: loading the model …" in printed.err
+    assert main(["step", "replay", run, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"replaying: 0 of {len(json.loads(printed.out))} steps …" in printed.err
+
+
+def test_a_fork_and_a_replay_report_their_progress(copied: Path, solved: EpisodeLine) -> None:
+    parts: list[tuple[str, float]] = []
+    factories = sample_run_factories()
+    fork(copied, solved.episode, at=0, n=3, factories=factories, on_progress=lambda *part: parts.append(part))
+    assert parts[0] == ("loading the model", 0.0)
+    last, share = parts[-1]
+    assert share == 1.0
+    number = re.fullmatch(r"3 of 3 forks ended, ([\d,]+) calls recorded", last)
+    assert number is not None, last
+    assert int(number[1].replace(",", "")) > 3
+    parts.clear()
+    episodes = [(solved.episode, None)] * 2
+    replay(copied, episodes, factories=factories, on_progress=lambda *part: parts.append(part))
+    assert parts == [("0 of 2 episodes", 0.0), ("1 of 2 episodes", 0.5)]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[7]", '[{"role": "nobody", "content": "x"}]', '[{"content": "x"}]'])

@@ -270,6 +270,17 @@ def test_readers_of_a_run_tell_the_parts_without_the_model(name: str) -> None:
     assert not any(isinstance(call.arguments, str) for call in calls)
 
 
+def test_text_that_is_no_call_is_shown_as_a_malformed_one() -> None:
+    for text, called, shown in (
+        ("<tool_call>gu</tool_call>", {""}, ("", "gu")),
+        ("<tool_call>look</tool_call>", {"look"}, ("look", {})),
+        ("<tool_call>look</tool_call>", (), ("look", {})),
+        ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', {"take"}, ("look", {})),
+    ):
+        (call,) = guess_reply_parts(text, called).tool_calls
+        assert (call.name, call.arguments) == shown, text
+
+
 @pytest.mark.parametrize("marks", THINKING)
 def test_thinking_is_told_from_the_reply(marks: tuple[str, str]) -> None:
     begin, end = marks

@@ -296,7 +296,8 @@ def test_a_run_gives_out_its_best_versions_whichever_life_made_them(tmp_path: Pa
     lost = Lives([4])
     run = lost.run(tmp_path, best=best)
     assert len(lost.trainers) == 2
-    assert run.summary["best"] == {"metric": "episodes/dropped", "value": 0.0, "steps": {"guesser": 0}}
+    summary = {"metric": "episodes/dropped", "value": 0.0, "steps": {"guesser": 0}}
+    assert run.summary["best"] == {**summary, "versions": {"guesser": "guesser@0.0"}}
     assert {name: path.resolve().name for name, path in run.best.items()} == {"guesser": "0.0"}
     assert run.policies["guesser"].resolve().name == "1.6"
     assert run.best["guesser"] == tmp_path / "run" / "best" / "guesser"

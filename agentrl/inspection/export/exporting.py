@@ -31,6 +31,7 @@ from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import read_step_rows
 from agentrl.inspection.viewer.page import self_contained_page
 from agentrl.inspection.viewer.queries import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
+from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,11 +55,12 @@ class ExportSelection(NamedTuple):
     on_progress: Callable[[str, float], None]
     """Receives the current part of a long export, and the share that is done."""
 
-    def reported(self, episodes: Sequence[T]) -> Iterator[T]:
-        """Iterate over episodes to write, and report the progress."""
+    def reported(self, episodes: Sequence[T], forks: int = 0) -> Iterator[T]:
+        """Iterate over episodes to write, the last ones `forks`, and report the progress."""
+        total = plural(len(episodes), "episode") + (f", with {plural(forks, 'fork')}" if forks else "")
         for number, episode in enumerate(episodes):
             if number and number % PROGRESS_EPISODES == 0:
-                self.on_progress(f"{number:,} of {plural(len(episodes), 'episode')}", number / len(episodes))
+                self.on_progress(f"{number:,} of {total}", number / len(episodes))
             yield episode
 
 
@@ -109,7 +111,10 @@ def export(
     keys = reader.keys(where, among=episodes_with_words(reader, match) if match else None)
     selection = ExportSelection(reader, keys[-limit:] if limit is not None else keys, [], on_progress)
     if not selection.keys:
-        raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
+        raise InputError(
+            f"{reader.path}: no episode matches the filter; `agentrl episode list {run_argument(reader.path)}` lists "
+            "all"
+        )
     module, _, function = EXPORTS[format].write.partition(":")
     write = getattr(import_module(module), function)
     try:
@@ -175,9 +180,10 @@ def write_html_page(selection: ExportSelection, path: Path) -> None:
         InputError: there are too many episodes for one page.
     """
     if len(selection.keys) > MAX_EPISODES:
+        run = run_argument(selection.reader.path)
         raise InputError(
             f"{len(selection.keys):,} episodes are too many for one page, which holds {MAX_EPISODES:,}: choose some"
-            " with --where or --limit, or browse all of them with `agentrl run serve`"
+            f" with --where or --limit, or browse all of them with `agentrl run serve {run}`"
         )
     index: dict[str, int] = {}
     blocks = [b""]  # the first block is the index, which is filled in last
@@ -211,7 +217,7 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
         parameters = {"policy": step.policy, "lineage": str(step.lineage), "step": str(step.step)}
         yield f"step {step.policy} {step.lineage} {step.step}", _answer(QUESTIONS["step"], reader, parameters, problems)
     fork_lines = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
-    for name, line in selection.reported([*((line.episode, line) for line in lines), *fork_lines]):
+    for name, line in selection.reported([*((line.episode, line) for line in lines), *fork_lines], len(fork_lines)):
         parameters = {"episode": name, "attempt": str(line.attempt)}
         yield f"episode {name} {line.attempt}", _answer(answer_episode, reader, parameters, problems)
 

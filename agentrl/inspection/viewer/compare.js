@@ -89,7 +89,7 @@ function pairRow({ call, left, right, found }, sides, hues, departure) {
 }
 
 function actCell(act, { tokens, name }, found, hues) {
-  const heading = { turn: () => `${act.seat}[${act.index}], turn ${act.turn}`, tool: () => act.name, effect: () => act.name, child: () => act.child, reward: () => `${act.name === "reward" ? "reward" : `reward ${act.name}`} of ${act.seat}[${act.index}]`, spawn: () => `starts ${act.children.length}` }[act.kind]?.() ?? act.entry_kind;
+  const heading = { turn: () => `${act.seat}[${act.index}], turn ${act.turn}`, tool: () => act.name || "no tool", effect: () => act.name, child: () => act.child, reward: () => `${act.name === "reward" ? "reward" : `reward ${act.name}`} of ${act.seat}[${act.index}]`, spawn: () => `starts ${act.children.length}` }[act.kind]?.() ?? act.entry_kind;
   const label = element("header", {}, element("b", {}, heading), element("a", { class: "quiet", href: episodeAddress(name, null, null, { call: act.call }) }, "open"));
   return element("div", { class: "half" }, label, actBody(act, tokens, found, hues));
 }

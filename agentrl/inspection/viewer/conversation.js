@@ -116,7 +116,7 @@ function tool(act) {
   return element(
     "article",
     { class: "act tool" },
-    element("header", {}, element("span", { class: "kind" }, act.external ? "external tool" : "tool"), element("b", {}, act.name), element("span", { class: "times" }, seconds(act.seconds)), act.outcome === "ok" ? null : chip(act.outcome, "warn"), act.location ? element("span", { class: "quiet" }, `at ${act.location}`) : null),
+    element("header", {}, element("span", { class: "kind" }, act.external ? "external tool" : "tool"), element("b", {}, act.name || "no tool"), typeof act.arguments === "string" ? chip("malformed", "bad") : null, element("span", { class: "times" }, seconds(act.seconds)), act.outcome === "ok" ? null : chip(act.outcome, "warn"), act.location ? element("span", { class: "quiet" }, `at ${act.location}`) : null),
     element("div", { class: "call" }, content(told(act.arguments), "content small"), element("span", { class: "gives", "aria-label": "gives" }, "→"), content(act.observation, "content small")),
   );
 }

@@ -64,13 +64,13 @@ function node(line, largest, isSelf = false, name = line.episode, extra = null) 
 
 /** All forks of a run. */
 export async function forksView(page) {
-  const tree = await page.ask("forks");
+  const [run, tree] = await Promise.all([page.ask("run"), page.ask("forks")]);
   const largest = most(tree.flatMap((fork) => rewardsOf(fork.line).map(Math.abs)));
   return {
     title: "Forks",
     content: tree.length
       ? card("Forks", element("p", { class: "quiet" }, "An episode that was played on from one of its turns, and what came of it."), nested(tree.map((fork, place) => forkNode(tree, fork, place, largest)), tree.map((fork) => fork.depth)))
-      : element("p", { class: "quiet" }, "This run has no forks. Make some: agentrl episode fork RUN EPISODE --at TURN -n 4"),
+      : element("p", { class: "quiet" }, `This run has no forks. Make some: agentrl episode fork ${run.path} EPISODE --at TURN -n 4`),
   };
 }
 

@@ -151,7 +151,7 @@ function row(line, columns, largest) {
 /** Rewards in the order of the list: a dot for each episode, or for each seat; an episode that earned nothing looks failed. */
 function rewardDots(lines, total, state, columns) {
   const isByTime = state.sort === "admitted_at" && !state.ascending;
-  const ordered = isByTime ? [...lines].reverse() : lines;
+  const ordered = isByTime ? lines.toSorted((one, other) => one.admitted_at - other.admitted_at) : lines;
   const points = (kind) => ordered.flatMap((line, place) => (kind(line) ? [[place + 1, line.reward ?? 0]] : []));
   const ofSeat = (column) => ordered.flatMap((line, place) => (line.reward === null && cell(line, column) !== null ? [[place + 1, cell(line, column)]] : []));
   const series = [
@@ -161,6 +161,6 @@ function rewardDots(lines, total, state, columns) {
     { name: "failed: dropped, or a reward of 0 or less", hue: "bad", kind: "dots", points: points((line) => isFailed(line)) },
   ].filter((each) => each.points.length);
   const which = lines.length < total ? ` of the ${number(lines.length)} episodes listed, of ${number(total)}` : "";
-  const title = `Rewards${which}${isByTime ? ", oldest first" : ", in the order of the list"}`;
+  const title = `Rewards${which}${isByTime ? ", oldest on the left" : ", in the order of the list"}`;
   return [element("h2", {}, title), chart(safeText(title), series, { height: 90, from: 1, to: lines.length, axis: "place" })];
 }
