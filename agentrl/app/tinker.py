@@ -1,9 +1,10 @@
 """A server for clients of the Tinker protocol: their models, in the order of their requests, over the journal.
 
-A client's model is an adapter on a base model. Its requests are executed by their sequence numbers in one thread;
-models take turns by the tokens that they trained on. The journal decides everything: a request is in it before the
-client knows its id, and a result before the client can see it. What is in memory follows from it: `tinker_tables` holds
-what clients have, `tinker_training` their models, `tinker_samples` samples, and `tinker_checks` refuses bad requests.
+A client's model is an adapter on a base model, or trains all its weights. Its requests are executed by their sequence
+numbers in one thread; models take turns by the tokens that they trained on. The journal decides everything: a request
+is in it before the client knows its id, and a result before the client can see it. What is in memory follows from it:
+`tinker_tables` holds what clients have, `tinker_training` their models, `tinker_samples` samples, and `tinker_checks`
+refuses bad requests.
 
 Invariants: an acknowledged step is part of every later version, once; what another owner has does not exist; a result
 never changes.
@@ -111,6 +112,7 @@ class TinkerService:
             clock,
             max_models=config.max_models,
             checkpoint_every=config.checkpoint.every,
+            versions=config.checkpoint.versions,
         )
         self._receiving: dict[str, ClientRequest] = {}
         """Accepted requests that may not be on disk yet, by id."""
@@ -354,8 +356,9 @@ class TinkerService:
         try:
             if weights is not None and _is_removed(weights):
                 raise InputError(
-                    f"the weights of sampler {sampler.id} were removed: a server keeps the newest "
-                    f"{self._versions} unnamed samplers of a model (checkpoint.versions)"
+                    f"the weights of sampler {sampler.id} were removed: a server keeps the newest {self._versions} "
+                    f"unnamed samplers of {'a model' if sampler.base.max_rank else sampler.base.name} "
+                    "(checkpoint.versions)"
                 )
             recorded = self._log.request(request.id)
             assert recorded is not None
@@ -378,7 +381,7 @@ class TinkerService:
                 self._ready.clear()
                 await self._ready.wait()
                 continue
-            model = min(ready, key=lambda one: (one.trained_tokens, one.number))
+            model = min(ready, key=lambda one: (self._training.turn(one), one.number))
             request = self._log.request(model.waiting[model.next_sequence])
             assert request is not None
             await self._execute(model, request)
@@ -593,7 +596,7 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
 
 def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) -> dict[str, BaseModel]:
     """Load the base models for training, with their tokenizers."""
-    from agentrl.learn.client_training import AdapterTrainer
+    from agentrl.learn.client_training import ClientTrainer
     from agentrl.learn.ranks import rank_device
     from agentrl.rollout.chat.chat_format import read_tokenizer
     from agentrl.rollout.chat.chat_template import stop_token_ids
@@ -604,13 +607,13 @@ def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) 
             name=name,
             policy=config.policies_of(name)[0],
             own_policy=config.policies_of(name)[1],
-            trainer=AdapterTrainer(plan.trainer_plan, Path(model.path), directory.path, device),
+            trainer=ClientTrainer(plan.trainer_plan, Path(model.path), directory.path, device),
             decode=functools.partial(
                 read_tokenizer(Path(model.path) / "tokenizer.json").decode, skip_special_tokens=False
             ),
             stop_token_ids=tuple(stop_token_ids(Path(model.path))),
             tokenizer=model.tokenizer or os.path.abspath(model.path),
-            max_rank=model.max_rank,
+            max_rank=0 if model.weights == "full" else model.max_rank,
         )
         for name, model in config.models.items()
     }

@@ -20,17 +20,20 @@ def model_info(model: ClientModel) -> dict[str, Any]:
         "type": "get_info",
         "model_id": model.id,
         "model_data": data,
-        "is_lora": True,
-        "lora_rank": model.lora.rank,
+        **_shape(model),
         "model_name": model.base.name,
     }
+
+
+def _shape(model: ClientModel) -> dict[str, Any]:
+    return {"is_lora": model.lora is not None, "lora_rank": None if model.lora is None else model.lora.rank}
 
 
 def weights_info(tables: ClientTables, owner: str, path: str) -> dict[str, Any]:
     """Describe saved weights by their path."""
     kind = next((kind for kind in _CHECKPOINT_TYPES if f"/{kind}/" in path), WEIGHTS)
     model = tables.saved_model(tables.saved_of(owner, path, kind).path)
-    return {"base_model": model.base.name, "is_lora": True, "lora_rank": model.lora.rank}
+    return {"base_model": model.base.name, **_shape(model)}
 
 
 def describe_model(tables: ClientTables, model: ClientModel, last_request_at: float) -> dict[str, Any]:
@@ -41,8 +44,7 @@ def describe_model(tables: ClientTables, model: ClientModel, last_request_at: fl
         "training_run_id": model.id,
         "base_model": model.base.name,
         "model_owner": model.owner,
-        "is_lora": True,
-        "lora_rank": model.lora.rank,
+        **_shape(model),
         "corrupted": bool(model.failure),
         "last_request_time": _time(last_request_at),
         "last_checkpoint": newest.get("training"),

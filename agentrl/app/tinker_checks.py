@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from agentrl.app.tinker_samples import check_sample
-from agentrl.app.tinker_tables import WEIGHTS, ClientTables
+from agentrl.app.tinker_tables import WEIGHTS, BaseModel, ClientTables
 from agentrl.core.errors import InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.gateway import tinker_messages as messages
@@ -26,7 +26,7 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
     check_labels(request)
     match request:
         case messages.CreateModel():
-            _check_model(tables, request)
+            _check_model(tables, owner, request)
         case messages.LoadWeights():
             saved = tables.saved_of(owner, request.path, WEIGHTS)
             base = tables.saved_model(saved.path).base
@@ -36,7 +36,7 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
             if request.model_id is not None:
                 model, source = tables.models[request.model_id], tables.saved_model(saved.path)
                 if (model.base, model.lora) != (source.base, source.lora):
-                    raise InputError(f"{request.path} holds an adapter of another base model, rank or layers")
+                    raise InputError(f"{request.path} holds weights of another base model, rank or layers")
         case messages.ForwardBackwardRequest():
             from agentrl.learn.client_training import check_rows
 
@@ -63,11 +63,17 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
             check_sample(request, max_context=max_context, vocabulary=sampler.base.trainer.vocabulary)
 
 
-def _check_model(tables: ClientTables, request: messages.CreateModel) -> None:
+def _check_model(tables: ClientTables, owner: str, request: messages.CreateModel) -> None:
     base = tables.base_of(request.base_model)
     _check_adam(request.optimizer_config)
-    if request.lora_config is None:
-        raise InputError("only adapters are trained here, not all weights: give lora_config")
+    if base.max_rank == 0:
+        _check_full_model(tables, owner, base, request.lora_config)
+        return
+    if request.lora_config is None or request.lora_config.rank == 0:
+        raise InputError(
+            f"only adapters of {base.name} are trained here, not all weights: give lora_config with a rank from 1, or "
+            f'set models.{base.name}.weights = "full" for the server'
+        )
     if not 1 <= request.lora_config.rank <= base.max_rank:
         raise InputError(
             f"lora_config.rank = {request.lora_config.rank}: adapters of {base.name} may have a rank from 1 to "
@@ -76,6 +82,25 @@ def _check_model(tables: ClientTables, request: messages.CreateModel) -> None:
     if request.lora_config.seed is not None and not 0 <= request.lora_config.seed < 1 << 63:
         raise InputError("lora_config.seed: a seed is a number from 0 to 2^63 - 1")
     base.trainer.layers(attention=request.lora_config.train_attn, mlp=request.lora_config.train_mlp)
+
+
+def _check_full_model(tables: ClientTables, owner: str, base: BaseModel, shape: messages.Lora | None) -> None:
+    """Refuse a part of a base model whose weights are all trained, and a second owner of them."""
+    if shape is not None and shape.rank:
+        raise InputError(
+            f"lora_config.rank = {shape.rank}: all weights of {base.name} are trained here "
+            f'(models.{base.name}.weights = "full"), and no adapters: give rank 0, or no lora_config'
+        )
+    if shape is not None and not (shape.train_attn and shape.train_mlp and shape.train_unembed):
+        raise InputError(
+            f"lora_config: all weights of {base.name} are trained here, so train_attn, train_mlp and train_unembed "
+            "must be true"
+        )
+    if any(model.base is base and model.owner != owner and not model.failure for model in tables.models.values()):
+        raise InputError(
+            f"all weights of {base.name} are trained for one owner, and another one has them; a second entry of the "
+            f"server's models, with the path of {base.name} and a name of its own, would be yours"
+        )
 
 
 def check_labels(request: Any) -> None:

@@ -1,7 +1,8 @@
 """What a server's clients sample: versions in the engines, stop texts, and each sample as an episode of one turn.
 
-An engine serves as many adapters as it has slots; `PinnedVersions` keeps those that were used last. A sample is
-recorded like an episode that was played: `agentrl episode tokens` shows it with its version.
+An engine serves as many adapters as it has slots, and one version of all weights of a base model; `PinnedVersions`
+keeps those that were used last. A sample is recorded like an episode that was played: `agentrl episode tokens` shows it
+with its version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import InputError
+from agentrl.core.errors import EngineError, InputError
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -66,61 +67,137 @@ MAX_STOPS = 64
 """Maximum number of stop texts or tokens of one request."""
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A version that an engine serves, or will serve for calls that have their turn."""
+
+    weights: WeightsRef
+    users: int = 0
+    is_loaded: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """Calls of one version that wait for a place, and get it together."""
+
+    weights: WeightsRef
+    waiting: int = 0
+    has_come: bool = False
+
+
 class PinnedVersions:
     """The clients' versions that an engine serves: those used last.
 
+    Adapters share the engine's slots. All weights of a base model have one place: a version of them is the current one
+    of its policy, and replaces the one before once the calls of that have ended. Turns come in the order of their first
+    calls, and newer calls of a served version wait, too, while there are any. So no call waits for more than one turn
+    of each other version.
+
     Args:
         engine: the engine.
-        places: number of adapters that it serves at once.
+        slots: number of adapters that it serves at once.
     """
 
-    def __init__(self, engine: Engine, places: int) -> None:
+    def __init__(self, engine: Engine, slots: int) -> None:
         self._engine = engine
-        self._places = places
-        self._pinned: OrderedDict[PolicyVersion, WeightsRef] = OrderedDict()
-        self._users: dict[PolicyVersion, int] = {}
+        self._slots = slots
+        self._places: OrderedDict[PolicyVersion, _Place] = OrderedDict()
+        """By last use."""
+        self._turns: dict[PolicyVersion, _Turn] = {}
+        """In the order of their first calls."""
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def use(self, weights: WeightsRef) -> AsyncIterator[None]:
-        """Serve a version within the context; wait if other calls use all places."""
-        version = weights.version
+        """Serve a version within the context; wait if other calls use all places, or wait for one."""
         async with self._changed:
-            while version not in self._pinned and not self._make_room():
-                await self._changed.wait()
-            self._users[version] = self._users.get(version, 0) + 1
-            if version not in self._pinned:
-                try:
-                    await self._engine.serve((), (*self._pinned.values(), weights))
-                except BaseException:
-                    self._leave(version)
-                    raise
-            self._pinned[version] = weights
-            self._pinned.move_to_end(version)
+            await self._wait_for_turn(weights)
+            place = self._places[weights.version]
+            self._places.move_to_end(weights.version)
+            try:
+                if not place.is_loaded:
+                    await self._load(weights)
+                    place.is_loaded = True
+            except BaseException:
+                self._leave(place)
+                raise
         try:
             yield
         finally:
             async with self._changed:
-                self._leave(version)
-                self._changed.notify_all()
+                self._leave(place)
 
     def is_used(self, version: PolicyVersion) -> bool:
-        """Whether a call uses a version."""
-        return version in self._users
+        """Whether a call uses a version, or waits for it."""
+        place = self._places.get(version)
+        return version in self._turns or (place is not None and place.users > 0)
 
-    def _make_room(self) -> bool:
-        """Whether there is a place for another version; the one that was used least recently may lose its own."""
-        while len(self._pinned) >= self._places:
-            idle = next((version for version in self._pinned if version not in self._users), None)
-            if idle is None:
-                return False
-            del self._pinned[idle]
+    async def _wait_for_turn(self, weights: WeightsRef) -> None:
+        """Enter a call of a version once there is a place for it."""
+        if not self._waiting(weights) and self._has_room(weights):
+            self._enter(weights, 1)
+            return
+        turn = self._turns.setdefault(weights.version, _Turn(weights))
+        turn.waiting += 1
+        try:
+            await self._changed.wait_for(lambda: self._comes(turn))
+        except BaseException:
+            if turn.has_come:
+                self._leave(self._places[weights.version])
+            else:
+                turn.waiting -= 1
+                if not turn.waiting:
+                    del self._turns[weights.version]
+                    self._changed.notify_all()
+            raise
+
+    def _comes(self, turn: _Turn) -> bool:
+        """Whether a turn has come, or comes now, with all its calls."""
+        if not turn.has_come and self._waiting(turn.weights)[0] is turn and self._has_room(turn.weights):
+            turn.has_come = True
+            del self._turns[turn.weights.version]
+            self._enter(turn.weights, turn.waiting)
+        return turn.has_come
+
+    def _waiting(self, weights: WeightsRef) -> list[_Turn]:
+        """Return the turns that wait for the places of a version, in order."""
+        return [turn for turn in self._turns.values() if _shares_places(turn.weights, weights)]
+
+    def _has_room(self, weights: WeightsRef) -> bool:
+        """Whether a version has a place, or can have one: the version that was used least recently may lose its own."""
+        if weights.version in self._places:
+            return True
+        taken = [place for place in self._places.values() if _shares_places(place.weights, weights)]
+        excess = len(taken) + 1 - (1 if weights.kind == "full" else self._slots)
+        idle = [place for place in taken if not place.users]
+        if len(idle) < excess:
+            return False
+        for place in idle[: max(0, excess)]:
+            del self._places[place.weights.version]
         return True
 
-    def _leave(self, version: PolicyVersion) -> None:
-        self._users[version] -= 1
-        if not self._users[version]:
-            del self._users[version]
+    async def _load(self, weights: WeightsRef) -> None:
+        loaded = [place.weights for place in self._places.values() if place.is_loaded]
+        adapters = [other for other in loaded if other.kind == "adapter"]
+        if weights.kind == "full":
+            await self._engine.serve((weights,), adapters)
+        else:
+            await self._engine.serve((), (*adapters, weights))
+
+    def _enter(self, weights: WeightsRef, calls: int) -> None:
+        self._places.setdefault(weights.version, _Place(weights)).users += calls
+        self._changed.notify_all()
+
+    def _leave(self, place: _Place) -> None:
+        place.users -= 1
+        if not (place.users or place.is_loaded):
+            del self._places[place.weights.version]
+        self._changed.notify_all()
+
+
+def _shares_places(one: WeightsRef, other: WeightsRef) -> bool:
+    """Whether two versions need the same places of an engine."""
+    return one.kind == other.kind and (one.kind == "adapter" or one.version.policy == other.version.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,10 +427,13 @@ class ClientSampler:
             return end_at_text
 
         request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
-        pin = None if source.weights is None else source.version
+        # An engine serves one version of full weights at a time; conversations cannot be pinned to it.
+        pin = source.version if source.weights is not None and source.weights.kind == "adapter" else None
         completion = await call_engine(
             self._engine, source.policy, request, self._clock, pin=pin, watch=watch if texts else None
         )
+        if strange := [span.version for span in completion.spans if span.version != source.version]:
+            raise EngineError(f"{call_id}: sampled by {strange[0]}, not by {source.version}")
         cut = cut_at_text(completion, texts, decode)
         return completion if cut is None else Completion.of(cut, "stop", cut.cached_tokens)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ import msgspec
 
 from agentrl.config.policies import LoraConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import InputError, JournalError
+from agentrl.core.errors import ConfigError, InputError, JournalError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
@@ -27,7 +27,7 @@ from agentrl.observe.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
-    from agentrl.learn.client_training import AdapterTrainer
+    from agentrl.learn.client_training import ClientTrainer
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
 """Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, to sample from, to download."""
@@ -51,16 +51,17 @@ class BaseModel:
 
     name: str
     policy: str
-    """Policy of the adapters on it in the journal; its versions have a lineage per client's model."""
+    """Policy of clients' models of it in the journal; its versions have a lineage per model."""
     own_policy: str
     """Policy of the base model itself."""
-    trainer: AdapterTrainer
+    trainer: ClientTrainer
     decode: Callable[[Sequence[int]], str]
     """Text of tokens, special ones included. A base model needs no chat template: clients send tokens."""
     stop_token_ids: tuple[int, ...]
     """The model's own stop tokens."""
     tokenizer: str
     max_rank: int
+    """Maximum rank of an adapter; 0: clients train all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,8 @@ class ClientModel:
     base: BaseModel
     number: int
     """Number of the model in the server, from 1: the lineage of its versions."""
-    lora: LoraConfig
+    lora: LoraConfig | None
+    """Shape of its adapter; None: all weights."""
     seed: int | None
     metadata: dict[str, Any] | None
     next_sequence: int = 0
@@ -229,10 +231,17 @@ class ClientTables:
             source = self.saved_model(content.path)  # the weights themselves may be gone
             base, lora, seed = source.base, source.lora, source.seed
         else:
-            assert content.lora_config is not None
             base, shape = self.base_of(content.base_model), content.lora_config
-            layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
-            lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
+            lora, seed = None, None
+            if shape is not None and shape.rank:
+                layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
+                lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
+        if (lora is None) != (base.max_rank == 0):
+            kinds = ("an adapter", "all weights")
+            raise ConfigError(
+                f"models.{base.name}.weights: a model of the server's run directory trains {kinds[lora is None]} of "
+                f"{base.name}, not {kinds[lora is not None]}; set `weights` as it was, or another `name` of the server"
+            )
         self.models[request.subject] = ClientModel(
             id=request.subject,
             owner=request.owner,
@@ -300,23 +309,30 @@ class ClientTables:
     def remove_unrecorded_versions(self) -> None:
         """Remove versions whose request has no result: it is executed again, and publishes them again."""
         for base in self.bases.values():
-            for directory in (self._directory.versions / base.policy).glob("*.*"):
-                lineage, _, step = directory.name.partition(".")
-                if not (lineage.isdecimal() and step.isdecimal()):
-                    continue
-                if self._store.published(PolicyVersion(base.policy, int(lineage), int(step))) is None:
+            for version, directory in self._versions_of(base):
+                if self._store.published(version) is None:
                     shutil.rmtree(directory)
 
     def remove_old_versions(self, model: ClientModel) -> None:
-        """Remove versions that no name keeps, except the newest."""
-        keep = self._versions
-        named = {saved.weights.version for saved in model.saved.values() if saved.weights is not None}
-        folder = self._directory.versions / model.base.policy
-        steps = sorted(int(place.name.partition(".")[2]) for place in folder.glob(f"{model.number}.*"))
-        for step in steps[: -keep or None] if keep else ():
-            version = PolicyVersion(model.base.policy, model.number, step)
+        """Remove versions that no name keeps, except the newest of a model or, of models with all weights, which are
+        large, those of all models of a base together."""
+        models = [model]
+        if model.lora is None:
+            models = [other for other in self.models.values() if other.base is model.base]
+        numbers = {other.number for other in models}
+        named = {saved.weights.version for other in models for saved in other.saved.values() if saved.weights}
+        versions = [each for each in self._versions_of(model.base) if each[0].lineage in numbers]
+        versions.sort(key=lambda each: (each[0].lineage == model.number, each[0]))
+        for version, directory in versions[: -self._versions] if self._versions else ():
             if version not in named and not self._is_used(version):
-                shutil.rmtree(folder / f"{model.number}.{step}", ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _versions_of(self, base: BaseModel) -> Iterator[tuple[PolicyVersion, Path]]:
+        """Yield the versions of clients' models of a base on disk."""
+        for directory in (self._directory.versions / base.policy).glob("*.*"):
+            lineage, _, step = directory.name.partition(".")
+            if lineage.isdecimal() and step.isdecimal():
+                yield PolicyVersion(base.policy, int(lineage), int(step)), directory
 
     def remove_expired(self, model: ClientModel) -> None:
         """Remove saved weights whose time is over."""

@@ -46,6 +46,8 @@ T = TypeVar("T")
 GRADIENT_TOLERANCE = 1e-3
 """Largest relative difference between the gradient norms of a step and of its repetition after a start."""
 
+RELOADING_TOKENS = 1 << 14
+"""Tokens that a model with all weights trains on before another one takes its place in memory, while both wait."""
 
 _CHANGES = ("forward_backward", "optim_step", "load_weights", "save_weights_for_sampler", "save_weights_external")
 """Routes that change or publish the weights or the gradient."""
@@ -80,6 +82,7 @@ class ModelTraining:
         clock: times passes.
         max_models: number of models in memory at once.
         checkpoint_every: steps between checkpoints of a model; 0: none.
+        versions: number of models with all weights of a base that keep their checkpoint; 0: all.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class ModelTraining:
         *,
         max_models: int,
         checkpoint_every: int,
+        versions: int,
     ) -> None:
         self._tables = tables
         self._log = log
@@ -100,7 +104,13 @@ class ModelTraining:
         self._clock = clock
         self._max_models = max_models
         self._checkpoint_every = checkpoint_every
+        self._versions = versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer")
+
+    def turn(self, model: ClientModel) -> float:
+        """Return the tokens by which a model's turn is decided; the lowest is next."""
+        replaces = model.lora is None and model.base.trainer.learners and not model.base.trainer.has(model.id)
+        return model.trained_tokens + RELOADING_TOKENS * bool(replaces)
 
     async def execute(self, model: ClientModel, request: ClientRequest) -> Outcome:
         """Execute a request, and record the version that it published."""
@@ -225,7 +235,7 @@ class ModelTraining:
         """Publish a model's weights as its next version, unless its newest version has them already."""
         if model.newest is None:
             return model.base.trainer.write_version(model.id, PolicyVersion(model.base.policy, model.number, 0))
-        if model.newest_step == model.base.trainer.step(model.id):
+        if model.newest_step == model.base.trainer.step(model.id) and Path(model.newest.path).is_dir():
             return model.newest
         version = model.newest.version._replace(step=model.newest.version.step + 1)
         return model.base.trainer.write_version(model.id, version)
@@ -256,15 +266,23 @@ class ModelTraining:
     # --- models in memory ---------------------------------------------------------------------------------------------
 
     async def _make_resident(self, model: ClientModel) -> None:
-        """Read a model into memory if it is not there; others leave if there are too many."""
+        """Read a model into memory if it is not there; others leave if there are too many, or if it needs all weights
+        of their base."""
         model.used_at = self._clock.monotonic()
         if model.base.trainer.has(model.id):
             return
         resident = [other for other in self._tables.models.values() if other.base.trainer.has(other.id)]
         excess = max(0, len(resident) + 1 - self._max_models)
-        for other in sorted(resident, key=lambda one: one.used_at)[:excess]:
-            await self._call(other.base.trainer.remove, other.id)
+        for place, other in enumerate(sorted(resident, key=lambda one: one.used_at)):
+            if place < excess or (model.lora is None and other.base is model.base):
+                await self._call(self._evict, other)
         await self._call(self._restore, model)
+
+    def _evict(self, model: ClientModel) -> None:
+        """Remove a model from memory, after a checkpoint of steps that would have to be repeated."""
+        if self._checkpoint_every and model.steps_since_checkpoint and not model.has_gradient:
+            self._write_checkpoint(model, model.next_sequence - 1)
+        model.base.trainer.remove(model.id)
 
     def _forget(self, model: ClientModel) -> None:
         """Remove a model from memory, if it is there; its next request rebuilds it."""
@@ -344,6 +362,18 @@ class ModelTraining:
                 if older.name.isdecimal() and int(older.name) < sequence:
                     shutil.rmtree(older)
         model.steps_since_checkpoint = 0
+        if model.lora is None:
+            self._remove_old_checkpoints(model)
+
+    def _remove_old_checkpoints(self, model: ClientModel) -> None:
+        """Remove checkpoints, which are large, of older models with all weights of a base, as long as the journal can
+        rebuild them: without loaded weights, whose files may be gone."""
+        loaded = {request.subject for request in self._log.requests("load_weights")}
+        others = [other for other in self._tables.models.values() if other.base is model.base and other is not model]
+        others.sort(key=lambda other: (other.used_at, other.number))
+        for other in others[: max(0, len(others) - self._versions + 1)] if self._versions else ():
+            if other.id not in loaded:
+                shutil.rmtree(self._checkpoint(other, 0).parent, ignore_errors=True)
 
     def _checkpoint(self, model: ClientModel, sequence: int) -> Path:
         return self._directory.checkpoints / "models" / str(model.number) / str(sequence)

@@ -1,7 +1,7 @@
 """The configuration of a server whose clients decide what is sampled and trained: `agentrl serve tinker FILE.toml`.
 
 Its sections are those of a run. A base model is served under the name that clients use; a client's model is an adapter
-on it.
+on it, or a copy of it of which all weights are trained.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ class ServedModelConfig(Section):
 
     path: Fixed[Location[str]]
     """Directory of the model."""
+    weights: Fixed[Literal["adapter", "full"]] = "adapter"
+    """Weights that a client's model trains: an adapter's, or all (`full`). The models with all weights have one owner,
+    and are in memory one at a time."""
     max_rank: Free[Positive] = 32
     """Largest rank of an adapter."""
     tokenizer: Free[Label[str]] = ""
@@ -86,9 +89,19 @@ class ServerConfig(Section):
         for setting in TrainerConfig.model_fields.keys() - _TRAINER_SETTINGS:
             if getattr(self.trainer, setting) != getattr(TrainerConfig(), setting):
                 raise ValueError(
-                    f"trainer.{setting} changes nothing in a server, which trains adapters in one process with the "
+                    f"trainer.{setting} changes nothing in a server, which trains in one process with the "
                     f"losses and optimizer settings of its clients' requests; remove it (read: "
                     f"{', '.join(sorted(_TRAINER_SETTINGS))})"
+                )
+        for name, model in self.models.items():
+            if model.weights == "full" and "max_rank" in model.model_fields_set:
+                raise ValueError(
+                    f"models.{name}.max_rank changes nothing with weights = 'full', which allows no adapters; remove it"
+                )
+            if model.weights == "full" and self.engine.refresh in ("episode", "lazy"):
+                raise ValueError(
+                    f"engine.refresh = {self.engine.refresh!r} needs adapters, because an engine holds one version of "
+                    f"full weights, and models.{name}.weights = 'full'; set refresh = 'auto'"
                 )
         names = [name for model in self.models for name in self.policies_of(model)]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -97,7 +110,7 @@ class ServerConfig(Section):
 
     @staticmethod
     def policies_of(model: str) -> tuple[str, str]:
-        """Return the names under which the journal records the adapters on a base model, and the base model itself."""
+        """Return the names under which the journal records clients' models of a base model, and the base model."""
         name = re.sub(r"[^A-Za-z0-9._-]", "-", model.rpartition("/")[2])[:58] or "model"
         return name, f"{name}-base"
 
@@ -105,13 +118,16 @@ class ServerConfig(Section):
     def run(self) -> RunConfig:
         """The configuration of the run that holds the server's records.
 
-        The adapters on a base model are a policy, of which an engine serves as many versions as models are in memory.
+        Clients' models of a base model are a policy, of whose adapters an engine serves as many as are in memory.
         """
         policies: dict[str, AnyPolicy] = {}
         for name, model in self.models.items():
             trained, base = self.policies_of(name)
-            lora = LoraConfig(rank=model.max_rank)
-            policies[trained] = PolicyConfig(model=model.path, lora=lora, max_staleness=self.max_models)
+            if model.weights == "full":
+                policies[trained] = PolicyConfig(model=model.path)
+            else:
+                lora = LoraConfig(rank=model.max_rank)
+                policies[trained] = PolicyConfig(model=model.path, lora=lora, max_staleness=self.max_models)
             policies[base] = FrozenPolicy(kind="frozen", model=model.path)
         return RunConfig(
             name=self.name,

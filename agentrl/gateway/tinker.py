@@ -169,7 +169,7 @@ class TinkerServer:
         checkpoint = f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint:.+}}"
         router.add_get(f"{checkpoint}/archive", self._archive)
         router.add_get(f"{checkpoint}/external_weights_urls", self._urls)
-        router.add_get(f"{checkpoint}/files/{{file}}", self._download)
+        router.add_get(f"{checkpoint}/files/{{file:.+}}", self._download)
         return application
 
     def _owner(self, request: web.Request) -> str:
@@ -283,10 +283,10 @@ class TinkerServer:
         expires = int(self._clock.wall()) + DOWNLOAD_S
         scheme = request.headers.get("X-Forwarded-Proto", request.scheme)  # of a proxy with TLS in front
         urls = {}
-        for file in sorted(directory.iterdir()):
-            path = f"{request.path.removesuffix('external_weights_urls')}files/{file.name}"
+        for name in _file_names(directory):
+            path = f"{request.path.removesuffix('external_weights_urls')}files/{name}"
             query = {"owner": owner, "expires": expires, "signature": self._signature(owner, path, str(expires))}
-            urls[file.name] = f"{scheme}://{request.host}{quote(path)}?{urlencode(query)}"
+            urls[name] = f"{scheme}://{request.host}{quote(path)}?{urlencode(query)}"
         return json_response(200, {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
@@ -294,7 +294,7 @@ class TinkerServer:
         from aiohttp import web
 
         directory, name = self._files(request), request.match_info["file"]
-        if name not in {file.name for file in directory.iterdir()}:
+        if name not in _file_names(directory):
             raise RequestRefusedError(f"these weights have no file {name[:100]!r}", "model")
         return web.FileResponse(directory / name, headers={"Cache-Control": "no-store"})
 
@@ -312,13 +312,18 @@ class TinkerServer:
         return response
 
 
+def _file_names(directory: Path) -> list[str]:
+    """Return the names of the files of saved weights, with their folders."""
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+
+
 def _tar(directory: Path) -> Iterator[bytes]:
     """Yield the files of a directory as pieces of a tar file."""
     import tarfile
 
-    for file in sorted(directory.iterdir()):
-        with file.open("rb") as content:
-            entry = tarfile.TarInfo(file.name)  # without times and owners, so that equal weights give equal archives
+    for name in _file_names(directory):
+        with (directory / name).open("rb") as content:
+            entry = tarfile.TarInfo(name)  # without times and owners, so that equal weights give equal archives
             entry.size = os.fstat(content.fileno()).st_size
             yield entry.tobuf()
             while piece := content.read(1 << 20):

@@ -1,8 +1,9 @@
-"""Training that a client drives step by step: adapters on a shared base model, rows and losses chosen by the client.
+"""Training that a client drives step by step: adapters on a shared base model or all weights of one, with rows and
+losses chosen by the client.
 
 The clients of a server send rows, each with a target per token, and decide when to step. Losses are sums over tokens,
 not means, as the protocol of `agentrl.gateway.tinker` defines them. `learner.py` holds the optimizers, `models.py` the
-adapters; here are the formulas, and how a row becomes a packed micro-batch.
+models; here are the formulas, and how a row becomes a packed micro-batch.
 
 Invariants: a call that fails leaves the accumulated gradient as it was; equal calls in equal order give equal weights,
 bit for bit, on one device.
@@ -27,7 +28,7 @@ from agentrl.core.errors import ConfigError, InputError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import ClientRow, TrainingSample
 from agentrl.learn.learner import Learner
-from agentrl.learn.models import AdaptedBase, PolicyModel
+from agentrl.learn.models import LoadedBase, PolicyModel
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
@@ -171,8 +172,9 @@ class ForwardResult(NamedTuple):
     """Sum of the loss over all targets."""
 
 
-class AdapterTrainer:
-    """Trains any number of adapters on one base model. Calls are made by one thread.
+class ClientTrainer:
+    """Trains any number of adapters on one base model, or all its weights for one policy at a time. Calls are made by
+    one thread.
 
     Args:
         plan: the trainer's part of the server's configuration.
@@ -184,7 +186,7 @@ class AdapterTrainer:
     def __init__(self, plan: TrainerPlan, path: Path, run_directory: Path, device: torch.device) -> None:
         self._plan = plan
         self._device = device
-        self._base = AdaptedBase.load(plan, path, device)
+        self._base = LoadedBase.load(plan, path, device)
         self._publisher = Publisher(run_directory, plan.model)
         self._canary = CanaryBuilder(self._base.bare(), max_context=plan.max_context)
         self.learners: dict[str, Learner] = {}
@@ -201,13 +203,17 @@ class AdapterTrainer:
             raise ConfigError("an adapter needs layers: set train_attn or train_mlp")
         return () if attention and mlp else chosen
 
-    def add(self, name: str, lora: LoraConfig, seed: int | None) -> None:
-        """Begin with a new adapter.
+    def add(self, name: str, lora: LoraConfig | None, seed: int | None) -> None:
+        """Begin with a new adapter or, if `lora` is None, with all weights of the base model.
 
         Raises:
             InputError: the model cannot have such an adapter.
         """
-        model = self._base.add(name, lora, seed=seed)
+        if lora is None:
+            assert not self.learners, f"all weights of the model belong to {[*self.learners]}"
+            model = self._base.bare()
+        else:
+            model = self._base.add(name, lora, seed=seed)
         model.train(offload=self._plan.offloads_masters)
         self.learners[name] = Learner(
             name,
@@ -220,15 +226,15 @@ class AdapterTrainer:
         )
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, its optimizer and its gradient."""
+        """Forget an adapter or all trained weights, with their optimizer and gradient."""
         self._base.remove(self.learners.pop(name).model)
 
     def has(self, name: str) -> bool:
-        """Whether an adapter is in memory."""
+        """Whether trained weights are in memory."""
         return name in self.learners
 
     def step(self, name: str) -> int:
-        """Return the number of changes of an adapter's weights."""
+        """Return the number of changes of the weights."""
         return self.learners[name].step
 
     def forward(
@@ -295,7 +301,7 @@ class AdapterTrainer:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.
 
         Raises:
-            NonFiniteError: the norm or a new weight is NaN or infinite. The adapter must be removed: it is undefined.
+            NonFiniteError: the norm or a new weight is NaN or infinite. The weights are undefined: remove them.
         """
         learner = self.learners[name]
         gradients = learner.gradients()
@@ -335,7 +341,7 @@ class AdapterTrainer:
         """Change the weights to those in a directory of `save`, and forget the gradient.
 
         Args:
-            name: name of the adapter.
+            name: name of the weights.
             directory: a directory of `save`.
             optimizer: whether to load the optimizer's state; otherwise it starts empty.
         """
@@ -354,6 +360,8 @@ class AdapterTrainer:
 
 def _named_parameters(model: PolicyModel) -> dict[str, nn.Parameter]:
     """Return the trained parameters by names without that of the adapter, which differs from process to process."""
+    if model.adapter is None:
+        return model.parameters
     return {name.replace(f".{model.adapter}.", "."): parameter for name, parameter in model.parameters.items()}
 
 

@@ -559,7 +559,7 @@ def _load_on_base(
     adapter_configs = {name: policy.lora for name, policy in base_plan.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapter_configs:
-        base = AdaptedBase(plan, path, _load(path, device, dtype, plan.max_context, mesh, trim), dtype)
+        base = LoadedBase(plan, path, partial(_load, path, device, dtype, plan.max_context, mesh, trim), dtype)
         result = {name: base.add(name, lora) for name, lora in adapter_configs.items()}
     for name in base_plan.trained:
         if name not in result:
@@ -587,48 +587,76 @@ def _load_on_base(
     return result
 
 
-class AdaptedBase:
-    """A base model in memory, on which adapters are put and from which they are removed.
+class LoadedBase:
+    """A base model in memory, on which adapters are put and from which they are removed, or whose weights one policy
+    trains.
 
     Args:
         plan: the trainer's part of the run.
         path: directory of the base model.
-        model: the loaded model.
+        read: reads the model.
         dtype: dtype in which it computes.
+        recompute: whether its layers are computed again in the backward pass.
     """
 
-    def __init__(self, plan: TrainerPlan, path: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        plan: TrainerPlan,
+        path: Path,
+        read: Callable[[], PreTrainedModel],
+        dtype: torch.dtype,
+        *,
+        recompute: bool = False,
+    ) -> None:
         self._plan = plan
         self._path = path
+        self._read = read
         self._dtype = dtype
-        self._replay = _replay(model, captured=plan.capture_routing)
+        self._recompute = recompute
+        self._model: PreTrainedModel | None = None
+        model = self.model
         self._matrices = _matrices(model)
         self.adaptable = _adaptable(model)
         """Layers that can be trained and served under an adapter."""
         experts = adaptable_experts(model).items()
         self._expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
         self._unshared = why_unshared(model, plan.max_context)
-        model.requires_grad_(False)
-        self.model = model
         self._peft: peft.PeftModel | None = None
         self._number = 0
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, which is read again after `remove` of a policy that trained its weights."""
+        if self._model is None:
+            self._model = self._read()
+            self._model.requires_grad_(False)
+            self._replay = _replay(self._model, captured=self._plan.capture_routing)
+            if self._recompute:
+                _recompute_layers(self._model, self._replay)
+        return self._model
+
     @staticmethod
-    def load(plan: TrainerPlan, path: Path, device: torch.device) -> AdaptedBase:
+    def load(plan: TrainerPlan, path: Path, device: torch.device) -> LoadedBase:
         """Load a base model without adapters.
 
         Raises:
             ModelError: the directory is not a causal LM that can be trained.
         """
         dtype = model_dtype(path, plan.model.dtype, device)
-        base = AdaptedBase(plan, path, _load(path, device, dtype, plan.max_context), dtype)
-        if plan.trainer.recompute:
-            _recompute_layers(base.model, base._replay)
-        return base
+        read = partial(_load, path, device, dtype, plan.max_context)
+        return LoadedBase(plan, path, read, dtype, recompute=plan.trainer.recompute)
 
     def bare(self) -> PolicyModel:
-        """Return the view of the base model itself; call it before the first `add`."""
-        return PolicyModel(model=self.model, base=self._path, peft_model=None, adapter=None, unshared=self._unshared)
+        """Return the view of the base model itself, of which `PolicyModel.train` makes all weights trainable; there may
+        be no adapters."""
+        return PolicyModel(
+            model=self.model,
+            base=self._path,
+            peft_model=None,
+            adapter=None,
+            unshared=self._unshared,
+            replay=self._replay,
+        )
 
     def add(self, name: str, lora: LoraConfig, *, seed: int | None = None) -> PolicyModel:
         """Put the adapter of a policy on the model; `PolicyModel.train` makes it trainable.
@@ -674,9 +702,11 @@ class AdaptedBase:
         )
 
     def remove(self, policy_model: PolicyModel) -> None:
-        """Remove the adapter of a policy, whose view may no longer be used."""
+        """Remove the adapter or the trained weights of a policy, whose view may no longer be used."""
+        if policy_model.adapter is None:
+            self._model = None
+            return
         assert self._peft is not None
-        assert policy_model.adapter is not None
         others = self._peft.peft_config.keys() - {policy_model.adapter}
         if others:
             self._peft.set_adapter(min(others))  # PEFT fails later if the active adapter is gone

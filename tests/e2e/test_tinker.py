@@ -49,6 +49,7 @@ from tests.support.tinker_client import (
     decoded_pass,
     encode_forward_backward,
     encode_tensor,
+    full_config,
     row,
     server_config,
     serving,
@@ -823,12 +824,16 @@ def test_a_cancelled_request_for_samples_ends_and_stays_ended(tmp_path: Path) ->
         assert database.execute("SELECT count(*) FROM episodes").fetchone() == (1,)
 
 
-def test_samples_survive_the_death_of_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [4, 0])
+def test_samples_survive_the_death_of_the_engine(tmp_path: Path, rank: int) -> None:
     """Requests in flight are sampled again by the next process, with the same seeds."""
 
     async def work() -> None:
         async with serving(config) as (address, service), Client(address) as client:
-            sampler = await client.sampler(await client.model())
+            model = await client.model(rank=rank)
+            await client.forward_backward(model, ROWS)
+            await client.step(model)
+            sampler = await client.sampler(model)
             asked = {"stop": [], "seed": 3, "max_tokens": 60}
             before = await client.sample(sampler, [5, 6, 7], 64, **asked)
             promise = await client.submit_sample(sampler, [5, 6, 7], 64, **asked, topk_prompt_logprobs=2)
@@ -841,7 +846,8 @@ def test_samples_survive_the_death_of_the_engine(tmp_path: Path) -> None:
             assert after.tokens == before.tokens
             assert engine.supervisor.process_id != killed
 
-    config = server_config(tmp_path, engine=EngineConfig(max_context=64, slots=16, vllm=False, replicas=1))
+    engine = EngineConfig(max_context=64, slots=16, vllm=False, replicas=1)
+    config = (server_config if rank else full_config)(tmp_path, engine=engine)
     run(work)
 
 

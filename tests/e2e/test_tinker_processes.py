@@ -15,25 +15,36 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.tinker_client import KEY, Client, Refused, ServerProcess, decoded_pass, encode_forward_backward
+from tests.support.tinker_client import (
+    CALCULATOR,
+    FULL_CALCULATOR,
+    KEY,
+    Client,
+    Refused,
+    ServerProcess,
+    decoded_pass,
+    encode_forward_backward,
+)
 from tests.support.tinker_kills import CALLS, KilledServer, PersistentClient, plan, policy_rows, script
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("forgets", [False, True])
-def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, *, forgets: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "rank", "forgets"), [(CALCULATOR, 4, False), (CALCULATOR, 4, True), (FULL_CALCULATOR, 0, False)]
+)
+def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, settings: str, rank: int, *, forgets: bool) -> None:
     """Scripts get the answers of an undisturbed one; those of a server without a journal of futures end with errors."""
 
     async def work() -> None:
-        server = KilledServer(tmp_path / "run", forgets=forgets)
+        server = KilledServer(tmp_path / "run", forgets=forgets, settings=settings)
         try:
             async with PersistentClient(server, {}) as client:
-                expected = await script(client)
+                expected = await script(client, rank)
                 assert client.calls == CALLS
             planned = {12: "answered"} if forgets else plan(0, 3)
             with pytest.raises(Refused, match="there is no request") if forgets else contextlib.nullcontext():
                 async with PersistentClient(server, planned) as client:
-                    assert await script(client) == expected
+                    assert await script(client, rank) == expected
             assert server.kills == len(planned)
             assert await server.lost() == 0
         finally:
@@ -80,7 +91,8 @@ import numpy as np, tinker, torch
 from tinker import types
 
 service = tinker.ServiceClient()
-created = service.create_lora_training_client(base_model="calc", rank=8)
+rank, rate = int(sys.argv[1]), float(sys.argv[2])
+created = service.create_lora_training_client(base_model="calc", rank=rank)
 client = created.result() if hasattr(created, "result") else created
 prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 GOOD = set(range(20, 40))
@@ -109,7 +121,7 @@ for step in range(4):
         means.append(scores.mean())
         data += [datum(prompt, one, float(score)) for one, score in zip(sequences, scores - scores.mean())]
     passed = client.forward_backward(data, "importance_sampling")
-    stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    stepped = client.optim_step(types.AdamParams(learning_rate=rate))
     outputs = passed.result().loss_fn_outputs
     stepped.result()
     for output, one in zip(outputs, data):
@@ -157,6 +169,9 @@ else:
 rest.set_checkpoint_ttl_from_tinker_path(saved.path, 3600).result()
 sessions = rest.list_sessions().result().sessions
 assert sorted(len(rest.get_session(one).result().training_run_ids) for one in sessions) == [1, 2]
+training_run = rest.get_training_run(client.model_id).result()
+assert (training_run.is_lora, training_run.lora_rank) == ((True, rank) if rank else (False, None))
+assert client.get_info().lora_rank == training_run.lora_rank
 service.close("success").result()
 print("finished", tinker.__version__, rewards[0], rewards[-1])
 """
@@ -164,13 +179,17 @@ print("finished", tinker.__version__, rewards[0], rewards[-1])
 
 
 @pytest.mark.exhaustive
-def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "rank", "rate", "file"),
+    [(CALCULATOR, 8, 1e-2, "adapter_model.safetensors"), (FULL_CALCULATOR, 0, 1e-3, "model.safetensors")],
+)
+def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path, settings: str, rank: int, rate: float, file: str) -> None:
     pytest.importorskip("tinker")
-    server = ServerProcess(tmp_path)
+    server = ServerProcess(tmp_path, settings)
     address = server.start()
     try:
         finished = subprocess.run(
-            [sys.executable, "-c", LOOP],
+            [sys.executable, "-c", LOOP, str(rank), str(rate)],
             env={**os.environ, "TINKER_BASE_URL": address, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
             cwd=tmp_path,
             capture_output=True,
@@ -182,5 +201,5 @@ def test_the_sdk_runs_its_loop_unmodified(tmp_path: Path) -> None:
         server.kill()
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "finished" in finished.stdout
-    first, second = (next(tmp_path.glob(f"download-{number}/*/adapter_model.safetensors")) for number in range(2))
+    first, second = (next(tmp_path.glob(f"download-{number}/*/{file}")) for number in range(2))
     assert first.read_bytes() == second.read_bytes()  # nothing was trained between them

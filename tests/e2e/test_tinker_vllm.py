@@ -8,19 +8,20 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.tinker_client import CALCULATOR, KEY, OTHER_KEY, ServerProcess
+from tests.support.tinker_client import CALCULATOR, FULL_CALCULATOR, KEY, OTHER_KEY, ServerProcess
 
 SCRIPT = """
 import sys
 import numpy as np, tinker
 from tinker import types
 
-seed = int(sys.argv[1])
-client = tinker.ServiceClient().create_lora_training_client(base_model="calc", rank=8, seed=seed)
+seed, rank = int(sys.argv[1]), int(sys.argv[2])
+client = tinker.ServiceClient().create_lora_training_client(base_model="calc", rank=rank, seed=seed)
 client = client.result() if hasattr(client, "result") else client
 prompt = [5, 6, 7, 8]
 model_input = types.ModelInput.from_ints(prompt)
@@ -85,22 +86,28 @@ def steps_of(directory: Path) -> int:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_two_clients_of_the_sdk_sample_from_vllm_and_survive_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "rank", "keys"), [(CALCULATOR, 8, (KEY, OTHER_KEY)), (FULL_CALCULATOR, 0, (KEY,))]
+)
+def test_clients_of_the_sdk_sample_from_vllm_and_survive_a_kill(
+    tmp_path: Path, settings: str, rank: int, keys: Sequence[str]
+) -> None:
+    """Two with adapters, and one with all weights."""
     pytest.importorskip("tinker")
     pytest.importorskip("vllm")
-    settings = CALCULATOR.replace("vllm = false", "").replace('keys = ["ALICE"]', 'keys = ["ALICE", "BOB"]')
+    settings = settings.replace("vllm = false", "").replace('keys = ["ALICE"]', 'keys = ["ALICE", "BOB"]')
     server = ServerProcess(tmp_path, f"{settings}\n[engine.vllm]\n")
     address = server.start()
     clients = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(number)],
+            [sys.executable, "-c", SCRIPT, str(number), str(rank)],
             env={**os.environ, "TINKER_BASE_URL": address, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number, key in enumerate((KEY, OTHER_KEY))
+        for number, key in enumerate(keys)
     ]
     try:
         while steps_of(tmp_path) < 3 and all(client.poll() is None for client in clients):
@@ -115,4 +122,4 @@ def test_two_clients_of_the_sdk_sample_from_vllm_and_survive_a_kill(tmp_path: Pa
         server.kill()
         for client in clients:
             client.kill()
-    assert steps_of(tmp_path) == 8
+    assert steps_of(tmp_path) == 4 * len(keys)

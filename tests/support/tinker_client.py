@@ -47,6 +47,12 @@ def server_config(directory: Path, **settings: Any) -> ServerConfig:
     )
 
 
+def full_config(directory: Path, **settings: Any) -> ServerConfig:
+    """The same, with all weights of the model trained."""
+    model = ServedModelConfig(path="agentrl.environments:calculator/model", weights="full")
+    return server_config(directory, models={MODEL: model}, **settings)
+
+
 @contextlib.asynccontextmanager
 async def serving(config: ServerConfig, told: list[str] | None = None) -> AsyncIterator[tuple[str, TinkerService]]:
     """Serve in this process; yields the address."""
@@ -299,6 +305,9 @@ micro_batch_tokens = 512
 [checkpoint]
 every = 2
 """
+
+FULL_CALCULATOR = CALCULATOR.replace("max_rank = 8", 'weights = "full"')
+"""Clients train all weights of the model."""
 
 
 class ServerProcess:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.support.tinker_client import KEY, Client, Refused, Row, ServerProcess, row, until_accepted
+from tests.support.tinker_client import CALCULATOR, KEY, Client, Refused, Row, ServerProcess, row, until_accepted
 
 STEPS = 3
 """Optimizer steps of the script."""
@@ -42,10 +42,12 @@ class KilledServer:
         directory: its run's parent directory.
         forgets: whether accepted requests without a result are removed from the journal at each kill. A server that
             kept its futures in memory would lose them so: the control of what the kills show.
+        settings: configuration of the server.
     """
 
     directory: Path
     forgets: bool = False
+    settings: str = CALCULATOR
     kills: int = 0
     answers: dict[str, bytes] = field(default_factory=dict)
     """First result of each request, by id."""
@@ -54,7 +56,7 @@ class KilledServer:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True)
-        self.process = ServerProcess(self.directory)
+        self.process = ServerProcess(self.directory, self.settings)
         self.address = self.process.start()
         self._one_at_a_time = asyncio.Lock()
 
@@ -128,8 +130,13 @@ class Outcome(NamedTuple):
     """Changes of the model's weights: steps, and weights that were loaded."""
 
 
-async def script(client: Client) -> Outcome:
-    """Create, sample, train, save, load, look up and delete."""
+async def script(client: Client, rank: int = 4) -> Outcome:
+    """Create, sample, train, save, load, look up and delete.
+
+    Args:
+        client: the client.
+        rank: rank of the models' adapters; 0: models with all weights.
+    """
     answers: list[Any] = []
     note = answers.append
 
@@ -140,7 +147,7 @@ async def script(client: Client) -> Outcome:
     created = {"session_id": client.session, "sampling_session_seq_id": 100, "base_model": "calc"}
     sampler = (await client.post("create_sampling_session", **created))["sampling_session_id"]
     await sample(sampler)
-    model = await client.model()
+    model = await client.model(rank=rank)
     path = ""
     for step in range(STEPS):
         promises = [await client.forward_backward(model, policy_rows(2 * step + one), "ppo") for one in range(2)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import agentrl
 from agentrl.config.policies import LoraConfig, PolicyConfig
@@ -18,7 +20,7 @@ from agentrl.config.sections import EngineConfig, TrainerConfig
 from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.core.errors import NonFiniteError
 from agentrl.core.tokens import ClientRow
-from agentrl.learn.client_training import AdamSettings, AdapterTrainer, ForwardResult
+from agentrl.learn.client_training import AdamSettings, ClientTrainer, ForwardResult
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, make_rows, run_config, write_model
@@ -37,17 +39,21 @@ NAIVE: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
 }
 
 
-def client_trainer(directory: Path) -> AdapterTrainer:
+def client_trainer(
+    directory: Path,
+    weights: Literal["adapter", "full"] = "adapter",
+    sharding: Literal["auto", "offload"] = "auto",
+) -> ClientTrainer:
     config = ServerConfig(
-        models={"tiny": ServedModelConfig(path=str(write_model(directory / "model")))},
+        models={"tiny": ServedModelConfig(path=str(write_model(directory / "model")), weights=weights)},
         engine=EngineConfig(max_context=32, vllm=False),
-        trainer=TrainerConfig(micro_batch_tokens=24),  # several micro-batches
+        trainer=TrainerConfig(micro_batch_tokens=24, sharding=sharding),  # several micro-batches
     )
-    return AdapterTrainer(config.run.trainer_plan, directory / "model", directory, torch.device("cpu"))
+    return ClientTrainer(config.run.trainer_plan, directory / "model", directory, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> AdapterTrainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> ClientTrainer:
     return client_trainer(tmp_path_factory.mktemp("server"))
 
 
@@ -69,12 +75,12 @@ def client_rows(seed: int = 0) -> list[ClientRow]:
     return rows
 
 
-def gradient(trainer: AdapterTrainer, name: str) -> Gradient:
+def gradient(trainer: ClientTrainer, name: str) -> Gradient:
     return np.concatenate([each.numpy().ravel() for each in trainer.learners[name].gradients()])
 
 
 def row_by_row(
-    trainer: AdapterTrainer, loss: str, rows: list[ClientRow], result: ForwardResult | None = None
+    trainer: ClientTrainer, loss: str, rows: list[ClientRow], result: ForwardResult | None = None
 ) -> Gradient:
     """The gradient of rows that the model's own forward pass computes one by one; compares `result` with them."""
     learner = trainer.learners[loss]
@@ -96,7 +102,7 @@ def row_by_row(
 
 
 @pytest.mark.parametrize("loss", NAIVE)
-def test_gradients_are_those_of_each_row_alone(trainer: AdapterTrainer, loss: str) -> None:
+def test_gradients_are_those_of_each_row_alone(trainer: ClientTrainer, loss: str) -> None:
     rows = client_rows()
     trainer.add(loss, LoraConfig(rank=4), seed=5)
     model = trainer.learners[loss].model
@@ -140,7 +146,7 @@ def gradients_of_both_trainers(directory: Path, loss: str) -> tuple[Gradient, Gr
     )
     of_run = PolicyTrainer(config.trainer_plan, directory, read=episodes.read, publishes=False)
     of_run.start()
-    of_clients = AdapterTrainer(config.trainer_plan, directory / "model", directory, torch.device("cpu"))
+    of_clients = ClientTrainer(config.trainer_plan, directory / "model", directory, torch.device("cpu"))
     of_clients.add("client", LoraConfig(rank=4), seed=1)
     learners = of_run._learners["policy"], of_clients.learners["client"]
     generator = torch.Generator().manual_seed(1)
@@ -171,7 +177,7 @@ def test_gradients_are_those_of_a_run(tmp_path: Path, loss: str) -> None:
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-6
 
 
-def custom_gradients(trainer: AdapterTrainer, loss: str) -> tuple[Gradient, Gradient]:
+def custom_gradients(trainer: ClientTrainer, loss: str) -> tuple[Gradient, Gradient]:
     """The gradients of a loss that the client computes, in two passes, and of the same built-in one."""
     rows = client_rows()
     logprobs = trainer.forward("custom", rows, "cross_entropy", {}, backward=False).logprobs
@@ -189,7 +195,7 @@ def custom_gradients(trainer: AdapterTrainer, loss: str) -> tuple[Gradient, Grad
     return found[0], found[1]
 
 
-def test_a_loss_in_two_passes_has_the_gradient_of_the_built_in_one(trainer: AdapterTrainer) -> None:
+def test_a_loss_in_two_passes_has_the_gradient_of_the_built_in_one(trainer: ClientTrainer) -> None:
     trainer.add("custom", LoraConfig(rank=4), seed=1)
     for loss in NAIVE:
         found, expected = custom_gradients(trainer, loss)
@@ -198,7 +204,7 @@ def test_a_loss_in_two_passes_has_the_gradient_of_the_built_in_one(trainer: Adap
     trainer.remove("custom")
 
 
-def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: AdapterTrainer) -> None:
+def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: ClientTrainer) -> None:
     trainer.add("sum", LoraConfig(rank=4), seed=1)
     for seed in (1, 2):
         trainer.forward("sum", client_rows(seed), "ppo", {}, backward=True)
@@ -219,7 +225,7 @@ def test_gradients_add_up_and_a_failed_pass_adds_nothing(trainer: AdapterTrainer
     trainer.remove("sum")
 
 
-def test_adapters_come_and_go_in_any_order(trainer: AdapterTrainer) -> None:
+def test_adapters_come_and_go_in_any_order(trainer: ClientTrainer) -> None:
     """What one adapter computes does not depend on others, nor on those that were removed."""
     expected: dict[str, Gradient] = {}
     for order in ("a+ a b+ b a b-", "b+ b a+ a b b- a c+ c a- c c- a+ a"):
@@ -238,7 +244,7 @@ def test_adapters_come_and_go_in_any_order(trainer: AdapterTrainer) -> None:
             trainer.remove(name)
 
 
-def test_a_step_is_that_of_adamw(trainer: AdapterTrainer) -> None:
+def test_a_step_is_that_of_adamw(trainer: ClientTrainer) -> None:
     trainer.add("adam", LoraConfig(rank=4), seed=1)
     parameters = trainer.learners["adam"].model.parameters
     copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters.values()]
@@ -255,7 +261,45 @@ def test_a_step_is_that_of_adamw(trainer: AdapterTrainer) -> None:
     trainer.remove("adam")
 
 
-def test_an_adapter_continues_from_its_checkpoint_bit_for_bit(trainer: AdapterTrainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["auto", "offload"])
+def test_steps_of_all_weights_are_those_of_adamw_on_the_model_alone(
+    tmp_path: Path, sharding: Literal["auto", "offload"]
+) -> None:
+    """The second model begins with the base's weights, as the first did; both end with the same, bit for bit, and with
+    those of the model's own class and torch's AdamW."""
+    trainer = client_trainer(tmp_path, "full", sharding=sharding)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    adam = AdamSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, max_grad_norm=0.5)
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
+    ends: list[list[torch.Tensor]] = []
+    for name in ("first", "second"):
+        trainer.add(name, None, None)
+        model = weakref.ref(trainer.learners[name].model.model)
+        for seed in range(3):
+            rows = client_rows(seed)
+            trainer.forward(name, rows, "cross_entropy", {}, backward=True)
+            found = gradient(trainer, name)
+            norm = trainer.optim_step(name, adam)
+            if name == "second":
+                continue
+            reference.zero_grad()
+            for row in rows:
+                logprobs = alone(torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+                chosen = logprobs[torch.arange(len(logprobs)), torch.from_numpy(row.targets)]
+                (-chosen * torch.from_numpy(row.columns["weights"])).sum().backward()
+            expected = np.concatenate([each.grad.numpy().ravel() for each in alone.parameters()])
+            assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-6
+            assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)), rel=1e-5)
+            reference.step()
+        ends.append([parameter.detach().clone() for parameter in trainer.learners[name].model.parameters.values()])
+        trainer.remove(name)
+        assert model() is None  # its memory is free before the next one is read
+    for one, other, expected in zip(*ends, alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert (one - expected).abs().max() < 1e-6
+
+
+def test_an_adapter_continues_from_its_checkpoint_bit_for_bit(trainer: ClientTrainer, tmp_path: Path) -> None:
     def steps(name: str, seeds: range) -> None:
         for seed in seeds:
             trainer.forward(name, client_rows(seed), "cross_entropy", {}, backward=True)
@@ -275,7 +319,7 @@ def test_an_adapter_continues_from_its_checkpoint_bit_for_bit(trainer: AdapterTr
         trainer.remove(name)
 
 
-def test_layers_are_chosen_by_part(trainer: AdapterTrainer) -> None:
+def test_layers_are_chosen_by_part(trainer: ClientTrainer) -> None:
     assert trainer.layers(attention=True, mlp=True) == ()
     attention, mlp = trainer.layers(attention=True, mlp=False), trainer.layers(attention=False, mlp=True)
     assert attention
