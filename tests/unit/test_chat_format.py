@@ -92,6 +92,18 @@ LLAMA = """
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 
+PARTS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- for part in message.content %}
+        {%- if part['type'] == 'text' %}{{- part['text'] }}{%- else %}{{- '<image>' }}{%- endif %}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""In the manner of SmolVLM, which reads no text outside a list of parts."""
+
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 LLAMA_SPECIAL = (
@@ -172,6 +184,23 @@ def test_start_is_the_rendered_prompt_in_tokens(qwen: TemplateChatFormat) -> Non
     expected = qwen.encode(render(QWEN, values, add_generation_prompt=True))
     assert qwen.start(messages, ()) == expected
     assert qwen.start(messages, ()) == expected, "the second call takes the frame kept from the first"
+
+
+def test_text_is_given_in_parts_to_a_template_that_reads_only_these(tmp_path: Path) -> None:
+    chat = TemplateChatFormat.load(write_model(tmp_path, PARTS, QWEN_SPECIAL))
+    prompt = chat.start([Message(role="system", content="Be brief."), user(HOSTILE)], ())
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n" + HOSTILE
+    assert chat.decode(prompt) == expected + "<|im_end|>\n<|im_start|>assistant\n"
+    assert [chat.decode([token]) for token in prompt].count("<|im_end|>") == 2
+    extended = chat.decode(chat.extend([user("And 4?")], after="length"))
+    assert extended == "<|im_end|>\n<|im_start|>user\nAnd 4?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_is_read_from_the_file_of_a_processor(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
+    expected = TemplateChatFormat.load(directory).start([user("2 + 3?")], ())
+    (directory / "tokenizer_config.json").rename(directory / "chat_template.json")
+    assert TemplateChatFormat.load(directory).start([user("2 + 3?")], ()) == expected
 
 
 def test_tools_are_rendered_and_their_text_stays_text(chat: TemplateChatFormat) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from agentrl.app.policies import hidden_tools
@@ -20,7 +21,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, SampledTurn, ToolCall, ToolSpec
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.published import published_template
-from tests.unit.test_chat_format import ADD, HOSTILE, QWEN, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
+from tests.unit.test_chat_format import ADD, HOSTILE, PARTS, QWEN, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
 
 PLAIN = """
 {%- for message in messages %}
@@ -198,6 +199,29 @@ def test_the_published_template_shows_a_conversation_as_training_did(
     )
     messages = [message_of(each) for each in CONVERSATIONS[name]]
     assert shown == chat.decode(chat.start(messages, tools))
+
+
+@pytest.mark.parametrize("as_parts", [False, True], ids=["text", "parts"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_template_that_reads_parts_is_published_for_text_and_parts(name: str, as_parts: bool, tmp_path: Path) -> None:
+    model = write_model(tmp_path, PARTS, QWEN_SPECIAL)
+    chat = TemplateChatFormat.load(model, tools_in="system")
+    tool = {"name": ADD.name, "description": ADD.description, "parameters": ADD.parameters}
+    render = partial(
+        AutoTokenizer.from_pretrained(model).apply_chat_template,
+        tools=[{"type": "function", "function": tool}],
+        chat_template=published_template(model, {}, "system"),
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    conversation = [
+        {**each, "content": [{"type": "text", "text": each["content"]}] if as_parts else each["content"]}
+        for each in CONVERSATIONS[name]
+    ]
+    messages = [message_of(each) for each in CONVERSATIONS[name]]
+    assert render(conversation) == chat.decode(chat.start(messages, [ADD]))
+    with pytest.raises(TemplateError, match="trained on text alone"):
+        render([{"role": "user", "content": [{"type": "image"}]}])
 
 
 def message_of(value: dict[str, Any]) -> Message:

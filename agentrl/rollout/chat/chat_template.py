@@ -1,8 +1,8 @@
 """A model directory's chat template as a function, and the text of messages made safe to put through it.
 
-Owns the reading of `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json`; rendering in jinja2's
-immutable sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered text into control
-tokens and plain text. Does not tokenize plain text.
+Owns the reading of `tokenizer_config.json`, `chat_template.jinja`, `chat_template.json`, `generation_config.json`;
+rendering in jinja2's immutable sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered
+text into control tokens and plain text. Does not tokenize plain text.
 
 Invariant: a control token's literal inside a message (such as `<|im_end|>` in a tool's output) survives rendering as
 plain text: it is escaped with private-use characters before rendering, and restored after the frame is split.
@@ -117,6 +117,17 @@ class ChatTemplate:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
         if self._variables:
             self._check_read(environment)
+        self.takes_parts = False
+        """Whether the template reads a message's text only from a list of parts, as some for images and text do."""
+        if not self._shows_text():
+            self.takes_parts = True
+            self.takes_parts = self._shows_text()
+
+    def _shows_text(self) -> bool:
+        try:
+            return PROBE in self.render([{"role": "user", "content": PROBE}], [], prompt=True)
+        except ModelError:
+            return False
 
     def _check_read(self, environment: Environment) -> None:
         """Refuse a value of a variable that the template does not read."""
@@ -136,6 +147,8 @@ class ChatTemplate:
         """
         parts: list[str] = []
         length = 0
+        if self.takes_parts:
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
             conversation = {"messages": messages, "tools": tools or None, "documents": None}
             for part in self._template.generate(
@@ -291,17 +304,18 @@ def read_template(directory: Path) -> str:
                 return path.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
-    template = read_json(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = templates.get("tool_use", templates.get("default"))
-    if not isinstance(template, str):
-        raise ModelError(
-            f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json. "
-            "Use an instruction-tuned model, or put the template that the model was trained with into "
-            "chat_template.jinja"
-        )
-    return template
+    for name in ("tokenizer_config.json", "chat_template.json"):  # the second belongs to a processor
+        template = read_json(directory / name).get("chat_template")
+        if isinstance(template, list):
+            templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = templates.get("tool_use", templates.get("default"))
+        if isinstance(template, str):
+            return template
+    raise ModelError(
+        f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json or "
+        "chat_template.json. Use an instruction-tuned model, or put the template that the model was trained with into "
+        "chat_template.jinja"
+    )
 
 
 def _literal(value: Any) -> str | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.rollout.chat.chat_template import read_template
+from agentrl.rollout.chat.chat_template import ChatTemplate
 from agentrl.rollout.chat.tools_in_system import INSTRUCTIONS
 
 if TYPE_CHECKING:
@@ -59,6 +59,26 @@ _TOOLS_IN_SYSTEM = """\
 {%- set tools = none -%}
 """
 """What `tools_in_system` does to a conversation, in Jinja."""
+_PARTS_AS_TEXT = """\
+{%- set shown = namespace(messages=[], text='') -%}
+{%- for message in messages -%}
+  {%- set shown.text = message.content if message.content is string else '' -%}
+  {%- for part in message.content or [] if message.content is not string -%}
+    {%- if part.type != 'text' -%}{{- raise_exception('this policy was trained on text alone') -}}{%- endif -%}
+    {%- set shown.text = shown.text ~ part.text -%}
+  {%- endfor -%}
+  {%- set shown.messages = shown.messages + [dict(message, content=shown.text)] -%}
+{%- endfor -%}
+{%- set messages = shown.messages -%}
+"""
+_TEXT_AS_PARTS = """\
+{%- set shown = namespace(messages=[]) -%}
+{%- for message in messages -%}
+  {%- set content = [{'type': 'text', 'text': message.content}] -%}
+  {%- set shown.messages = shown.messages + [dict(message, content=content)] -%}
+{%- endfor -%}
+{%- set messages = shown.messages -%}
+"""
 
 
 def published_template(directory: Path, variables: Mapping[str, Any], tools_in: Literal["template", "system"]) -> str:
@@ -67,10 +87,12 @@ def published_template(directory: Path, variables: Mapping[str, Any], tools_in: 
     opening = "".join(
         f"{{%- set {name} = {name} | default({_jinja(value)}) -%}}\n" for name, value in sorted(variables.items())
     )
+    template = ChatTemplate(directory)
     if tools_in == "system":
         before, _, behind = INSTRUCTIONS.partition("{tools}")
-        opening += _TOOLS_IN_SYSTEM.replace("BEFORE", _jinja(before)).replace("BEHIND", _jinja(behind))
-    return opening + read_template(directory)
+        rewriting = _TOOLS_IN_SYSTEM.replace("BEFORE", _jinja(before)).replace("BEHIND", _jinja(behind))
+        opening += f"{_PARTS_AS_TEXT}{rewriting}{_TEXT_AS_PARTS}" if template.takes_parts else rewriting
+    return opening + template.source
 
 
 def _jinja(value: Any) -> str:
