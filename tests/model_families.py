@@ -224,6 +224,10 @@ FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
             "shared_intermediate_size": 32,
         },
     ),
+    "GLM-5": (
+        "GlmMoeDsaConfig",
+        {**_ROUTED, **_LATENT, "index_n_heads": 4, "index_head_dim": 8, "index_topk": MAX_CONTEXT},
+    ),
     "HunYuan-MoE": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 32}),
     "Jamba": (
         "JambaConfig",

@@ -42,6 +42,7 @@ from agentrl.config.sections import TrainerConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
+from agentrl.core.model_layers import SELECTED_KEYS
 from agentrl.core.tokens import TrainingSample
 from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
@@ -1072,6 +1073,10 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     reason = ""
     if follow_trees(model) < num_layers_with_state(model.config) or lacks_initial_state(model.config):
         reason = "its recurrent or convolution layers, which cannot start from a state"
+    elif any(
+        value for name, value in model.config.get_text_config().to_dict().items() if name.startswith(SELECTED_KEYS)
+    ):
+        reason = "its indexer, which selects keys among those of a whole row"
     if model.device.type == "meta":
         model.set_attn_implementation(attention if reason else ATTENTION)
         return reason

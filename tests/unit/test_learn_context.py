@@ -19,6 +19,7 @@ from agentrl.learn.packing import pack
 from agentrl.learn.ranks import SingleRankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import make_samples, predict_trainer_memory, run_config, write_model
+from tests.model_families import write_family
 from tests.sharding_cases import compared, made
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,6 +35,7 @@ PLAIN = {"context_ranks": 2, "sharding": "none"}
 def write_models(root: Path) -> None:
     for kind in ("qwen3", "sliding", "moe", "gpt_oss", "recurrent"):
         write_model(root / kind, kind=kind, key_heads=4)
+    write_family("Qwen3.5, 3.6", root / "images")
     teacher = AutoModelForCausalLM.from_pretrained(root / "qwen3")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -64,6 +66,7 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
     if ranks == 2:
         return every | {
             "recomputed": made("qwen3", **PLAIN, recompute=True),
+            "for images and text": made("images", **PLAIN, recompute=True),
             "turns and kept sets": made("qwen3", **PLAIN, detailed=True),
             "over sequences": made("qwen3", **PLAIN, loss={"normalizer": "sequences"}),
             "distillation": made("qwen3", **PLAIN, reference=root / "teacher", loss={"name": "distillation"}),

@@ -16,6 +16,7 @@ from agentrl.core.errors import ModelError
 from agentrl.engines.models import read_meta_model, read_model
 from agentrl.learn.memory_prediction import AllocationCounter
 from tests.learn_cases import run_config, write_model
+from tests.model_families import write_released
 from tests.rank_processes import on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, gradient_error
 
@@ -74,6 +75,8 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "a silent step, whole steps": made("silent step", steps=3, silent=[2], loss={"name": "gspo"}),
         "a silent step, a divergence": made("pulled", lora=True, steps=3, silent=[2], loss={"name": "ppo", "kl": 0.1}),
         "bfloat16": made("bfloat16", "bfloat16"),
+        "for images and text": made("images", "images"),
+        "for images and text, adapters": made("images adapters", "images", lora=True, recompute=True),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
         "all weights, offloaded": made("offloaded", sharding="offload"),
         "adapters, offloaded": made("offloaded adapters", lora=True, sharding="offload"),
@@ -86,6 +89,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sharding")
     for kind in ("qwen3", "moe"):
         write_model(root / kind, kind=kind)
+    write_released("Qwen3.5, 3.6", root / "images")
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.bfloat16).save_pretrained(root / "bfloat16")

@@ -83,6 +83,12 @@ def test_layers_that_cannot_start_from_a_state_compute_whole_rows(tmp_path: Path
         assert "cannot start from a state" in policy.unshared
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
+def test_rows_are_whole_for_an_indexer(tmp_path: Path, name: str) -> None:
+    policy = load_models(long_run(write_family(name, tmp_path)).trainer_plan, torch.device("cpu"))["policy"]
+    assert policy.unshared == "its indexer, which selects keys among those of a whole row"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_convolutions_compute_whole_rows_even_if_their_weights_are_too_small_to_show(
     tmp_path: Path, device: str

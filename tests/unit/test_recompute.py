@@ -15,7 +15,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, make_samples, predict_trainer_memory, run_config, write_model
-from tests.model_families import family_config, sharp_model
+from tests.model_families import WRAPPED, family_config, sharp_model, write_family
 
 
 def with_routing(samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -28,9 +28,19 @@ def with_routing(samples: list[TrainingSample]) -> list[TrainingSample]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("qwen3", False), ("qwen3", True), ("sliding", False), ("moe", False)])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        *(("qwen3", False), ("qwen3", True), ("sliding", False), ("moe", False), ("Gemma 3, with images", True)),
+        pytest.param("Qwen3.5-MoE, 3.6", False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_gradient_is_the_same(tmp_path: Path, kind: str, lora: bool) -> None:
-    path = write_model(tmp_path / "model", kind=kind)
+    path = tmp_path / "model"
+    if kind in WRAPPED:
+        write_family(kind, path)
+    else:
+        write_model(path, kind=kind)
     policies = {"policy": PolicyConfig(lora=LORA if lora else None)}
     samples = make_samples(0, 12, longest=40)
     gradients, kept = [], []
