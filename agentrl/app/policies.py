@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
+_WITHOUT_TORCHVISION = {"gemma3n"}
+"""Types of checkpoints for images and text whose class in vLLM does not import torchvision."""
+_GATED_DELTA_NET = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+"""Types of text models whose recurrent layers vLLM computes on CPUs in bfloat16 alone."""
 SPARE = 1
 """Number of adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
 
@@ -473,23 +477,39 @@ def check_quantized_models(config: RunConfig) -> None:
                 )
 
 
-def check_adapter_dtype(plan: EnginePlan) -> None:
-    """Refuse float32 where vLLM serves adapters on a GPU: its kernels for them compute in 16 bits alone.
+def check_vllm_models(plan: EnginePlan) -> None:
+    """Refuse base models that vLLM cannot serve on this machine: for images and text without torchvision, adapters in
+    float32 on a GPU, whose kernels for them compute in 16 bits alone, and Gated DeltaNet in float32 without one.
 
     Raises:
-        ConfigError: the message names the setting.
+        ConfigError: the message names the model and the remedy.
         ModelError: a directory holds no model.
     """
-    if plan.engine.kind != "vllm" or not machine.gpus():
+    on_gpu = bool(machine.gpus())
+    if plan.engine.kind != "vllm" or (plan.demand.cluster.ray_address and not on_gpu):
         return
     from agentrl.engines.models import dtype_name, model_dtype
 
+    embedded = "or engine.vllm = false for the embedded engine"
     for base in plan.bases:
-        served = any(policy.lora is not None and not policy.lora.merge for policy in base.trained.values())
-        if served and dtype_name(model_dtype(base.path, plan.dtype, "cpu")) == "float32":
+        settings = read_json(Path(base.path) / "config.json")
+        text, model_type = settings.get("text_config"), str(settings.get("model_type"))[:40]
+        imported = settings.get("vision_config") and model_type not in _WITHOUT_TORCHVISION
+        if imported and (why := machine.missing_torchvision()):
             raise ConfigError(
-                f"on a GPU vLLM serves adapters in 16 bits only, and {base.path} computes in float32: set "
-                'model.dtype = "bfloat16", or engine.vllm = false for the embedded engine'
+                f"{base.path} is a checkpoint for images and text ({model_type}). vLLM imports torchvision for it, "
+                f"even if it serves text alone, but {why}, {embedded}"
+            )
+        text_type = str(text.get("model_type")) if isinstance(text, dict) else model_type
+        what, where = "", "on a GPU" if on_gpu else "without a GPU"
+        if on_gpu and any(policy.lora is not None and not policy.lora.merge for policy in base.trained.values()):
+            what = "serves adapters in 16 bits"
+        elif not on_gpu and text_type in _GATED_DELTA_NET:
+            what = f"computes the Gated DeltaNet of {text_type} in bfloat16"
+        if what and dtype_name(model_dtype(base.path, plan.dtype, "cpu")) == "float32":
+            raise ConfigError(
+                f"{where} vLLM {what} only, and {base.path} computes in float32: set "
+                f'model.dtype = "bfloat16", {embedded}'
             )
 
 

@@ -201,6 +201,17 @@ def hide_mismatched_torch_builds() -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what the import system takes for absent
 
 
+def missing_torchvision() -> str:
+    """Say why torchvision cannot be imported, with the command that installs it; "" if it can."""
+    version, torch_version = _version("torchvision"), _version("torch")
+    if version and "torchvision" not in mismatched_torch_builds():
+        return ""
+    command = shlex.join([sys.executable, "-m", "pip", "install", f"torch=={torch_version}", "torchvision"])
+    if torch_version.endswith("+cpu"):
+        command += " --index-url https://download.pytorch.org/whl/cpu"
+    return f"{f'{version} is a build for CUDA beside a torch for CPUs' if version else 'it is missing'}: {command}"
+
+
 def _version(distribution: str) -> str:
     from importlib import metadata  # every command imports this module, and few need it
 

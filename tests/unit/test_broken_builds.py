@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,3 +44,31 @@ def test_the_build_is_as_if_it_were_not_installed(with_torchvision: dict[str, st
 def test_the_doctor_names_it(with_torchvision: dict[str, str]) -> None:
     code = "from agentrl.cli import doctor; print(doctor.mismatched_torch_builds())"
     assert run(code, with_torchvision).stdout.strip() == "['torchvision']"
+
+
+def test_what_installs_the_build_for_cpus_is_named(with_torchvision: dict[str, str]) -> None:
+    code = "from agentrl.core import machine; print(machine.missing_torchvision())"
+    said = run(code, with_torchvision).stdout.strip()
+    assert said.startswith("0.28.0 is a build for CUDA beside a torch for CPUs: ")
+    assert said.endswith(" install torch==2.13.0+cpu torchvision --index-url https://download.pytorch.org/whl/cpu")
+
+
+@pytest.mark.parametrize("with_images", [True, False])
+def test_a_model_for_images_and_text_is_not_loaded_without_it(
+    with_torchvision: dict[str, str], tmp_path: Path, with_images: bool
+) -> None:
+    model = {"model_type": "qwen3_5", "vision_config": {"depth": 2}} if with_images else {"model_type": "llama"}
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(model))
+    code = (
+        "from agentrl.app.policies import check_vllm_models; from agentrl.config.sections import EngineConfig\n"
+        "from tests.learn_cases import run_config; from pathlib import Path; import sys\n"
+        "config = run_config(Path(sys.argv[1]))\n"
+        "check_vllm_models(config.model_copy(update={'engine': EngineConfig(vllm={})}).engine_plan)"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=with_torchvision, check=False)
+    refusal = f"ConfigError: {path} is a checkpoint for images and text (qwen3_5). vLLM imports torchvision for it"
+    assert (refusal in done.stderr) is with_images
+    assert done.returncode == with_images

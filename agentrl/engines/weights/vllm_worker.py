@@ -104,7 +104,7 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
                 return
             self._loaded_names |= model.load_weights(self._read(update_info))
             is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-            names = {name for name, _ in model.named_parameters() if not (is_tied and name.startswith("lm_head."))}
+            names = {name for name, _ in model.named_parameters() if not (is_tied and "lm_head" in name.split("."))}
             # vLLM would report this only in its log, and keep serving the old values.
             if update_info.is_last and (missing := names - self._loaded_names):
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
