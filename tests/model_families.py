@@ -409,6 +409,7 @@ SERVED_BY_VLLM = {
     "Qwen3": "tests/contract/test_engine_vllm.py",
     "Qwen3-MoE": "tests/contract/test_engine_vllm_experts.py",
     "Gemma 3, with images": "tests/contract/test_engine_vllm_images.py",
+    "Qwen3.5, 3.6": "tests/contract/test_engine_vllm_images.py",
 }
 """Families of which a test serves a small model with vLLM: the test."""
 

@@ -53,6 +53,8 @@ MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
 _WITHOUT_TORCHVISION = {"gemma3n"}
 """Types of checkpoints for images and text whose class in vLLM does not import torchvision."""
+_WITH_TORCHVISION = {"qwen3_5_text", "qwen3_5_moe_text"}
+"""Types of text models whose class in vLLM is in one module with that for images."""
 _GATED_DELTA_NET = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 """Types of text models whose recurrent layers vLLM computes on CPUs in bfloat16 alone."""
 SPARE = 1
@@ -494,11 +496,11 @@ def check_vllm_models(plan: EnginePlan) -> None:
     for base in plan.bases:
         settings = read_json(Path(base.path) / "config.json")
         text, model_type = settings.get("text_config"), str(settings.get("model_type"))[:40]
-        imported = settings.get("vision_config") and model_type not in _WITHOUT_TORCHVISION
-        if imported and (why := machine.missing_torchvision()):
+        with_images = settings.get("vision_config") and model_type not in _WITHOUT_TORCHVISION
+        if (with_images or model_type in _WITH_TORCHVISION) and (why := machine.missing_torchvision()):
             raise ConfigError(
-                f"{base.path} is a checkpoint for images and text ({model_type}). vLLM imports torchvision for it, "
-                f"even if it serves text alone, but {why}, {embedded}"
+                f"vLLM imports torchvision for {base.path} ({model_type}), even if it serves text alone, but {why}, "
+                f"{embedded}"
             )
         text_type = str(text.get("model_type")) if isinstance(text, dict) else model_type
         what, where = "", "on a GPU" if on_gpu else "without a GPU"
@@ -537,7 +539,8 @@ def check_context_ranks(plan: TrainerPlan) -> None:
 
 
 def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: bool) -> None:
-    """Refuse adapters on experts where there are none, or where the engine cannot serve them.
+    """Refuse adapters on experts where there are none, and on any layer of a mixture where the engine cannot serve
+    them.
 
     A model that is not downloaded yet is checked once it is.
 
@@ -552,15 +555,19 @@ def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: boo
     for name, policy, path in (
         (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
     ):
-        if policy.lora is None or not policy.lora.experts:
+        if policy.lora is None or not (policy.lora.experts or is_vllm_on_cpu):
             continue
         key, settings = f"policies.{name}.lora", read_json(path / "config.json")
-        if settings and "expert" not in " ".join((*settings, *(settings.get("text_config") or ()))):
+        text = settings.get("text_config")
+        numbers = {**settings, **(text if isinstance(text, dict) else {})}.items()
+        # Dense models may have these settings too, as null, 0 or 1.
+        has_experts = any("expert" in each and isinstance(n, int | list) and n not in (0, 1) for each, n in numbers)
+        if policy.lora.experts and settings and not has_experts:
             raise ConfigError(f"{key}.experts = true: {path} is not a mixture of experts. Remove the setting")
-        if is_vllm_on_cpu and not policy.lora.merge:
+        if is_vllm_on_cpu and has_experts and not policy.lora.merge:
             raise ConfigError(
-                f"{key}.experts = true: without a GPU vLLM serves no adapters on experts. Set engine.vllm = false for "
-                f"the embedded engine, or {key}.merge = true"
+                f"{key}: without a GPU vLLM serves no adapters of a mixture of experts, on whichever layers. Set "
+                f"engine.vllm = false for the embedded engine, or {key}.merge = true"
             )
 
 

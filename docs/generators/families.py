@@ -50,7 +50,7 @@ Gradients differ by at most {_short(max(each["gradient"] for each in trained))} 
   `o_proj`, and "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`. "None" means that only all
   weights can be trained.
 * **embedded engine**: "window" means contexts of at most the model's sliding window or chunk. Refusals are below.
-* **vLLM**: "tested" means that a test serves a small model of the class; that of Gemma 3 with images needs torchvision.
+* **vLLM**: "tested" means that a test serves a small model of the class; those for images need torchvision.
   "Registered": vLLM has the class, which was not tried. Other classes, for which vLLM may use transformers' code, were
   not tried either.
 * **published**: "whole" means that a version has the checkpoint's tensor names and shapes, and that the released class

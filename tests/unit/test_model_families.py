@@ -124,7 +124,10 @@ def test_what_a_slot_cannot_hold_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
-def test_vllm_computes_gated_delta_net_on_a_cpu_in_bfloat16_alone(tmp_path: Path, name: str) -> None:
+def test_vllm_computes_gated_delta_net_on_a_cpu_in_bfloat16_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.core.machine.missing_torchvision", lambda: "")
     run = long_run(write_model(name, tmp_path))
     engine = run.engine.model_copy(update={"vllm": {}})
     with pytest.raises(ConfigError, match=r"in bfloat16 only.*set model\.dtype = \"bfloat16\""):

@@ -69,27 +69,30 @@ def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
 
 
 @pytest.mark.parametrize(
-    ("settings", "vllm", "merge", "reason"),
+    ("settings", "vllm", "lora", "reason"),
     [
-        ({"hidden_size": 8}, False, False, "is not a mixture of experts"),
-        ({"text_config": {"num_experts": 4}}, True, False, "without a GPU vLLM serves no adapters on experts"),
-        ({"num_experts": 4}, True, True, ""),
-        ({"num_local_experts": 4}, False, False, ""),
-        (None, False, False, ""),
+        ({"hidden_size": 8}, False, {"experts": True}, r"\.experts = true: .*is not a mixture of experts"),
+        ({"num_experts": None}, False, {"experts": True}, r"\.experts = true: .*is not a mixture of experts"),
+        ({"text_config": {"num_experts": 4}}, True, {"experts": True}, ": without a GPU vLLM serves no adapters"),
+        ({"num_experts": 4}, True, {}, ": without a GPU vLLM serves no adapters of a mixture of experts"),
+        ({"num_experts": 4}, True, {"merge": True}, ""),
+        ({"num_experts": None, "num_local_experts": 0}, True, {}, ""),
+        ({"num_experts": 4}, False, {}, ""),
+        ({"num_local_experts": 4}, False, {"experts": True}, ""),
+        (None, False, {"experts": True}, ""),
     ],
 )
-def test_adapters_of_experts_need_experts_and_an_engine_that_serves_them(
-    tmp_path: Path, settings: dict[str, Any] | None, vllm: bool, merge: bool, reason: str
+def test_adapters_of_mixtures_need_experts_and_an_engine_that_serves_them(
+    tmp_path: Path, settings: dict[str, Any] | None, vllm: bool, lora: dict[str, bool], reason: str
 ) -> None:
     if settings is not None:
         (tmp_path / "config.json").write_text(json.dumps(settings))
-    lora = {"experts": True, "merge": merge}
     model, engine = {"path": str(tmp_path)}, {"vllm": {} if vllm else False}
     config = config_for(policies={"guesser": {"step_size": 24, "lora": lora}}, model=model, engine=engine)
     if not reason:
         resolve(config, Ask)
         return
-    with pytest.raises(ConfigError, match=rf"policies\.guesser\.lora\.experts = true: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"policies\.guesser\.lora{reason}"):
         resolve(config, Ask)
 
 
