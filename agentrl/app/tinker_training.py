@@ -372,8 +372,9 @@ class ModelTraining:
         others = [other for other in self._tables.models.values() if other.base is model.base and other is not model]
         others.sort(key=lambda other: (other.used_at, other.number))
         for other in others[: max(0, len(others) - self._versions + 1)] if self._versions else ():
-            if other.id not in loaded:
-                shutil.rmtree(self._checkpoint(other, 0).parent, ignore_errors=True)
+            for place in self._checkpoint(other, 0).parent.glob("*") if other.id not in loaded else ():
+                # A kill in between must not leave a part of a checkpoint under its name.
+                shutil.rmtree(place.rename(place.with_name(f"{place.name}.removed")))
 
     def _checkpoint(self, model: ClientModel, sequence: int) -> Path:
         return self._directory.checkpoints / "models" / str(model.number) / str(sequence)

@@ -39,15 +39,11 @@ NAIVE: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
 }
 
 
-def client_trainer(
-    directory: Path,
-    weights: Literal["adapter", "full"] = "adapter",
-    sharding: Literal["auto", "offload"] = "auto",
-) -> ClientTrainer:
+def client_trainer(directory: Path, weights: Literal["adapter", "full"] = "adapter", **settings: Any) -> ClientTrainer:
     config = ServerConfig(
         models={"tiny": ServedModelConfig(path=str(write_model(directory / "model")), weights=weights)},
         engine=EngineConfig(max_context=32, vllm=False),
-        trainer=TrainerConfig(micro_batch_tokens=24, sharding=sharding),  # several micro-batches
+        trainer=TrainerConfig(micro_batch_tokens=24, **settings),  # several micro-batches
     )
     return ClientTrainer(config.run.trainer_plan, directory / "model", directory, torch.device("cpu"))
 
@@ -261,13 +257,11 @@ def test_a_step_is_that_of_adamw(trainer: ClientTrainer) -> None:
     trainer.remove("adam")
 
 
-@pytest.mark.parametrize("sharding", ["auto", "offload"])
-def test_steps_of_all_weights_are_those_of_adamw_on_the_model_alone(
-    tmp_path: Path, sharding: Literal["auto", "offload"]
-) -> None:
+@pytest.mark.parametrize("settings", [{}, {"sharding": "offload"}, {"recompute": True}])
+def test_steps_of_all_weights_are_those_of_adamw_on_the_model_alone(tmp_path: Path, settings: dict[str, Any]) -> None:
     """The second model begins with the base's weights, as the first did; both end with the same, bit for bit, and with
     those of the model's own class and torch's AdamW."""
-    trainer = client_trainer(tmp_path, "full", sharding=sharding)
+    trainer = client_trainer(tmp_path, "full", **settings)
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     adam = AdamSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, max_grad_norm=0.5)
     reference = torch.optim.AdamW(alone.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
