@@ -11,6 +11,7 @@ from benchmarks.parts import run_parts
 
 NAMES = (
     "recipes_run",
+    "full_recipes_run",
     "gradient_error",
     "custom_loss_error",
     "wire_logprob_error",

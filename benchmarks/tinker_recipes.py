@@ -1,10 +1,12 @@
 """Recipes of tinker-cookbook, unmodified, against a Tinker server.
 
 A model of two layers learns the recipes' form of conversations and answers "3" to a quarter of the questions. The
-recipes train adapters on it: `sl_loop`, `rl_loop`, `rl_basic`, and `dpo`.
+recipes train adapters on it: `sl_loop`, `rl_loop`, `rl_basic`, and `dpo`. Those with a setting for the rank are run
+again with rank 0, against a server that trains all weights.
 
 * `recipes_run`: recipes of the four that reach their end, and whose loss or reward in the second half of their steps is
   better than at the first by more than four standard deviations of that half.
+* `full_recipes_run`: the same of the three that train all weights.
 """
 
 from __future__ import annotations
@@ -125,37 +127,50 @@ def improves(values: Sequence[float]) -> bool:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """Run the recipes against one server, one after the other."""
+    """Run the recipes against a server of adapters, and against one of all weights."""
     if not PYTHON.exists():
         raise SystemExit(f"the SDK and its cookbook are not installed: {INSTALL}; or set TINKER_PYTHON")
     torch.set_num_threads(1)
-    run = 0
+    ranked = {name: (goal, _full(settings)) for name, (goal, settings) in RECIPES.items() if "lora_rank=8" in settings}
     with tempfile.TemporaryDirectory() as place:
-        directory = Path(place)
-        write_model(directory / "model")
-        server = ServerProcess(
-            directory,
-            f'keys = ["ALICE"]\n[models."{tinker_recipe.MODEL}"]\npath = "{directory / "model"}"\n'
-            "[engine]\nmax_context = 256\nslots = 32\nvllm = false\n[trainer]\nmicro_batch_tokens = 4096\n",
-        )
-        address = server.start()
-        try:
-            for recipe in list(RECIPES)[: 1 if quick else None]:
-                run += run_recipe(recipe, directory, address)
-        finally:
-            server.kill()
-    return {"recipes_run": run}
+        model = Path(place) / "model"
+        write_model(model)
+        return {
+            name: run_recipes(
+                Path(place) / weights, model, weights, dict(list(recipes.items())[: 1 if quick else None])
+            )
+            for name, weights, recipes in (("recipes_run", "adapter", RECIPES), ("full_recipes_run", "full", ranked))
+        }
 
 
-def run_recipe(recipe: str, directory: Path, address: str) -> bool:
+def _full(settings: Sequence[str]) -> tuple[str, ...]:
+    """Return the settings with which a recipe trains all weights, at a third of the learning rate."""
+    return tuple(one.replace("lora_rank=8", "lora_rank=0").replace("rate=3e-3", "rate=1e-3") for one in settings)
+
+
+def run_recipes(directory: Path, model: Path, weights: str, recipes: Mapping[str, tuple[str, Sequence[str]]]) -> int:
+    """Run recipes against one server, one after the other; returns how many ended and improved."""
+    directory.mkdir()
+    server = ServerProcess(
+        directory,
+        f'keys = ["ALICE"]\n[models."{tinker_recipe.MODEL}"]\npath = "{model}"\nweights = "{weights}"\n'
+        "[engine]\nmax_context = 256\nslots = 32\nvllm = false\n[trainer]\nmicro_batch_tokens = 4096\n",
+    )
+    address = server.start()
+    try:
+        return sum(run_recipe(recipe, *recipes[recipe], directory, model, address) for recipe in recipes)
+    finally:
+        server.kill()
+
+
+def run_recipe(recipe: str, goal: str, settings: Sequence[str], directory: Path, model: Path, address: str) -> bool:
     """Run a recipe; returns whether it ended and improved."""
-    goal, settings = RECIPES[recipe]
     log = directory / recipe
     finished = subprocess.run(
         [
             PYTHON,
             tinker_recipe.__file__,
-            directory / "model",
+            model,
             f"{COOKBOOK}.{recipe}",
             f"model_name={tinker_recipe.MODEL}",
             f"log_path={log}",
