@@ -143,7 +143,7 @@ class TinkerService:
         for request, result in self._log.finished(*RECORDED):
             if result.kind != "error":
                 self.tables.fold(request, json.loads(result.body))
-        self.tables.remove_unrecorded_versions()
+        self.tables.remove_leftovers()
         for model in self.tables.models.values():
             self.tables.remove_old_versions(model)  # only now are all names known
             model.next_sequence = self._log.finished_through(model.id) + 1
@@ -357,7 +357,7 @@ class TinkerService:
             if weights is not None and _is_removed(weights):
                 raise InputError(
                     f"the weights of sampler {sampler.id} were removed: a server keeps the newest {self._versions} "
-                    f"unnamed samplers of {'a model' if sampler.base.max_rank else sampler.base.name} "
+                    f"unnamed samplers of {sampler.base.name if sampler.base.trains_all_weights else 'a model'} "
                     "(checkpoint.versions)"
                 )
             recorded = self._log.request(request.id)

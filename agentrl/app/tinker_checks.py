@@ -66,7 +66,7 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
 def _check_model(tables: ClientTables, owner: str, request: messages.CreateModel) -> None:
     base = tables.base_of(request.base_model)
     _check_adam(request.optimizer_config)
-    if base.max_rank == 0:
+    if base.trains_all_weights:
         _check_full_model(tables, owner, base, request.lora_config)
         return
     if request.lora_config is None or request.lora_config.rank == 0:

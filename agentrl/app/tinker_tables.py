@@ -19,6 +19,7 @@ import msgspec
 from agentrl.config.policies import LoraConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, InputError, JournalError
+from agentrl.core.files import remove_staging_directories, remove_whole
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
@@ -62,6 +63,11 @@ class BaseModel:
     tokenizer: str
     max_rank: int
     """Maximum rank of an adapter; 0: clients train all weights."""
+
+    @property
+    def trains_all_weights(self) -> bool:
+        """Whether clients train all weights, and no adapters."""
+        return self.max_rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +242,7 @@ class ClientTables:
             if shape is not None and shape.rank:
                 layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
                 lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
-        if (lora is None) != (base.max_rank == 0):
+        if (lora is None) != base.trains_all_weights:
             kinds = ("an adapter", "all weights")
             raise ConfigError(
                 f"models.{base.name}.weights: a model of the server's run directory trains {kinds[lora is None]} of "
@@ -306,26 +312,33 @@ class ClientTables:
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
-    def remove_unrecorded_versions(self) -> None:
-        """Remove versions whose request has no result: it is executed again, and publishes them again."""
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left: half of a version or of a state, and versions whose request has no result.
+        It is executed again, and publishes them again."""
+        checkpoints = self._directory.checkpoints
+        for directory in (*(checkpoints / "models").glob("*"), *(checkpoints / "saved").glob("*")):
+            remove_staging_directories(directory)
         for base in self.bases.values():
+            remove_staging_directories(self._directory.versions / base.policy)
             for version, directory in self._versions_of(base):
                 if self._store.published(version) is None:
-                    shutil.rmtree(directory)
+                    remove_whole(directory)
 
     def remove_old_versions(self, model: ClientModel) -> None:
         """Remove versions that no name keeps, except the newest of a model or, of models with all weights, which are
-        large, those of all models of a base together."""
+        large, those of all models of a base together, where a model that was used later has the newer ones."""
         models = [model]
-        if model.lora is None:
+        if model.base.trains_all_weights:
             models = [other for other in self.models.values() if other.base is model.base]
-        numbers = {other.number for other in models}
+        used_at = {other.number: other.used_at for other in models}
         named = {saved.weights.version for other in models for saved in other.saved.values() if saved.weights}
-        versions = [each for each in self._versions_of(model.base) if each[0].lineage in numbers]
-        versions.sort(key=lambda each: (each[0].lineage == model.number, each[0]))
+        versions = [
+            each for each in self._versions_of(model.base) if each[0].lineage in used_at and each[0] not in named
+        ]
+        versions.sort(key=lambda each: (used_at[each[0].lineage], each[0]))
         for version, directory in versions[: -self._versions] if self._versions else ():
-            if version not in named and not self._is_used(version):
-                shutil.rmtree(directory, ignore_errors=True)
+            if not self._is_used(version):
+                remove_whole(directory)  # a later publication of the same weights looks for its name
 
     def _versions_of(self, base: BaseModel) -> Iterator[tuple[PolicyVersion, Path]]:
         """Yield the versions of clients' models of a base on disk."""

@@ -31,7 +31,7 @@ from agentrl.app.tinker_tables import (
 )
 from agentrl.core.clock import Clock
 from agentrl.core.errors import InputError, TrainerError
-from agentrl.core.files import rename_durably, staging_directory
+from agentrl.core.files import remove_whole, rename_durably, staging_directory
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 from agentrl.gateway import tinker_messages as messages
 from agentrl.journal.port import StepRow
@@ -307,11 +307,9 @@ class ModelTraining:
         trainer.add(model.id, model.lora, model.seed)
         model.has_gradient = False
         model.unpublished = UnpublishedSteps()
-        checkpoints = self._checkpoint(model, 0).parent
-        written = [int(place.name) for place in checkpoints.glob("*") if place.name.isdecimal()]
-        sequence = max(written, default=-1)
-        if sequence >= 0:
-            checkpoint = self._checkpoint(model, sequence)
+        checkpoint = next(iter(self._checkpoints(model)), None)
+        sequence = -1 if checkpoint is None else int(checkpoint.name)
+        if checkpoint is not None:
             trainer.restore(model.id, checkpoint / "state")
             unpublished = (checkpoint / "unpublished.json").read_bytes()
             model.unpublished = msgspec.json.decode(unpublished, type=UnpublishedSteps)
@@ -321,8 +319,8 @@ class ModelTraining:
             content = messages.read_request(request.route, request.body)
             if isinstance(content, messages.LoadWeights):
                 raise TrainerError(
-                    f"{checkpoints}: the checkpoint of request {request.sequence}, which loaded weights, is missing; "
-                    "restore it from a copy"
+                    f"{self._checkpoint(model, request.sequence).parent}: the checkpoint of request "
+                    f"{request.sequence}, which loaded weights, is missing; restore it from a copy"
                 )
             if isinstance(content, messages.SaveForSampler | messages.SaveExternal):
                 model.unpublished = UnpublishedSteps()
@@ -358,9 +356,8 @@ class ModelTraining:
             model.base.trainer.save(model.id, staging / "state")
             (staging / "unpublished.json").write_bytes(msgspec.json.encode(model.unpublished))
             rename_durably(staging, directory)
-            for older in directory.parent.iterdir():
-                if older.name.isdecimal() and int(older.name) < sequence:
-                    shutil.rmtree(older)
+            for older in self._checkpoints(model)[1:]:
+                remove_whole(older)
         model.steps_since_checkpoint = 0
         if model.lora is None:
             self._remove_old_checkpoints(model)
@@ -372,9 +369,13 @@ class ModelTraining:
         others = [other for other in self._tables.models.values() if other.base is model.base and other is not model]
         others.sort(key=lambda other: (other.used_at, other.number))
         for other in others[: max(0, len(others) - self._versions + 1)] if self._versions else ():
-            for place in self._checkpoint(other, 0).parent.glob("*") if other.id not in loaded else ():
-                # A kill in between must not leave a part of a checkpoint under its name.
-                shutil.rmtree(place.rename(place.with_name(f"{place.name}.removed")))
+            for checkpoint in self._checkpoints(other) if other.id not in loaded else ():
+                remove_whole(checkpoint)
+
+    def _checkpoints(self, model: ClientModel) -> list[Path]:
+        """List the checkpoints of a model, the newest first."""
+        places = self._checkpoint(model, 0).parent.glob("*")
+        return sorted((place for place in places if place.name.isdecimal()), key=lambda place: -int(place.name))
 
     def _checkpoint(self, model: ClientModel, sequence: int) -> Path:
         return self._directory.checkpoints / "models" / str(model.number) / str(sequence)

@@ -420,6 +420,16 @@ def rename_durably(
     disk.sync(target.parent)
 
 
+def remove_whole(directory: Path, *, disk: Disk = LOCAL) -> None:
+    """Remove a directory under a staging name, because its own name must never stand for a part of it. A directory that
+    cannot be renamed stays as it is."""
+    staging = directory.with_name(STAGING + directory.name)
+    disk.remove_tree(staging)  # left by a process that was killed here
+    with contextlib.suppress(OSError):
+        disk.rename(directory, staging)
+    disk.remove_tree(staging)
+
+
 def remove_staging_directories(directory: Path, *, disk: Disk = LOCAL) -> None:
     """Remove the staging directories of dead processes. No process may be building in `directory`."""
     for name in disk.names(directory):

@@ -250,6 +250,39 @@ def test_a_script_that_is_run_again_and_again_leaves_bounded_files(tmp_path: Pat
     run(work)
 
 
+def test_samplers_of_a_newer_model_outlive_a_name_of_an_older_one(tmp_path: Path) -> None:
+    """A start, and the deletion of the name, leave the newest unnamed versions of the base."""
+    versions = tmp_path / "server/versions/calc"
+    config = full_config(tmp_path, checkpoint=CheckpointConfig(versions=2))
+
+    async def sample(client: Client) -> None:
+        for sampler in samplers:
+            assert (await client.sample(sampler, PROMPT)).tokens
+
+    async def work() -> None:
+        async with serving(config) as (address, _), Client(address) as client:
+            older = await client.model(rank=0)
+            await train(client, older, 1)
+            await client.result(await client.submit("save_weights_for_sampler", older, path="kept"))
+            newer = await client.model(1, rank=0)
+            for number in range(2):
+                await train(client, newer, 1)
+                samplers.append(await client.sampler(newer, number))
+            await sample(client)
+        leftovers = (versions / ".tmp-1.9", tmp_path / "server/checkpoints/models/1/.tmp-9")
+        for directory in leftovers:  # as a process leaves them that was killed while it wrote
+            directory.mkdir(parents=True)
+        async with serving(config) as (address, _), Client(address) as client:
+            await sample(client)
+            assert not any(directory.exists() for directory in leftovers)
+            await client.send("DELETE", f"training_runs/{older}/checkpoints/sampler_weights/kept")
+            assert sorted(path.name for path in versions.iterdir()) == ["2.0", "2.1"]
+            await sample(client)
+
+    samplers: list[str] = []
+    run(work)
+
+
 @pytest.mark.parametrize(
     ("shape", "sentence"),
     [

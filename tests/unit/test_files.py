@@ -11,9 +11,11 @@ import pytest
 from agentrl.core.files import (
     LOCAL,
     Disk,
+    LocalDisk,
     link_or_copy,
     os_error_advice,
     remove_staging_directories,
+    remove_whole,
     rename_durably,
     staging_directory,
 )
@@ -80,6 +82,27 @@ def test_a_build_that_fails_leaves_nothing_and_leftovers_can_be_cleared(disk_and
     build(disk, root / "0.2", b"weights")
     remove_staging_directories(root, disk=disk)
     assert disk.names(root) == ["0.2"]
+
+
+def test_a_name_never_stands_for_a_part_of_a_removed_directory(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    class KillingDisk(LocalDisk):
+        def remove_tree(self, path: Path) -> None:
+            if path.is_dir():
+                (path / "state").unlink()
+                raise Killed
+
+    target = tmp_path / "0.1"
+    build(LOCAL, target, b"content")
+    with pytest.raises(Killed):
+        remove_whole(target, disk=KillingDisk())
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-0.1"]
+    LOCAL.make_directory(target)
+    LOCAL.write(target / "state", b"2")
+    remove_whole(target)  # with a part of the first one in its way
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_never_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
