@@ -297,6 +297,21 @@ def test_a_model_is_in_place_from_its_first_measurement_on(tmp_path: Path) -> No
     assert re.match(r"step 39 of at most 60, .* at step 20, goal \d+\.00$", parts[-4])
 
 
+def test_a_directory_that_another_program_makes_meanwhile_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    out = tmp_path / "out"
+
+    def make(part: str) -> None:
+        if part.startswith("step 1 of"):
+            out.mkdir()
+            (out / "README.md").write_text("mine")
+
+    with pytest.raises(InputError, match="another program has made it since"):
+        build_tiny_model(f"{tmp_path / 'shown.py'}:TwoSeats", out, steps=2, on_progress=make)
+    assert [path.name for path in out.iterdir()] == ["README.md"]
+    assert (out / "README.md").read_text() == "mine"
+
+
 def test_progress_after_the_goal_names_the_last_step_and_contradicts_nothing() -> None:
     progress = module._Progress(600, 0.0, 0.43, step=120, loss=0.2)
     progress.record(0.45)

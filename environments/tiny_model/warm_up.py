@@ -422,6 +422,7 @@ class _Builder:
     seed: int
     on_progress: Callable[[str], None]
     sizes: _Sizes = field(default_factory=_Sizes)
+    has_kept: bool = False
 
     def build(
         self, source: _DemonstrationSource | list[Demonstration], steps: int, until: float, target: float | None
@@ -465,7 +466,7 @@ class _Builder:
                 "vocabulary": vocabulary,
             }
             _write_notes(self.directory, self.target, self.reference, self.sizes, outcome)
-            _keep(self.directory, self.target)
+            self._keep()
             return outcome
 
         def on_step(step: int, loss: float) -> bool:
@@ -525,6 +526,37 @@ class _Builder:
             )
         return chat, tokenizer.get_vocab_size()
 
+    def _keep(self) -> None:
+        """Put a copy of the model in the user's directory, whole at any moment.
+
+        Raises:
+            InputError: another program has made the directory since the start.
+        """
+        directory, target = self.directory, self.target
+        if not (self.has_kept and target.exists()):
+            staging = directory.with_name(f"{directory.name}-whole")
+            try:
+                shutil.copytree(directory, staging)
+                staging.rename(target)
+            except OSError as error:
+                if not target.exists():
+                    raise
+                raise InputError(
+                    f"{target} did not exist when the warm-up began, and another program has made it since: give "
+                    "--out another directory"
+                ) from error
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            self.has_kept = True
+            return
+        for name in CHANGING:
+            partial = target / f".{name}"
+            try:
+                shutil.copy(directory / name, partial)
+                os.replace(partial, target / name)
+            finally:
+                partial.unlink(missing_ok=True)
+
     def _explain(self, before: float, reward: float, demonstration_reward: float | None) -> str:
         """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
         if has_risen(before, reward, demonstration_reward):
@@ -560,21 +592,6 @@ def _error_messages(tools: Sequence[ToolSpec]) -> Sequence[Message]:
     """Return observations of wrong calls, for their lengths."""
     unknown = f"no tool 'x'; tools: {', '.join(tool.name for tool in tools)}"
     return [Message(role="tool", content=f"error: {text}") for text in (unknown, describe_malformed_call("{"))]
-
-
-def _keep(directory: Path, target: Path) -> None:
-    """Put a copy of a model in the user's directory, whole at any moment."""
-    if not target.exists():
-        staging = Path(shutil.copytree(directory, directory.with_name(f"{directory.name}-whole")))
-        try:
-            staging.rename(target)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return
-    for name in CHANGING:
-        partial = target / f".{name}"
-        shutil.copy(directory / name, partial)
-        os.replace(partial, target / name)
 
 
 def has_risen(before: float, reward: float, demonstration_reward: float | None) -> bool:
