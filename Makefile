@@ -138,5 +138,5 @@ $(RUN_STAMP): $(PINS) | $(BIN)/python
 $(DEV_STAMP): $(PINS) | $(BIN)/python
 	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
-	@broken="$$($(BROKEN))"; [ -z "$$broken" ] || $(BIN)/python -m pip uninstall --quiet --yes $$broken
+	@broken="$$($(BROKEN))" && { [ -z "$$broken" ] || $(BIN)/python -m pip uninstall --quiet --yes $$broken; }
 	@touch $(RUN_STAMP) $@
