@@ -36,11 +36,16 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class LongBodyError(RequestRefusedError):
-    """A body is longer than `MAX_BODY_BYTES`; `head` is its beginning."""
+    """A body is longer than `MAX_BODY_BYTES`; `head` is its beginning, decompressed."""
 
-    def __init__(self, head: bytes | bytearray, when: str = "") -> None:
+    def __init__(self, head: bytes | bytearray, encoding: str = "", when: str = "") -> None:
         super().__init__(f"the body is longer than {MAX_BODY_BYTES} bytes{when}", "large")
         self.head = bytes(head[:HEAD_BYTES])
+        try:
+            if (unpacker := _unpacker(encoding)) is not None:
+                self.head = unpacker.decompress(bytes(head[: 4 * HEAD_BYTES]), HEAD_BYTES)  # zstd has blocks of 128 KiB
+        except (RequestRefusedError, zlib.error, zstd.ZstdError):
+            self.head = b""
 
 
 def decompress_body(body: bytes, encoding: str) -> bytes:
@@ -50,27 +55,33 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
         RequestRefusedError: the encoding is unknown, or the body is not in it or is cut short.
         LongBodyError: the body is too long when it is decompressed.
     """
-    match encoding.strip().lower():
-        case "" | "identity":
-            return body
-        case "gzip" | "x-gzip" | "deflate":
-            unpacker: Any = zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
-        case "zstd":
-            # windows up to 8 MiB: the limit of RFC 9659
-            unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
-        case _:
-            raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
+    unpacker = _unpacker(encoding)
+    if unpacker is None:
+        return body
     try:
         content: bytes = unpacker.decompress(body, MAX_BODY_BYTES + 1)
     except (zlib.error, zstd.ZstdError) as error:
         raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
     if len(content) > MAX_BODY_BYTES:
-        raise LongBodyError(content, " when it is unpacked")
+        raise LongBodyError(content, when=" when it is unpacked")
     if not unpacker.eof:
         raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
     if unpacker.unused_data:
         raise RequestRefusedError(f"the body continues after the end of its {encoding} data")
     return content
+
+
+def _unpacker(encoding: str) -> Any:
+    """Return what decodes a `Content-Encoding`; None if nothing needs to be decoded."""
+    match encoding.strip().lower():
+        case "" | "identity":
+            return None
+        case "gzip" | "x-gzip" | "deflate":
+            return zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
+        case "zstd":
+            # windows up to 8 MiB: the limit of RFC 9659
+            return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
+    raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
 
 
 def estimate_body_memory(body: bytes) -> int:

@@ -217,7 +217,7 @@ class TinkerServer:
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-                    raise bodies.LongBodyError(body)
+                    raise bodies.LongBodyError(body, request.headers.get("Content-Encoding", ""))
                 if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
                     raise RequestRefusedError(f"requests of {bodies.MAX_HELD_BYTES} bytes wait already", "unavailable")
                 self._held_bytes[owner] += len(part)

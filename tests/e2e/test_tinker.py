@@ -528,7 +528,7 @@ def test_a_thousand_idle_polls_delay_nobody(tmp_path: Path) -> None:
 
 
 async def _send_refused(client: Client, model: str) -> None:
-    """Send seven requests that are refused."""
+    """Send nine requests that are refused."""
     image = b"\x1a\x04\x0a\x02\x12\x00"  # a datum whose chunk is no text
     nan = [row([1, 2], logprobs=[0.0], advantages=[float("nan")])]
     with pytest.raises(Refused, match=r"400: .*NaN"):
@@ -550,6 +550,14 @@ async def _send_refused(client: Client, model: str) -> None:
     assert len(packed) < bodies.MAX_BODY_BYTES
     with pytest.raises(Refused, match=r"413: .*when it is unpacked"):
         await client.send("POST", "forward_backward", data=io.BytesIO(packed), headers={"Content-Encoding": "gzip"})
+    random_rows = [{"tokens": np.random.default_rng(0).integers(-(1 << 31), 1 << 31, size=bodies.MAX_BODY_BYTES // 4)}]
+    for encoding, compress in (("gzip", gzip.compress), ("zstd", bodies.zstd.compress)):
+        packed = compress(encode_forward_backward(model, client.sequence(model), random_rows, "ppo", {}), 1)
+        assert len(packed) > bodies.MAX_BODY_BYTES
+        with pytest.raises(Refused, match=r"413: .*longer than 8388608 bytes$"):
+            await client.send(
+                "POST", "forward_backward", data=io.BytesIO(packed), headers={"Content-Encoding": encoding}
+            )
 
 
 def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
@@ -579,7 +587,7 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
             later = await client.submit("save_weights", model, path="later")
             left.update({"model": model, "later": later, "gap": dict(client._next)})
         async with serving(config) as (address, _), Client(address) as client:
-            gap = left["gap"][left["model"]] - 8  # the seven and `later`
+            gap = left["gap"][left["model"]] - 10  # the nine and `later`
             body = encode_forward_backward(left["model"], gap, ROWS, "cross_entropy", {})
             await client.send("POST", "forward_backward", data=body)
             assert (await client.result(left["later"]))["path"] == f"tinker://{left['model']}/weights/later"
