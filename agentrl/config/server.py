@@ -93,6 +93,8 @@ class ServerConfig(Section):
                     f"losses and optimizer settings of its clients' requests; remove it (read: "
                     f"{', '.join(sorted(_TRAINER_SETTINGS))})"
                 )
+        if self.engine.publish == "delta":
+            raise ValueError("engine.publish changes nothing in a server, whose versions are always whole; remove it")
         for name, model in self.models.items():
             if model.weights == "full" and "max_rank" in model.model_fields_set:
                 raise ValueError(

@@ -397,17 +397,18 @@ def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "ranks=2",
-        "compile=true",
-        "experts=dispatched",
-        "loss.name=ppo",
-        "entropy_bonus=0.1",
-        "optimizer.max_grad_norm=2",
+        "trainer.ranks=2",
+        "trainer.compile=true",
+        "trainer.experts=dispatched",
+        "trainer.loss.name=ppo",
+        "trainer.entropy_bonus=0.1",
+        "trainer.optimizer.max_grad_norm=2",
+        "engine.publish=delta",
     ],
 )
 def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting: str) -> None:
     path = write(tmp_path, '[models.calc]\npath = "agentrl.environments:calculator/model"\n')
-    name = re.split("[.=]", setting)[0]
-    with pytest.raises(ConfigError, match=rf"trainer\.{name} changes nothing in a server.*; remove it"):
-        load_server(path, [f"trainer.{setting}"])
+    section, name = re.split("[.=]", setting)[:2]
+    with pytest.raises(ConfigError, match=rf"{section}\.{name} changes nothing in a server.*; remove it"):
+        load_server(path, [setting])
     assert load_server(path, ["trainer.recompute=true", "trainer.ranks=1"]).trainer.recompute
