@@ -223,8 +223,9 @@ def evaluate(
     model = model_dir if is_loaded else AutoModelForCausalLM.from_pretrained(model_dir)
     torch.manual_seed(seed)
     tasks = game.tasks("held_out", 0)
-    rewards = [episode.reward for episode in sample(model, chat, [tasks[n] for n in range(count)], game=game)]
-    return sum(rewards) / count
+    batches = [[tasks[n] for n in range(start, min(start + 64, count))] for start in range(0, count, 64)]
+    # Each token copies the whole KV cache, which for 512 episodes at once takes 3.5 times as long.
+    return sum(episode.reward for batch in batches for episode in sample(model, chat, batch, game=game)) / count
 
 
 def run(
