@@ -145,7 +145,7 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert readme.startswith("Before.\n<!-- peers -->\n")
     assert readme.endswith("<!-- /peers -->\nAfter.\n")
     assert "old" not in readme
-    assert "On 8 CPU cores (Abacus)" in readme
+    assert "On 8 CPU cores (Abacus), in medians of 5 seeds" in readme
     assert "in 0.55 of the time of TRL 1.16's asynchronous trainer. agentrl and TRL used the same vLLM; " in readme
     page = (tmp_path / "docs/results/benchmarks.md").read_text()
     assert "| AGENTRL_VLLM | 5 | 12 (11 to 13) | 8 | 50 |" in page
