@@ -85,14 +85,10 @@ def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         other = EngineClient(engine.capabilities)
         other.moved(engine.addresses)
-        began = asyncio.Event()
         calls = []
-        for each in (client, other):
+        for each, on_delta in ((client, lambda *_: client.abort("same")), (other, lambda *_: None)):
             session = each.open("s", "solver")
-            call = session.generate(request("same", prompt(9), max_tokens=590), lambda *_: began.set())
-            calls.append(asyncio.create_task(call))
-        await began.wait()
-        client.abort("same")
+            calls.append(asyncio.create_task(session.generate(request("same", prompt(9), max_tokens=590), on_delta)))
         assert (await calls[0]).finish_reason == "abort"
         assert len((await calls[1]).token_ids) == 590
 
