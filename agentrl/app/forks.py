@@ -370,30 +370,29 @@ def weights_at_fork_point(
 
 def _newest(parent: ForkParent, policy: str) -> PolicyVersion | None:
     """Return the newest version of a policy when the turn began."""
-    statement = "SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND published_at <= ?"
-    for directory in parent.ancestors.values():
-        log = SqliteRunLog(Path(directory))
-        try:
-            rows = log.rows(f"{statement} ORDER BY published_at DESC LIMIT 1", policy, parent.turns[-1].started)
-        finally:
-            log.close()
-        for lineage, step in rows:
-            return PolicyVersion(policy, lineage, step)
-    return None
+    row = _newest_row(parent, policy, "published_at <= ? ORDER BY published_at", parent.turns[-1].started)
+    return None if row is None else PolicyVersion(policy, *row)
 
 
 def _newest_lineage(parent: ForkParent, policy: str, step: int) -> int:
     """Return the newest lineage in which a run published a step of a policy; 0 without one."""
+    row = _newest_row(parent, policy, "step = ? ORDER BY lineage", step)
+    return 0 if row is None else row[0]
+
+
+def _newest_row(parent: ForkParent, policy: str, newest: str, value: float) -> tuple[int, int] | None:
+    """Return lineage and step of the newest version of a policy that a run of the episode published, by a condition on
+    `value` and an order; None without one. Lineages below 0 are weights that a user gave."""
+    statement = f"SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND {newest} DESC LIMIT 1"
     for directory in parent.ancestors.values():
         log = SqliteRunLog(Path(directory))
         try:
-            where = "policy = ? AND step = ? AND lineage >= 0"  # below 0 are weights that a user gave
-            ((lineage,),) = log.rows(f"SELECT max(lineage) FROM versions WHERE {where}", policy, step)
+            rows = log.rows(statement, policy, value)
         finally:
             log.close()
-        if isinstance(lineage, int):
-            return lineage
-    return 0
+        for lineage, step in rows:
+            return lineage, step
+    return None
 
 
 def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:

@@ -29,6 +29,7 @@ from agentrl.core import machine
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
+from agentrl.core.model_layers import config_parts
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -495,14 +496,14 @@ def check_vllm_models(plan: EnginePlan) -> None:
     embedded = "or engine.vllm = false for the embedded engine"
     for base in plan.bases:
         settings = read_json(Path(base.path) / "config.json")
-        text, model_type = settings.get("text_config"), str(settings.get("model_type"))[:40]
+        model_type = str(settings.get("model_type"))[:40]
         with_images = settings.get("vision_config") and model_type not in _WITHOUT_TORCHVISION
         if (with_images or model_type in _WITH_TORCHVISION) and (why := machine.missing_torchvision()):
             raise ConfigError(
                 f"vLLM imports torchvision for {base.path} ({model_type}), even if it serves text alone, but {why}, "
                 f"{embedded}"
             )
-        text_type = str(text.get("model_type")) if isinstance(text, dict) else model_type
+        text_type = str(config_parts(settings)[-1].get("model_type"))[:40]
         what, where = "", "on a GPU" if on_gpu else "without a GPU"
         if on_gpu and any(policy.lora is not None and not policy.lora.merge for policy in base.trained.values()):
             what = "serves adapters in 16 bits"
@@ -558,8 +559,7 @@ def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: boo
         if policy.lora is None or not (policy.lora.experts or is_vllm_on_cpu):
             continue
         key, settings = f"policies.{name}.lora", read_json(path / "config.json")
-        text = settings.get("text_config")
-        numbers = {**settings, **(text if isinstance(text, dict) else {})}.items()
+        numbers = {each: n for part in config_parts(settings) for each, n in part.items()}.items()
         # Dense models may have these settings too, as null, 0 or 1.
         has_experts = any("expert" in each and isinstance(n, int | list) and n not in (0, 1) for each, n in numbers)
         if policy.lora.experts and settings and not has_experts:

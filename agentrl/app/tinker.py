@@ -95,7 +95,6 @@ class TinkerService:
         clock: Clock,
         tell: Callable[[str], None],
     ) -> None:
-        self._versions = config.checkpoint.versions
         self._log: RequestLog = store.request_log()
         self._engine = engine
         self._clock = clock
@@ -112,7 +111,6 @@ class TinkerService:
             clock,
             max_models=config.max_models,
             checkpoint_every=config.checkpoint.every,
-            versions=config.checkpoint.versions,
         )
         self._receiving: dict[str, ClientRequest] = {}
         """Accepted requests that may not be on disk yet, by id."""
@@ -356,9 +354,9 @@ class TinkerService:
         try:
             if weights is not None and _is_removed(weights):
                 raise InputError(
-                    f"the weights of sampler {sampler.id} were removed: a server keeps the newest {self._versions} "
-                    f"unnamed samplers of {sampler.base.name if sampler.base.trains_all_weights else 'a model'} "
-                    "(checkpoint.versions)"
+                    f"the weights of sampler {sampler.id} were removed: a server keeps the newest "
+                    f"{self.tables.versions} unnamed samplers of "
+                    f"{sampler.base.name if sampler.base.trains_all_weights else 'a model'} (checkpoint.versions)"
                 )
             recorded = self._log.request(request.id)
             assert recorded is not None

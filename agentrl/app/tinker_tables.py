@@ -172,7 +172,7 @@ class ClientTables:
         store: the journal.
         directory: the run directory.
         clock: times what expires.
-        versions: number of unnamed versions of a model that are kept; 0: all.
+        versions: number of unnamed versions of a model, or of a base with all weights, that are kept; 0: all.
         is_used: whether samples are drawn from a version now.
     """
 
@@ -189,7 +189,7 @@ class ClientTables:
         self._store = store
         self._directory = directory
         self._clock = clock
-        self._versions = versions
+        self.versions = versions
         self._is_used = is_used
         self.sessions: dict[str, str] = {}
         """Owner of each session."""
@@ -325,8 +325,8 @@ class ClientTables:
                     remove_whole(directory)
 
     def remove_old_versions(self, model: ClientModel) -> None:
-        """Remove versions that no name keeps, except the newest of a model or, of models with all weights, which are
-        large, those of all models of a base together, where a model that was used later has the newer ones."""
+        """Remove versions that no name keeps, except the newest of a model. All weights are large, so models with them
+        share the limit of their base; the versions of the model that was used last stay longest."""
         models = [model]
         if model.base.trains_all_weights:
             models = [other for other in self.models.values() if other.base is model.base]
@@ -336,7 +336,7 @@ class ClientTables:
             each for each in self._versions_of(model.base) if each[0].lineage in used_at and each[0] not in named
         ]
         versions.sort(key=lambda each: (used_at[each[0].lineage], each[0]))
-        for version, directory in versions[: -self._versions] if self._versions else ():
+        for version, directory in versions[: -self.versions] if self.versions else ():
             if not self._is_used(version):
                 remove_whole(directory)  # a later publication of the same weights looks for its name
 

@@ -82,7 +82,6 @@ class ModelTraining:
         clock: times passes.
         max_models: number of models in memory at once.
         checkpoint_every: steps between checkpoints of a model; 0: none.
-        versions: number of models with all weights of a base that keep their checkpoint; 0: all.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class ModelTraining:
         *,
         max_models: int,
         checkpoint_every: int,
-        versions: int,
     ) -> None:
         self._tables = tables
         self._log = log
@@ -104,7 +102,6 @@ class ModelTraining:
         self._clock = clock
         self._max_models = max_models
         self._checkpoint_every = checkpoint_every
-        self._versions = versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer")
 
     def turn(self, model: ClientModel) -> float:
@@ -368,7 +365,8 @@ class ModelTraining:
         loaded = {request.subject for request in self._log.requests("load_weights")}
         others = [other for other in self._tables.models.values() if other.base is model.base and other is not model]
         others.sort(key=lambda other: (other.used_at, other.number))
-        for other in others[: max(0, len(others) - self._versions + 1)] if self._versions else ():
+        keep = self._tables.versions
+        for other in others[: max(0, len(others) - keep + 1)] if keep else ():
             for checkpoint in self._checkpoints(other) if other.id not in loaded else ():
                 remove_whole(checkpoint)
 

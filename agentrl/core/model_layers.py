@@ -5,6 +5,7 @@ no torch, so that a run with such a model is refused at once.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import read_json
@@ -30,16 +31,19 @@ _OTHER_CACHES = {
 """Model types, and what of their layers does not fit a slot."""
 
 
+def config_parts(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of a `config.json` and, if its checkpoint is for images and text, those of the text model."""
+    text = settings.get("text_config")
+    return [settings, text] if isinstance(text, dict) else [settings]
+
+
 def check_slot_layers(path: Path) -> None:
     """Refuse a model that the embedded engine cannot sample from, because its layers keep what a slot cannot hold.
 
     Raises:
         ModelError: the message names the model type and the layers.
     """
-    settings = read_json(path / "config.json")
-    text = settings.get("text_config")
-    parts = [part for part in (settings, text) if isinstance(part, dict)]
-    for part in parts:
+    for part in config_parts(read_json(path / "config.json")):
         model_type = str(part.get("model_type"))[:40]
         if model_type in WITHOUT_INITIAL_STATE:
             raise ModelError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import read_json
+from agentrl.core.model_layers import config_parts
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """Names of the quantization in `config.json`; the second is that of old files of compressed-tensors."""
@@ -22,8 +23,7 @@ def read_quantization(path: Path) -> Mapping[str, Any]:
         ModelError: a file holds no JSON object.
     """
     settings = read_json(path / "config.json")
-    parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]
-    for part in parts:
+    for part in config_parts(settings):
         for key in CONFIG_KEYS:
             if isinstance(quantization := part.get(key), dict) and quantization:
                 return {"model_type": settings.get("model_type"), **quantization}

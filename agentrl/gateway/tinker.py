@@ -227,26 +227,22 @@ class TinkerServer:
             self._held_bytes[owner] -= len(body)
 
     async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
+        place: tuple[str, int] | None = None
         try:
             async with self._body(request) as body:
-                place: tuple[str, int] | None = None
-                try:
-                    async with self._reading:
-                        await asyncio.sleep(0)  # all else runs between two bodies
-                        content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
-                        try:
-                            content = tinker_messages.read_request(route, content_bytes)
-                        except RequestRefusedError:
-                            place = tinker_messages.read_place(route, content_bytes)
-                            raise
-                except RequestRefusedError as refusal:
-                    if place is not None:  # others' bodies are read while it waits for the disk
-                        await self._backend.refuse(self._owner(request), *place, str(refusal))
-                    raise
+                async with self._reading:
+                    await asyncio.sleep(0)  # all else runs between two bodies
+                    content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+                    try:
+                        content = tinker_messages.read_request(route, content_bytes)
+                    except RequestRefusedError:
+                        place = tinker_messages.read_place(route, content_bytes)
+                        raise
                 promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
-        except bodies.LongBodyError as refusal:
-            place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
-            if place is not None:
+        except RequestRefusedError as refusal:
+            if isinstance(refusal, bodies.LongBodyError):
+                place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
+            if place is not None:  # others' bodies are read while it waits for the disk
                 await self._backend.refuse(self._owner(request), *place, str(refusal))
             raise
         return json_response(200, promise)

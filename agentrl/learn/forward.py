@@ -465,7 +465,7 @@ _MASK = 1 << 21
 """Number of elements of the largest mask: longer contexts have shorter chunks."""
 _KEPT_MASKS = 1 << 22
 """Number of mask elements that are kept for all layers; above it, each layer makes its own masks."""
-# For few tokens this is meant. The filter is set once: one for a call would change those of other threads.
+# Few tokens are not worth compiling. The filter is set once, because all threads share their filters.
 warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
 _BLOCK = 128
 """Number of tokens in a block of flex_attention."""

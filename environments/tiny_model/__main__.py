@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals raise `KeyboardInterrupt`, even those that are ignored, as SIGINT is by a job in the background.
+    """Let signals raise `KeyboardInterrupt`, even if they are ignored, as a background job ignores SIGINT.
 
     Several within `SAME_PRESS_S` count as one.
     """

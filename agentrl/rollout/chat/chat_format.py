@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import read_json
+from agentrl.core.model_layers import config_parts
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat, is_thinking_open
 from agentrl.core.text import common_prefix_length, valid_unicode
@@ -774,9 +775,8 @@ _ADDED_TOKENS = msgspec.json.Decoder(_AddedTokens)
 
 def _embedding_rows(directory: Path) -> int | None:
     """Return the number of rows of a model's embeddings; None if its configuration does not say."""
-    config = read_json(directory / "config.json")
-    text = config.get("text_config")
-    rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    parts = config_parts(read_json(directory / "config.json"))
+    rows = next((part["vocab_size"] for part in parts if "vocab_size" in part), None)
     return rows if type(rows) is int else None
 
 
