@@ -17,7 +17,7 @@ import hmac
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -208,43 +208,56 @@ class TinkerServer:
 
     @asynccontextmanager
     async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Read a body, which counts among its owner's within the context.
+        """Read a body, which counts among its owner's within the context; raises as `_receive`."""
+        with self._held(self._owner(request)) as body:
+            await self._receive(request, body)
+            yield bytes(body)
+
+    @contextmanager
+    def _held(self, owner: str) -> Iterator[bytearray]:
+        """Yield an empty body, which counts among its owner's within the context."""
+        body = bytearray()
+        try:
+            yield body
+        finally:
+            self._held_bytes[owner] -= len(body)
+
+    async def _receive(self, request: web.Request, body: bytearray) -> None:
+        """Read into a held body.
 
         Raises:
             RequestRefusedError: it is too long, or too much of its owner's is in memory.
         """
-        body, owner = bytearray(), self._owner(request)
-        try:
-            async for part in request.content.iter_any():
-                if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-                    raise bodies.LongBodyError(body, request.headers.get("Content-Encoding", ""))
-                if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
-                    raise RequestRefusedError(f"requests of {bodies.MAX_HELD_BYTES} bytes wait already", "unavailable")
-                self._held_bytes[owner] += len(part)
-                body += part
-            yield bytes(body)
-        finally:
-            self._held_bytes[owner] -= len(body)
+        owner = self._owner(request)
+        async for part in request.content.iter_any():
+            if len(body) + len(part) > bodies.MAX_BODY_BYTES:
+                raise bodies.LongBodyError(body, request.headers.get("Content-Encoding", ""))
+            if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
+                raise RequestRefusedError(f"requests of {bodies.MAX_HELD_BYTES} bytes wait already", "unavailable")
+            self._held_bytes[owner] += len(part)
+            body += part
 
     async def _accept(self, route: str, request: web.Request) -> web.StreamResponse:
+        owner = self._owner(request)
         place: tuple[str, int] | None = None
-        try:
-            async with self._body(request) as body:
+        with self._held(owner) as body:
+            try:
+                await self._receive(request, body)
                 async with self._reading:
                     await asyncio.sleep(0)  # all else runs between two bodies
-                    content_bytes = bodies.decompress_body(body, request.headers.get("Content-Encoding", ""))
+                    content_bytes = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                     try:
                         content = tinker_messages.read_request(route, content_bytes)
                     except RequestRefusedError:
                         place = tinker_messages.read_place(route, content_bytes)
                         raise
-                promise = await self._backend.accept(self._owner(request), route, content, content_bytes)
-        except RequestRefusedError as refusal:
-            if isinstance(refusal, bodies.LongBodyError):
-                place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
-            if place is not None:  # others' bodies are read while it waits for the disk
-                await self._backend.refuse(self._owner(request), *place, str(refusal))
-            raise
+                promise = await self._backend.accept(owner, route, content, content_bytes)
+            except RequestRefusedError as refusal:
+                if isinstance(refusal, bodies.LongBodyError):
+                    place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
+                if place is not None:  # others' bodies are read while it waits for the disk
+                    await self._backend.refuse(owner, *place, str(refusal))
+                raise
         return json_response(200, promise)
 
     async def _question(self, question: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
