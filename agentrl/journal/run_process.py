@@ -259,7 +259,8 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
             replace_file(path, msgspec.json.encode(msgspec.structs.replace(self, fault=mask_text(self.fault))))
         except OSError as error:
             raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); check the free space and the permissions there"
+                f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}, then start again with "
+                "--resume"
             ) from error
 
     @property

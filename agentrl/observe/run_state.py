@@ -335,7 +335,7 @@ class MetricsFile:
         try:
             self._file = open_jsonl_to_append(self.path)
         except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
+            raise self._error(error) from error
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Append and flush a line.
@@ -347,13 +347,17 @@ class MetricsFile:
         try:
             append_jsonl_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
-            raise StorageError(
-                f"{self.path}: metrics cannot be written ({error.strerror}); {os_error_advice(error)}"
-            ) from error
+            raise self._error(error) from error
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
+
+    def _error(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.path}: metrics cannot be written ({error.strerror}); {os_error_advice(error)}, then start again "
+            "with --resume"
+        )
 
 
 def open_jsonl_to_append(path: Path) -> FileIO:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -286,21 +286,25 @@ class LiveEpisode:
             metrics[ROULETTE_WEIGHT] = self.roulette_weight
         return metrics
 
-    @contextmanager
-    def waiting_for(self, activity: Activity) -> Iterator[None]:
+    def waiting_for(self, activity: Activity) -> ActivityWait:
         """Count a wait of the program within the context; without any, it is in its own code and tools."""
+        return ActivityWait(self, activity)
+
+    def begin_wait(self, activity: Activity) -> None:
+        """Begin a wait of the program."""
         clock = self.services.activity
         if self._is_open and not self._num_waits:
             clock.change("environment", -1)
         self._num_waits += 1
         clock.change(activity, 1)
-        try:
-            yield
-        finally:
-            clock.change(activity, -1)
-            self._num_waits -= 1
-            if self._is_open and not self._num_waits:
-                clock.change("environment", 1)
+
+    def end_wait(self, activity: Activity) -> None:
+        """End a wait of the program."""
+        clock = self.services.activity
+        clock.change(activity, -1)
+        self._num_waits -= 1
+        if self._is_open and not self._num_waits:
+            clock.change("environment", 1)
 
     def close(self) -> None:
         """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""
@@ -348,6 +352,25 @@ class LiveEpisode:
     def time_limit_paused(self) -> AbstractContextManager[None]:
         """Pause the episode's time limit within the context, for waits that do not count."""
         return nullcontext() if self.limit is None else self.limit
+
+
+class ActivityWait:
+    """The context of `LiveEpisode.waiting_for`.
+
+    A class, because every episode in flight holds one, and the context of a generator takes 350 bytes.
+    """
+
+    __slots__ = ("_activity", "_episode")
+
+    def __init__(self, episode: LiveEpisode, activity: Activity) -> None:
+        self._episode = episode
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        self._episode.begin_wait(self._activity)
+
+    def __exit__(self, *_: object) -> None:
+        self._episode.end_wait(self._activity)
 
 
 class TimeLimit:

@@ -94,8 +94,18 @@ def test_the_sink_writes_a_line_per_step_and_appends(tmp_path: Path) -> None:
         sink.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"policy": "policy", "step": step, "loss": None, "reward/mean": 0.5} for step in (1, 2)]
-    with pytest.raises(StorageError, match="metrics"):
+    with pytest.raises(StorageError, match=r"metrics.*--resume"):
         MetricsFile(tmp_path / "nowhere" / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_line_that_the_disk_refuses_says_how_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.observe.run_state.open_jsonl_to_append", lambda path: io.FileIO("/dev/full", "a"))
+    with (
+        contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as file,
+        pytest.raises(StorageError, match=r"No space left.*free space, then start again with --resume"),
+    ):
+        file.record("policy", 1, {"loss": 1.0})
 
 
 PLAN = RunDisplaySettings(name="demo", environment="guess", steps=40, max_staleness={"policy": 1})
