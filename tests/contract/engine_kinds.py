@@ -56,6 +56,9 @@ _DELTA_NET = {
 _ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
     "qwen3_sharded": lambda: transformers.Qwen3Config(**_SHAPE),
+    "wide": lambda: transformers.Qwen3Config(
+        **{**_SHAPE, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 1, "head_dim": 144}
+    ),
     "llama": lambda: transformers.LlamaConfig(**{**_SHAPE, "tie_word_embeddings": False}),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1

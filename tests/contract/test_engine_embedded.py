@@ -70,6 +70,26 @@ def check_logprobs(model: Any, context: Int32Array, completion: Completion, samp
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(("architecture", "threads"), [("qwen3", 1), ("wide", 2)])
+def test_small_models_are_sampled_by_one_thread(zoo: ModelZoo, architecture: str, threads: int) -> None:
+    """Whatever another part of the process sets after the engine has been loaded."""
+
+    async def run() -> int:
+        engine, seen = load(zoo, architecture, threads=2), []
+        torch.set_num_threads(3 - threads)
+        try:
+            await engine.on_worker(lambda: seen.append(torch.get_num_threads()))
+        finally:
+            await engine.close()
+        return seen[0]
+
+    before = torch.get_num_threads()
+    try:
+        assert asyncio.run(run()) == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe", "mixtral", "gpt2", HYBRID])
 def test_turns_of_many_conversations_match_plain_forward_passes(zoo: ModelZoo, architecture: str) -> None:
     model = zoo.load(architecture)

@@ -70,8 +70,13 @@ export async function forksView(page) {
     title: "Forks",
     content: tree.length
       ? card("Forks", element("p", { class: "quiet" }, "An episode that was played on from one of its turns, and what came of it."), nested(tree.map((fork, place) => forkNode(tree, fork, place, largest)), tree.map((fork) => fork.depth)))
-      : element("p", { class: "quiet" }, `This run has no forks. Make some: agentrl episode fork ${run.path} EPISODE --at TURN -n 4`),
+      : element("p", { class: "quiet" }, `This run has no forks. Make some: agentrl episode fork ${shellWord(run.path)} EPISODE --at TURN -n 4`),
   };
+}
+
+/** A path as a shell reads it. */
+function shellWord(path) {
+  return /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
 }
 
 function forkNode(tree, fork, place, largest) {
