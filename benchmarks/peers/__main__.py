@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -218,6 +219,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Run what the results lack, seed by seed, and report them all."""
     chosen = options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the contestants, too
     cache: Path = chosen.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
     results: Path = chosen.results or cache / ("results-quick.jsonl" if chosen.quick else "results.jsonl")

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.text import plural
+
 ROOT = Path(__file__).resolve().parents[2]
 MARKERS = re.compile(r"(<!-- peers -->\n).*?(<!-- /peers -->\n)", re.DOTALL)
 COLUMNS = {
@@ -89,16 +91,6 @@ HOW = """\
 * Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
-OLDER = """\
-* Tables without the column "cores that others used" are older. They lack the rows "LoRA as an adapter" and "in
-  lockstep": **their ratios say how the libraries are used, not how fast they are on equal terms.** There, agentrl
-  bounded the mean staleness; the naive loop and TRL's asynchronous trainer had the tasks in their order, in which kinds
-  alternate, and the others in random order; the naive loop's clock ran while its model loaded; and the tokens that
-  TRL's asynchronous trainer wasted are counted too low.
-"""
-"""What was different before each run recorded what else the machine computed."""
-UNEQUAL = "the order of tasks, bounds on staleness and the naive loop's clock differed. "
-"""The same, in README.md."""
 
 
 def number(value: float) -> str:
@@ -165,26 +157,16 @@ def readme_section(line: Mapping[str, Any]) -> str:
 
     over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
     over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_lockstep")
-    problems = times("word_problems", "naive", "times as long as the loop", "naive_lockstep")
-    terms = ""
-    if is_older(report):
-        terms = f"**Terms were not equal:** {UNEQUAL}"
-    elif problems and is_older(parts["word_problems"]):
-        terms = f"**There, terms were not equal:** {UNEQUAL}"
+    if problems := times("word_problems", "naive", "of the loop's time", "naive_lockstep"):
+        problems = f"With SmolLM2-135M ({plural(parts['word_problems']['repeats'], 'seed')}), agentrl took {problems}. "
     return (
         f"On {report['conditions']['machine']}, in medians of {report['repeats']} seeds, agentrl trained a "
         f"0.84 M-parameter model to a held-out reward of "
         f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
         f"{'agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. ' if over_trl else ''}"
-        f"{f'With SmolLM2-135M, agentrl took {problems}. ' if problems else ''}"
-        f"{terms}"
+        f"{problems}"
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
-
-
-def is_older(report: Mapping[str, Any]) -> bool:
-    """Whether a part shows runs that did not record what else the machine computed."""
-    return any("cores_of_others" not in record for record in report["records"])
 
 
 def ratios(report: Mapping[str, Any]) -> str:
@@ -204,8 +186,6 @@ def page(line: Mapping[str, Any]) -> str:
         "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
         f"{HOW}"
     )
-    if any(map(is_older, line["parts"].values())):
-        text += OLDER
     installed: set[str] = set()
     for part, report in line["parts"].items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
