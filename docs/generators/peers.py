@@ -80,6 +80,7 @@ HOW = """\
 * **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
   time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
   setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
+  Of the torch threads of agentrl's embedded engine, the calculator's small model is sampled with one.
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
   is a CUDA kernel. The row is measured with a patch of ours.
 * TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
