@@ -84,8 +84,8 @@ HOW = """\
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
   is a CUDA kernel. The row is measured with a patch of ours.
 * TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
-  it waits for stragglers, where TRL throws away what it sampled. Without that bound (`max_lag`), as in the rows with the
-  embedded engine, agentrl does not wait.
+  it waits for stragglers, where TRL throws away what it sampled. Without that bound (`max_lag`), as in the rows with
+  the embedded engine, agentrl does not wait.
 * In TRL, a tool call that is not JSON ends the episode with a reward of 0.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. The naive loop restarts from step 0.
