@@ -162,12 +162,14 @@ def readme_section(line: Mapping[str, Any]) -> str:
     over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_lockstep")
     if problems := times("word_problems", "naive", "of the loop's time", "naive_lockstep"):
         problems = f"With SmolLM2-135M ({plural(parts['word_problems']['repeats'], 'seed')}), agentrl took {problems}. "
+    if slow := times("tools", "trl_async_merged", "times as long as TRL's asynchronous trainer", "trl_async"):
+        slow = f"With slow tools, and one bound on staleness, it took {slow}: it waits where TRL drops old samples. "
     return (
         f"On {report['conditions']['machine']}, in medians of {report['repeats']} seeds, agentrl trained a "
         f"0.84 M-parameter model to a held-out reward of "
         f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
         f"{'agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. ' if over_trl else ''}"
-        f"{problems}"
+        f"{problems}{slow}"
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
 
