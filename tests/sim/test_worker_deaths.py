@@ -301,7 +301,7 @@ def test_several_that_kill_are_found_and_they_alone_are_dropped(simulated_loop: 
         await at.drained()
         assert at.dropped.keys() == {f"e{number}" for number in killers}
         assert len(at.ends) == 128 - len(killers)
-        assert max(at.deaths.values()) <= 10
+        assert max(at.deaths.values()) <= 12  # in 500 schedules: mostly 6 or 7, eleven times 10, once 11
 
     simulated_loop.run(main, seeds=SEEDS)
 
