@@ -217,6 +217,11 @@ def os_error_advice(error: OSError) -> str:
     return "check the disk"
 
 
+def resume_advice(error: OSError) -> str:
+    """Advice on an error of the operating system that ends a run, as a clause."""
+    return f"{os_error_advice(error)}, then start again with --resume"
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically with one that only its owner can read.
 

@@ -32,7 +32,7 @@ _OTHER_CACHES = {
 
 
 def config_parts(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of a `config.json` and, if its checkpoint is for images and text, those of the text model."""
+    """Return the settings of a `config.json`, then those of its text model if it has one within."""
     text = settings.get("text_config")
     return [settings, text] if isinstance(text, dict) else [settings]
 

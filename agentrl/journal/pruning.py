@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.core.files import os_error_advice, refuse_links
+from agentrl.core.files import refuse_links, resume_advice
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED_QUERY, decode_admission_row
 from agentrl.journal.port import PruneTotals
 from agentrl.journal.routing import RoutingStore
@@ -311,10 +311,7 @@ def _prune_files(
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise StorageError(
-                f"{run / name}: cannot be removed ({error.strerror}); {os_error_advice(error)}, then start again with "
-                "--resume"
-            ) from error
+            raise StorageError(f"{run / name}: cannot be removed ({error.strerror}); {resume_advice(error)}") from error
 
 
 def _pruning_error(path: Path, error: sqlite3.Error) -> StorageError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, TypeVa
 import msgspec
 
 from agentrl.core.errors import AgentRLError, RunDirectoryError, StorageError, format_foreign_error
-from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
+from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file, resume_advice
 from agentrl.core.masking import mask_text
 from agentrl.core.text import escape_line
 
@@ -258,10 +258,7 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         try:
             replace_file(path, msgspec.json.encode(msgspec.structs.replace(self, fault=mask_text(self.fault))))
         except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}, then start again with "
-                "--resume"
-            ) from error
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); {resume_advice(error)}") from error
 
     @property
     def is_of_this_process(self) -> bool:

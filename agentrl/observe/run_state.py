@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import file_size, open_regular, os_error_advice, read_at_most, replace_file
+from agentrl.core.files import file_size, open_regular, read_at_most, replace_file, resume_advice
 from agentrl.core.records import ProcessStatus
 
 if TYPE_CHECKING:
@@ -354,10 +354,7 @@ class MetricsFile:
         self._file.close()
 
     def _error(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"{self.path}: metrics cannot be written ({error.strerror}); {os_error_advice(error)}, then start again "
-            "with --resume"
-        )
+        return StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {resume_advice(error)}")
 
 
 def open_jsonl_to_append(path: Path) -> FileIO:

@@ -28,7 +28,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, os_error_advice, refuse_links, rename_durably, staging_directory
+from agentrl.core.files import (
+    LOCAL,
+    Disk,
+    os_error_advice,
+    refuse_links,
+    rename_durably,
+    resume_advice,
+    staging_directory,
+)
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -121,10 +129,7 @@ class CheckpointWriter:
                 "and resume the run"
             ) from error
         except OSError as error:
-            raise StorageError(
-                f"checkpoint {target}: {error.strerror or error}; {os_error_advice(error)}, "
-                "then start again with --resume"
-            ) from error
+            raise StorageError(f"checkpoint {target}: {error.strerror or error}; {resume_advice(error)}") from error
         return target
 
     def sealed(self) -> list[Mapping[str, PolicyVersion]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
-from agentrl.core.files import LOCAL, Disk, os_error_advice, rename_durably, staging_directory
+from agentrl.core.files import LOCAL, Disk, rename_durably, resume_advice, staging_directory
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
@@ -220,10 +220,7 @@ class RecordingTrainer:
         except FileExistsError as error:
             raise TrainerError(f"{version} exists in {target} with other weights; ids are never reused") from error
         except OSError as error:
-            raise StorageError(
-                f"{target}: could not be written ({error.strerror}); {os_error_advice(error)}, then start again with "
-                "--resume"
-            ) from error
+            raise StorageError(f"{target}: could not be written ({error.strerror}); {resume_advice(error)}") from error
         sha256 = self._disk.digest(target / TRAINED_FILE)
         return WeightsRef(version=version, path=str(target), kind="full", sha256=sha256)
 
