@@ -95,6 +95,11 @@ AGENTRL_EMBEDDED = Contender(
 CONTENDERS = {
     "agentrl_embedded": AGENTRL_EMBEDDED,
     "agentrl_lockstep": replace(AGENTRL_EMBEDDED, title="agentrl, embedded engine, in lockstep", schedule="lockstep"),
+    "agentrl_process": replace(
+        AGENTRL_EMBEDDED,
+        title="agentrl, embedded engine in a process of its own",
+        overrides=("--engine.replicas=1",),
+    ),
     "agentrl_vllm": AGENTRL_VLLM,
     "agentrl_vllm_adapter": replace(
         AGENTRL_VLLM,

