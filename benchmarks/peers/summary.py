@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.peers.contenders import CONTENDERS
+
 MEASURED = (
     "wall_s",
     "cpu_s",
@@ -22,8 +24,6 @@ MEASURED = (
     "cores_of_others",
 )
 """Numbers of a record that are summarized. One that is absent was not measured; None is what a run never reached."""
-ONE_SEED = {"tools": ("agentrl_lockstep", "trl_sync", "naive"), "word_problems": ("trl_sync",)}
-"""Contestants with a single seed in a part, to save time: one takes five to ten minutes there."""
 RATIOS = {
     **{
         f"{measure}_over_{name}": (f"{measure}_s", above, below)
@@ -31,6 +31,7 @@ RATIOS = {
         for name, above, below in (
             ("trl_async", "agentrl_vllm_adapter", "trl_async"),
             ("trl_async_merged", "agentrl_vllm", "trl_async"),
+            ("trl_async_unbounded", "agentrl_vllm_unbounded", "trl_async"),
             ("naive", "agentrl_embedded", "naive"),
             ("naive_process", "agentrl_process", "naive"),
             ("naive_lockstep", "agentrl_lockstep", "naive"),
@@ -107,7 +108,7 @@ def report(
     seeds: dict[str, set[int]] = {}
     for record in records:
         seeds.setdefault(record["contender"], set()).add(record["seed"])
-    repeated = [seeds[name] for name in seeds if name not in ONE_SEED.get(part, ())]
+    repeated = [seeds[name] for name in seeds if CONTENDERS[name].seeds[part] > 1]
     shared = set.intersection(*(repeated or seeds.values()))
     records = [record for record in records if record["seed"] in shared]
     by_seed = {name: ratios(records, name) for name in RATIOS}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from agentrl.config.load import load
 from benchmarks.peers import summary
-from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, takes_part, training_began
-from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code, user_files
+from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, training_began
+from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, lines_of_code, user_files
 from benchmarks.peers.contestants import progress, words
 from benchmarks.peers.running import Life, Samples, at, machine_cpu_seconds, read_log
 from benchmarks.peers.trainings import TRAININGS
@@ -118,8 +118,7 @@ def test_training_begins_when_the_server_first_samples_even_if_the_trainer_count
 
 
 def test_lines_of_code_leave_out_what_the_benchmark_adds() -> None:
-    trained = [user_files(contender, part) for contender in CONTENDERS.values() for part in PARTS]
-    for files in (*trained, VERIFIERS.user_files):
+    for files in (user_files(contender, part) for contender in CONTENDERS.values() for part in contender.seeds):
         whole = sum(len((SCRIPTS / name).read_text().splitlines()) for name in files)
         assert 0 < lines_of_code(files) < whole
 
@@ -184,8 +183,8 @@ def test_seeds_that_some_contestants_lack_count_for_none() -> None:
 
 def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
     for contender in CONTENDERS.values():
-        for part, training in TRAININGS.items():
-            words = settings_of(contender, part, training)
+        for part in TRAININGS.keys() & contender.seeds.keys():
+            words = settings_of(contender, part, TRAININGS[part])
             assert set(words) >= {"weights", "staleness", "in_flight", "threads", "learning_rate", "clip"}
 
 
@@ -217,14 +216,10 @@ def test_the_pages_are_what_the_saved_line_says(repository: Path) -> None:
         assert json.loads(json.dumps(summary.report(part, **again))) == report, "figures of an older routine"
 
 
-def test_synchronous_contestants_run_once_with_slow_tools() -> None:
-    assert takes_part("naive", "tools", 0)
-    assert not takes_part("naive", "tools", 1)
-    assert takes_part("naive", "calculator", 1)
-    assert takes_part("agentrl_vllm", "tools", 1)
-    assert takes_part("naive", "kills", 2)
-    assert not takes_part("naive", "kills", 3)
-    assert not takes_part("verifiers", "tools", 0)
+def test_contestants_take_part_in_known_parts() -> None:
+    assert {part for contender in CONTENDERS.values() for part in contender.seeds} == set(PARTS)
+    assert CONTENDERS["verifiers"].seeds == {"orchestration": 5}
+    assert CONTENDERS["naive"].seeds == {"calculator": 5, "word_problems": 5, "kills": 3, "tools": 1}
 
 
 def test_quick_runs_make_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
