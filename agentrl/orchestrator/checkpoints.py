@@ -28,15 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import (
-    LOCAL,
-    Disk,
-    os_error_advice,
-    refuse_links,
-    rename_durably,
-    resume_advice,
-    staging_directory,
-)
+from agentrl.core.files import LOCAL, Disk, refuse_links, rename_durably, resume_advice, staging_directory
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -417,11 +409,7 @@ class JournalRetention:
                 if self._budget:
                     self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:
-            fail(
-                StorageError(
-                    f"checkpoints: {error.strerror or error}; {os_error_advice(error)}, then resume with --resume"
-                )
-            )
+            fail(StorageError(f"checkpoints: {error.strerror or error}; {resume_advice(error)}"))
         except Exception as error:  # noqa: BLE001 - no caller awaits this task's result
             fail(error)
 
