@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -98,13 +99,14 @@ def prepare(
 
 def overrides(contender: Contender, training: Training) -> list[str]:
     """Settings of agentrl that a part or a row of the table changes in the TOML file."""
-    staleness, steps_in_flight = training.schedules[contender.schedule]
+    staleness, in_flight, slots = training.schedules[contender.schedule]
     return [
         f"--policies.solver.step_size={training.step_size}",
         f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
         f"--policies.solver.max_staleness={staleness}",
         *([f"--policies.solver.max_lag={staleness}"] if contender.schedule == "as_trl" else []),
-        f"--engine.slots={round(steps_in_flight * training.step_size)}",
+        f"--max_in_flight={round(in_flight * training.step_size)}",
+        f"--engine.slots={round(slots * training.step_size)}",
         f"--engine.max_context={training.max_context}",
         f"--sampling.max_tokens={training.game.max_tokens}",
         *contender.overrides,
@@ -159,6 +161,19 @@ def costs(samples: Samples, life: Life) -> dict[str, Any]:
         "tokens_sampled": sampled,
         "tokens_wasted": sampled - sum(step["trained"] for step in life.steps),
         "peak_mib": samples.peak_mib,
+        **staleness(life),
+    }
+
+
+def staleness(life: Life) -> dict[str, float]:
+    """How many steps behind the trained episodes were, and how many were dropped; of asynchronous contestants."""
+    steps = [step for step in life.steps if "staleness_mean" in step]
+    if not steps:
+        return {}
+    return {
+        "staleness_mean": statistics.fmean(step["staleness_mean"] for step in steps),
+        "staleness_max": max(step["staleness_max"] for step in steps),
+        "episodes_dropped": sum(step["dropped"] for step in steps),
     }
 
 
@@ -307,7 +322,7 @@ def describe(
 
 def settings_of(contender: Contender, part: str, training: Training) -> dict[str, str]:
     """The settings that are not the same for all, in words."""
-    words = dict(contender.settings) | {"clip": "0.2"}
+    words = {"clip": "0.2", **contender.settings}
     if part != "word_problems":
         words["bad_call"] = "ends the episode, reward 0"
     threads = str(threads_of(contender, training))
@@ -316,10 +331,12 @@ def settings_of(contender: Contender, part: str, training: Training) -> dict[str
         threads += f", server {training.threads.get('server', 1)}"
         words["in_flight"] = str(2 * training.step_size)
     if contender.config:
-        staleness, steps_in_flight = training.schedules[contender.schedule]
-        bound = "at most" if contender.schedule == "as_trl" else "mean"
+        staleness, in_flight, slots = training.schedules[contender.schedule]
+        bound = "at most" if contender.schedule == "as_trl" else "mean at most"
         words["staleness"] = f"{bound} {staleness}, none dropped" if staleness else "0"
-        words["in_flight"] = str(round(steps_in_flight * training.step_size))
+        words["in_flight"] = str(round(in_flight * training.step_size))
+        if slots < in_flight:
+            words["in_flight"] += f", {round(slots * training.step_size)} sampled at once"
     return {**words, "threads": threads, "learning_rate": f"{training.learning_rates[contender.weights]:g}"}
 
 

@@ -137,7 +137,7 @@ CONTENDERS = {
         settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
     ),
     "trl_sync": Contender(
-        title="TRL 1.16 synchronous, as shipped",
+        title="TRL 1.16 synchronous, as shipped, generation by transformers",
         environment="trl-sync",
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
@@ -153,7 +153,7 @@ CONTENDERS = {
         words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
         seeds={**SEEDS, "tools": 1},
         resumes=False,
-        settings={"weights": "all", "staleness": "0"},
+        settings={"weights": "all", "staleness": "0", "clip": "none"},
     ),
     "verifiers": Contender(
         title="verifiers 0.4, orchestration only",

@@ -17,6 +17,9 @@ MEASURED = (
     "cpu_per_step",
     "tokens_sampled",
     "tokens_wasted",
+    "staleness_mean",
+    "staleness_max",
+    "episodes_dropped",
     "peak_mib",
     "killed_s",
     "killed_tokens",
@@ -92,7 +95,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         own = [record for record in records if record["contender"] == name]
         row = {key: own[-1][key] for key in ("title", "lines", "packages", "megabytes", "proposer_and_solver")}
         for measure in MEASURED:
-            row[measure] = quartiles([reached(record, measure) for record in own if measure in record])
+            is_whole = all(measure in record for record in own)
+            row[measure] = quartiles([reached(record, measure) for record in own]) if is_whole else None
         rows[name] = {**row, "runs": len(own)}
     return rows
 

@@ -35,11 +35,11 @@ class Training:
     """Of TRL's vLLM server: the contexts of all conversations in flight."""
     threads: Mapping[str, int] = field(default_factory=lambda: {"trl_sync": 2})
     """Threads of torch, by script, of contestants that are faster with more than one; `server`: TRL's vLLM."""
-    schedules: Mapping[str, tuple[int, float]] = field(
-        default_factory=lambda: {"default": (1, 1.5), "lockstep": (0, 1.0), "as_trl": (4, 2.0)}
+    schedules: Mapping[str, tuple[int, float, float]] = field(
+        default_factory=lambda: {"default": (1, 2.0, 1.5), "lockstep": (0, 1.0, 1.0), "as_trl": (4, 2.0, 2.0)}
     )
-    """Of agentrl: `max_staleness`, and conversations in flight as a multiple of the step. `as_trl`: what TRL's
-    asynchronous trainer has."""
+    """Of agentrl: `max_staleness`, conversations in flight, and how many of them the engine samples at once, both as
+    multiples of the step. `as_trl`: what TRL's asynchronous trainer has."""
     limit_s: float = 900.0
     """Seconds of training after which a run has not reached the goal."""
 
@@ -74,7 +74,7 @@ WORD_PROBLEMS = Training(
 TOOLS = replace(
     ARITHMETIC,
     limit_s=600.0,
-    schedules={**ARITHMETIC.schedules, "default": (4, 2.0)},  # as agentrl's documentation says for slow tools
+    schedules={**ARITHMETIC.schedules, "default": (4, 2.0, 2.0)},  # as agentrl's documentation says for slow tools
 )
 KILLED = replace(ARITHMETIC, steps=16)
 """Killed after step 10, and run again until that step is done."""

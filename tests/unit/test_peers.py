@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.config.load import load
 from benchmarks.peers import summary
-from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, training_began
+from benchmarks.peers.__main__ import PARTS, combined, overrides, settings_of, staleness, training_began
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, lines_of_code, user_files
 from benchmarks.peers.contestants import progress, words
 from benchmarks.peers.running import Life, Samples, at, machine_cpu_seconds, read_log
@@ -86,8 +86,15 @@ def test_an_observer_of_agentrl_counts_the_tokens_of_a_moving_rate(
         readings.append((readings[-1][0] + 0.5 * step, readings[-1][1] + tokens))
         (since, before), (now, total) = readings[-6:][0], readings[-1]
         metrics = {"run/seconds": now, "step/tokens": 50, "tokens/sampled_per_s": (total - before) / (now - since)}
+        metrics |= {"staleness/mean": step / 2, "staleness/max": step, "episodes/dropped": 3 * step}
         observer.on_step("solver", step, metrics)
     begin, *steps = read_log(tmp_path / "log.jsonl")
+    assert staleness(Life(events=[begin, *steps])) == {
+        "staleness_mean": 2.25,
+        "staleness_max": 8,
+        "episodes_dropped": 24,
+    }
+    assert staleness(Life(events=[{"t": 1.0, "step": 1, "sampled": 9, "trained": 9}])) == {}
     assert [round(step["sampled"], 6) for step in steps] == [100, 40, 0, 70, 90, 80, 20, 60]
     assert steps[0]["t"] - begin["t"] == pytest.approx(0.5, abs=1e-3)
 
@@ -192,8 +199,11 @@ def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() ->
     for part, training in TRAININGS.items():
         rows = {name: settings_of(contender, part, training) for name, contender in CONTENDERS.items()}
         for ours, theirs in (("agentrl_lockstep", "naive"), ("agentrl_vllm_adapter", "trl_async")):
-            for setting in {"weights", "in_flight", "learning_rate", "clip"} | rows[ours].keys() & {"bad_call"}:
+            for setting in {"weights", "in_flight", "learning_rate"} | rows[ours].keys() & {"bad_call"}:
                 assert rows[ours][setting] == rows[theirs][setting], (part, ours, setting)
+        assert rows["agentrl_vllm_adapter"]["clip"] == rows["trl_async"]["clip"] == "0.2"
+        ours = load(SCRIPTS / "agentrl_vllm.toml", overrides(CONTENDERS["agentrl_vllm"], training))
+        assert str(ours.max_in_flight) == rows["trl_async"]["in_flight"], "not only those in the engine"
         assert rows["agentrl_lockstep"]["staleness"] == rows["naive"]["staleness"] == "0"
         assert rows["agentrl_vllm_adapter"]["staleness"] == "at most 4, none dropped"
         assert rows["trl_async"]["staleness"] == "at most 4, older dropped"

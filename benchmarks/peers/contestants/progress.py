@@ -4,7 +4,8 @@ Imported by the scripts of this directory in each library's own environment, so 
 library. Lines that use it end in `# measured` and are not counted as the user's code.
 
 The log has one JSON object per line: `t`, the system clock in seconds, with `begin` before the first step, or with
-`step`, `sampled` (tokens, or null if the server counts them) and `trained` (tokens) after each.
+`step`, `sampled` (tokens, or null if the server counts them) and `trained` (tokens) after each; asynchronous
+contestants add `staleness_mean` and `staleness_max` (steps, of the trained episodes) and `dropped` (episodes too old).
 """
 
 import json
@@ -50,7 +51,15 @@ def trl_callback(episodes):
         def on_log(self, args, state, control, logs=None, **_):
             logs = logs or {}
             if "batch/trained_tokens_per_step" in logs:  # asynchronous: the server knows what was sampled
-                write(step=state.global_step, t=self.ended, sampled=None, trained=logs["batch/trained_tokens_per_step"])
+                write(
+                    step=state.global_step,
+                    t=self.ended,
+                    sampled=None,
+                    trained=logs["batch/trained_tokens_per_step"],
+                    staleness_mean=logs["sample/staleness_mean"],
+                    staleness_max=logs["sample/staleness_max"],
+                    dropped=logs.get("sample/dropped_stale_total", 0),
+                )
             elif "completions/mean_length" in logs and "server" not in SETTINGS:  # else: the summary at the end
                 tokens = logs["completions/mean_length"] * episodes
                 write(step=state.global_step, t=self.ended, sampled=tokens, trained=tokens)
@@ -64,6 +73,7 @@ class AgentrlObserver:
     def __init__(self):
         self.sampled = deque([(0.0, 0.0)], maxlen=6)
         """Seconds and tokens sampled so far at the newest steps."""
+        self.dropped = 0.0
 
     def on_step(self, policy, step, metrics):
         """Write the step; before the first, when the run began."""
@@ -74,7 +84,16 @@ class AgentrlObserver:
         since, tokens = self.sampled[len(self.sampled) == self.sampled.maxlen]
         total = tokens + metrics.get("tokens/sampled_per_s", 0.0) * (seconds - since)  # a rate over five steps
         self.sampled.append((seconds, max(before, total)))
-        write(step=step, t=now, sampled=self.sampled[-1][1] - before, trained=metrics["step/tokens"])
+        write(
+            step=step,
+            t=now,
+            sampled=self.sampled[-1][1] - before,
+            trained=metrics["step/tokens"],
+            staleness_mean=metrics["staleness/mean"],
+            staleness_max=metrics["staleness/max"],
+            dropped=metrics["episodes/dropped"] - self.dropped,
+        )
+        self.dropped = metrics["episodes/dropped"]
 
     def on_evaluation(self, versions, metrics):
         """Ignored."""
