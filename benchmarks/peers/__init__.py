@@ -7,9 +7,9 @@ equal where they can be.
 Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). Each run is
 appended to `results.jsonl` there at once, and a run that stands there is not repeated: the command can be stopped and
 started again. It waits for a quiet machine, and repeats a run beside which other processes had more than `--others`
-cores. `--report` runs nothing. The last line is JSON: figures, quartiles, the table and the single runs, of the seeds
-that all contestants have. `--output docs/peers.json` saves it, and `python -m docs.generators.peers` makes the tables
-of the documentation from it.
+cores. `--report` runs nothing. The last line is JSON: figures, quartiles and the table of the seeds that all
+contestants have, and all single runs. `--output docs/peers.json` saves it, and `python -m docs.generators.peers` makes
+the tables of the documentation from it.
 
 Contestants (`contenders.py`; their scripts are in `contestants/`):
 

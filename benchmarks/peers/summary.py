@@ -108,14 +108,17 @@ def report(
     goal: float | None,
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the last line says, of the seeds that all contestants have (but those with a single one)."""
+    """What the last line says, of the seeds that all contestants have (but those with a single one).
+
+    `records` keeps the runs of all seeds, so that later ones can be added.
+    """
     seeds: dict[str, set[int]] = {}
     for record in records:
         seeds.setdefault(record["contender"], set()).add(record["seed"])
     repeated = [seeds[name] for name in seeds if CONTENDERS[name].seeds[part] > 1]
     shared = set.intersection(*(repeated or seeds.values()))
-    records = [record for record in records if record["seed"] in shared]
-    by_seed = {name: ratios(records, name) for name in RATIOS}
+    counted = [record for record in records if record["seed"] in shared]
+    by_seed = {name: ratios(counted, name) for name in RATIOS}
     spread = {name: quartiles(values) for name, values in by_seed.items()}
     return {
         "benchmark": "peers",
@@ -123,13 +126,13 @@ def report(
         "quick": quick,
         "goal": goal,
         "conditions": {
-            name: ", ".join(dict.fromkeys(record[name] for record in records)) for name in ("date", "machine", "commit")
+            name: ", ".join(dict.fromkeys(record[name] for record in counted)) for name in ("date", "machine", "commit")
         },
-        "repeats": len({record["seed"] for record in records}),
+        "repeats": len({record["seed"] for record in counted}),
         "figures": {name: values and _short(values[1]) for name, values in spread.items()},
         "quartiles": {name: values and [_short(value) for value in values] for name, values in spread.items()},
         "pairs": {name: len(values) for name, values in by_seed.items()},
-        "table": table(records),
+        "table": table(counted),
         "records": list(records),
     }
 
