@@ -331,12 +331,13 @@ def settings_of(contender: Contender, part: str, training: Training) -> dict[str
         threads += f", server {training.threads.get('server', 1)}"
         words["in_flight"] = str(2 * training.step_size)
     if contender.config:
-        staleness, in_flight, slots = training.schedules[contender.schedule]
-        bound = "at most" if contender.schedule == "as_trl" else "mean at most"
-        words["staleness"] = f"{bound} {staleness}, none dropped" if staleness else "0"
-        words["in_flight"] = str(round(in_flight * training.step_size))
-        if slots < in_flight:
-            words["in_flight"] += f", {round(slots * training.step_size)} sampled at once"
+        config = load(SCRIPTS / contender.config, overrides(contender, training))
+        solver = config.policies["solver"]
+        bound = "mean at most" if solver.max_lag is None else "at most"
+        words["staleness"] = f"{bound} {solver.max_staleness}, none dropped" if solver.max_staleness else "0"
+        words["in_flight"] = str(config.max_in_flight)
+        if config.engine.slots < config.max_in_flight:
+            words["in_flight"] += f", {config.engine.slots} sampled at once"
     return {**words, "threads": threads, "learning_rate": f"{training.learning_rates[contender.weights]:g}"}
 
 

@@ -104,8 +104,8 @@ HOW = """\
 * TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
   it waits for stragglers, where TRL drops what it sampled. One row is without that bound (`max_lag`, by default none):
   there, `max_staleness = 4` bounds the mean alone.
-* Wasted tokens were sampled and not trained by the last step. TRL's include those of episodes that were unfinished or
-  in its queue when the last step ended; agentrl begins no episode that its last step does not need.
+* A token is wasted if it was sampled but not trained by the last step. For TRL this includes episodes still running or
+  queued at the end; agentrl starts no episode that its last step does not need.
 * In TRL, a tool call that is not JSON is the final answer, for which this task gives no reward. Its synchronous trainer
   makes the tool calls of a step one after another: with slow tools, it was stopped after ten minutes.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
