@@ -20,6 +20,7 @@ Contestants (`contenders.py`; their scripts are in `contestants/`):
 * `agentrl_vllm_unbounded`: with slow tools, agentrl's default in place of TRL's bound on staleness.
 * `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
   does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.
+  `trl_async_merged` sends merged weights by `contestants/trl_merged_weights.py`.
 * `trl_sync`: TRL's GRPOTrainer with generation by transformers, as shipped. This is "TRL as shipped" in the figures.
 * `naive`: `benchmarks/naive_loop.py`.
 * `verifiers`: rollouts alone (`orchestration.py`), since verifiers has no trainer.
@@ -41,26 +42,26 @@ What is measured:
 * `cores_of_others`: CPU cores that processes beside the run used, or that the machine's host took away.
 * `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10. Seconds
   until that step is done again, with the start of the processes, and tokens sampled until then. All write a checkpoint
-  every third step, except the naive loop, which cannot resume. TRL's server is a process of its own and could survive:
+  every third step; the naive loop is not written to resume. TRL's server is a process of its own and could survive:
   its user would then unload the adapters that are newer than the checkpoint.
 * `lines`, `packages`, `megabytes`: the user's code without blanks, comments, module docstrings and what the benchmark
-  adds; what the environment holds.
+  adds, such as TRL's patch and transfer for CPUs; what the environment holds.
 
 Choices:
 
-* Two kinds of weights. TRL's asynchronous trainer sends whole weights, merged ones too, over NCCL alone. On a CPU it
-  trains and sends a LoRA (rank 16, all linear layers, learning rate 1e-3). `agentrl_vllm` trains the same, and
-  publishes it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time;
-  `agentrl_vllm_adapter` publishes an adapter, as TRL does. The others
-  train full weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios
-  compare within a kind.
+* Two kinds of weights. On a CPU, TRL's asynchronous trainer sends a LoRA (rank 16, all linear layers, learning rate
+  1e-3), so all rows with vLLM train one. Merged into the weights, it is sampled with less CPU time. `agentrl_vllm`
+  publishes it so (`lora.merge`), and `agentrl_vllm_adapter` as an adapter. TRL's own transfer of whole weights is NCCL;
+  its interface (`weight_transfer`) admits others, and `trl_async_merged` has one through a file that vLLM loads in
+  place. The others train full weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop
+  alike. Ratios compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
   agentrl's dual clip is off.
 * Staleness with vLLM: TRL's default for all, at most 4 (of every token: agentrl's `max_lag`), with 128 conversations in
-  flight, waiting tools included (agentrl's `max_in_flight`). TRL's default is 256. One pilot seed of TRL with 64 and
-  with 192 in flight took longer to the goal: 30 and 36 s instead of 24 s, and 41 and 40 s instead of 29 s with slow
-  tools. TRL drops what exceeds the bound; agentrl drops nothing, and does not begin episodes that could exceed it. The
+  flight, waiting tools included (agentrl's `max_in_flight`). TRL's default is 256, and was
+  not measured. One pilot seed of TRL, on another machine, with 64 and with 192 in flight took longer to the goal: 30
+  and 36 s instead of 24 s, and 41 and 40 s instead of 29 s with slow tools. TRL drops what exceeds the bound; agentrl drops nothing, and does not begin episodes that could exceed it. The
   embedded engine has agentrl's default, a mean of 1.
 * A tool call that is not JSON ends an episode in TRL, with a reward of 0, so it does in agentrl and in the naive loop,
   which could answer it with an error. 3% of the first episodes have such a call. With TRL's rule, the naive loop's

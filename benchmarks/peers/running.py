@@ -12,13 +12,13 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import SCRIPTS, VLLM_ENVIRONMENT, VLLM_SERVER, Contender
+from benchmarks.peers.contenders import SCRIPTS, VLLM_ENVIRONMENT, Contender
 from benchmarks.peers.environments import ROOT
 from benchmarks.processes import ProcessTree
 
@@ -154,14 +154,21 @@ def kill_tree(pid: int) -> None:
 
 @contextmanager
 def vllm_server(
-    python: Path, model: Path, directory: Path, *, kv_bytes: int, threads: int, sequences: int
+    python: Path,
+    model: Path,
+    directory: Path,
+    *,
+    arguments: Sequence[str],
+    kv_bytes: int,
+    threads: int,
+    sequences: int,
 ) -> Iterator[tuple[str, int]]:
     """A vLLM server that starts on a free port; yields its address and process id at once, since TRL waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
-    command += ["--host=127.0.0.1", *VLLM_SERVER, f"--kv-cache-memory-bytes={kv_bytes}", f"--max-num-seqs={sequences}"]
+    command += ["--host=127.0.0.1", *arguments, f"--kv-cache-memory-bytes={kv_bytes}", f"--max-num-seqs={sequences}"]
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(
             command,

@@ -33,8 +33,8 @@ RATIOS = {
         for measure in ("wall", "cpu")
         for name, above, below in (
             ("trl_async", "agentrl_vllm_adapter", "trl_async"),
-            ("trl_async_merged", "agentrl_vllm", "trl_async"),
-            ("trl_async_unbounded", "agentrl_vllm_unbounded", "trl_async"),
+            ("trl_async_merged", "agentrl_vllm", "trl_async_merged"),
+            ("trl_async_unbounded", "agentrl_vllm_unbounded", "trl_async_merged"),
             ("naive", "agentrl_embedded", "naive"),
             ("naive_process", "agentrl_process", "naive"),
             ("naive_lockstep", "agentrl_lockstep", "naive"),
@@ -42,7 +42,7 @@ RATIOS = {
             ("trl_sync_lockstep", "agentrl_lockstep", "trl_sync"),
         )
     },
-    "orchestration_cpu_over_verifiers": ("rollout_cpu_ms", "agentrl_embedded", "verifiers"),
+    "orchestration_cpu_over_verifiers": ("rollout_cpu_ms", "agentrl_scripted", "verifiers"),
 }
 """Figure: what is divided, for whom, by the same of whom, seed by seed."""
 
@@ -94,6 +94,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     for name in dict.fromkeys(record["contender"] for record in records):
         own = [record for record in records if record["contender"] == name]
         row = {key: own[-1][key] for key in ("title", "lines", "packages", "megabytes", "proposer_and_solver")}
+        row["commit"] = ", ".join(dict.fromkeys(record["commit"] for record in own))
         for measure in MEASURED:
             is_whole = all(measure in record for record in own)
             row[measure] = quartiles([reached(record, measure) for record in own]) if is_whole else None
@@ -126,7 +127,7 @@ def report(
         "quick": quick,
         "goal": goal,
         "conditions": {
-            name: ", ".join(dict.fromkeys(record[name] for record in counted)) for name in ("date", "machine", "commit")
+            name: ", ".join(dict.fromkeys(record[name] for record in counted)) for name in ("date", "machine")
         },
         "repeats": len({record["seed"] for record in counted}),
         "figures": {name: values and _short(values[1]) for name, values in spread.items()},

