@@ -59,10 +59,10 @@ Choices:
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
   agentrl's dual clip is off.
 * Staleness with vLLM: TRL's default for all, at most 4 (of every token: agentrl's `max_lag`), with 128 conversations in
-  flight, waiting tools included (agentrl's `max_in_flight`). TRL's default is 256, and was
-  not measured. One pilot seed of TRL, on another machine, with 64 and with 192 in flight took longer to the goal: 30
-  and 36 s instead of 24 s, and 41 and 40 s instead of 29 s with slow tools. TRL drops what exceeds the bound; agentrl drops nothing, and does not begin episodes that could exceed it. The
-  embedded engine has agentrl's default, a mean of 1.
+  flight, waiting tools included (agentrl's `max_in_flight`). TRL's default is 256, and was not measured. One pilot seed
+  of TRL, on another machine, with 64 and with 192 in flight took longer to the goal: 30 and 36 s instead of 24 s, and
+  41 and 40 s instead of 29 s with slow tools. TRL drops what exceeds the bound; agentrl drops nothing, and does not
+  begin episodes that could exceed it. The embedded engine has agentrl's default, a mean of 1.
 * A tool call that is not JSON ends an episode in TRL, with a reward of 0, so it does in agentrl and in the naive loop,
   which could answer it with an error. 3% of the first episodes have such a call. With TRL's rule, the naive loop's
   held-out reward was higher by 0.016 after 6, 9 and 12 steps (means of six seeds).
