@@ -95,7 +95,7 @@ def with_kept_models(config: RunConfig, run: Path, before: Mapping[str, Any]) ->
         directory = run / "models" / name
         is_kept = name and directory.is_dir() and isinstance(source, list)
         refuse_links(run / "models", *([directory, *directory.iterdir()] if is_kept else ()))
-        if is_kept and {path, os.path.realpath(path)} & {*map(str, source or ()), str(directory)}:
+        if is_kept and {path, os.path.realpath(path)} & {*map(str, source or ()), str(directory), value}:
             kept[setting] = str(directory)
     return with_model_paths(config, kept)
 

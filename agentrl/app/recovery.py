@@ -200,7 +200,7 @@ class ResumeCheckpoint:
         mean = NOT_MEASURED if self.manifest is None else self.manifest.measured
         for version in mean.versions.values():
             if (version.lineage, version.step) not in list_version_directories(versions / version.policy, disk=disk):
-                return BestRunningMean(what=mean.what, newest=mean.newest)
+                return BestRunningMean(what=mean.what)
         return mean
 
     def first_versions(

@@ -63,7 +63,7 @@ from agentrl.inspection.tokens import read_step_rows
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.reader import AttemptLocation, TurnLogReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader, pruned_attempt_error
 from agentrl.journal.routing import RoutingReader, read_locally
 from agentrl.journal.rows import ForkPrefixes, assemble_trajectories
 from agentrl.observe.run_directory import run_argument
@@ -190,7 +190,13 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     result = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
     entries, inherited_entries = reader.recorded(line)
     if view.problems:
-        return msgspec.structs.replace(result, recorded=len(entries), text="; ".join(view.problems))
+        is_pruned = pruned_attempt_error(reader.journal, line.episode, line.attempt) is not None
+        return msgspec.structs.replace(
+            result,
+            outcome="not_replayable" if is_pruned else "damaged",
+            recorded=len(entries),
+            text="; ".join(view.problems),
+        )
     # An external agent may request its own turns in any order; inherited turns keep theirs, as in the fork itself.
     with_context = external_turns_with_context([*inherited_entries, *entries])
     turns = [entry for entry in with_context if entry.episode_id == line.episode]
@@ -539,9 +545,12 @@ def _kept_checkpoint(
                 if _learning_settings(reader, start_point.lineage) != _learning_settings(reader, lineage):
                     raise InputError(
                         f"step {start_point.step}, which lies between the newest checkpoint and this step, was taken "
-                        "with another trainer.loss, or other options of credit.advantage = 'gae'"
+                        "with another trainer.loss, trainer.entropy_bonus or trainer.optimizer.max_grad_norm, or other "
+                        "options of credit.advantage = 'gae'"
                     )
                 batch, version = _batch(reader, *key)
+                if version.step >= start_point.step:
+                    raise JournalError(f"the record of the step that produced {start_point} begins at {version}")
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
                 break
         else:
@@ -549,10 +558,16 @@ def _kept_checkpoint(
 
 
 def _learning_settings(reader: RunReader, lineage: int) -> list[Any]:
-    """Return the recorded settings of the loss, and of the advantage if its options belong to the loss, as data."""
+    """Return the recorded settings that a step's update depends on and a resume may change, as data: those of the loss,
+    and of the advantage if its options belong to the loss."""
     config = reader.log.config(lineage)
-    advantage = config.get("credit", {}).get("advantage", {})
-    return [config.get("trainer", {}).get("loss"), advantage if advantage.get("name") == "gae" else None]
+    trainer, advantage = config.get("trainer", {}), config.get("credit", {}).get("advantage", {})
+    return [
+        trainer.get("loss"),
+        trainer.get("entropy_bonus"),
+        trainer.get("optimizer", {}).get("max_grad_norm"),
+        advantage if advantage.get("name") == "gae" else None,
+    ]
 
 
 def _check_loss(name: str, reader: RunReader, lineage: int) -> None:

@@ -418,10 +418,12 @@ class ClientSampler:
 
         def watch() -> NewTokensCallback:
             sampled: list[int] = []
+            longest = max(len(text.encode()) for text in texts)  # in bytes; most tokens have at least one
 
             def end_at_text(request_id: str, tokens: Tokens) -> None:
                 sampled.extend(tokens.token_ids.tolist())
-                if any(text in decode(sampled) for text in texts):
+                end = decode(sampled[-longest - len(tokens.token_ids) :])
+                if any(text in end for text in texts):
                     self._engine.abort(request_id)
 
             return end_at_text

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agentrl.app.run_parts import RunFactories
+    from agentrl.inspection.comparisons import ReplayResult
     from agentrl.inspection.reader import EpisodeLine, RunReader
     from agentrl.inspection.render import TerminalPage
 
@@ -187,7 +188,9 @@ def episode_diff(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 @make_run_command
 def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; exit code 1 if an episode departs."""
+    """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; exit code 1 if an episode departs or is
+    damaged.
+    """
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import replay_page
 
@@ -201,14 +204,14 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             factories=_factories(reader),
             on_progress=progress,
         )
-    code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
+    code = _exit_code(results)
     return RunAnswer(results, lambda: replay_page(results, step=options.step), code)
 
 
 @make_run_command
 def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode rescore [RUN] [ID] [--where …] [--environment REF]`; exit code 1 if more than rewards
-    differs.
+    differs, or an episode is damaged.
     """
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import rescore_page
@@ -223,7 +226,7 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
             factories=_factories(reader),
             on_progress=progress,
         )
-    code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
+    code = _exit_code(results)
     return RunAnswer(results, lambda: rescore_page(results), code)
 
 
@@ -271,6 +274,12 @@ def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:
     if not newest:
         raise InputError(f"{reader.path}: no episode has ended yet")
     return newest[0].episode
+
+
+def _exit_code(results: Sequence[ReplayResult]) -> int:
+    """Return the exit code of replays."""
+    is_wrong = any(result.outcome in ("departed", "damaged") for result in results)
+    return CheckFailedError.exit_code if is_wrong else 0
 
 
 def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[str, int | None]]:

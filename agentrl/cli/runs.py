@@ -361,7 +361,9 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--limit N] [--force]`."""
+    """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--limit N] [--force]`; exit code 1
+    if an episode could not be written.
+    """
     from agentrl.inspection.export.exporting import MAX_EPISODES, export
     from agentrl.observe.progress import ProgressLine
 
@@ -376,12 +378,13 @@ def run_export(options: argparse.Namespace) -> int:
             force=options.force,
             on_progress=progress,
         )
+    code = CheckFailedError.exit_code if export_result.unreadable else 0
     if options.json:
         print_json(export_result)
-        return 0
+        return code
     _say(f"{export_result.path}: {plural(export_result.episodes, 'episode')}")
     if export_result.left_out:
-        count = export_result.episodes + export_result.left_out
+        count = export_result.episodes + export_result.unreadable + export_result.left_out
         is_too_long = options.to == "html" and count > MAX_EPISODES
         remedy = (
             f"browse all of them with `agentrl run serve {run_argument(reader.path)}`"
@@ -393,7 +396,7 @@ def run_export(options: argparse.Namespace) -> int:
         _say(f"  not readable: {problem}")
     if len(export_result.problems) > PROBLEMS_SHOWN:
         _say(f"  and {len(export_result.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
-    return 0
+    return code
 
 
 def _say(line: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice, refuse_links
+from agentrl.journal.requests import REQUESTS_FILE
 from agentrl.journal.routing import ROUTING
 from agentrl.journal.run_process import ERROR_FILE, LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
@@ -40,7 +41,7 @@ TRIES = 64
 """Maximum number of snapshots of the control log; one is discarded if a version was published while new entries were
 read."""
 ROUTING_DIRECTORY = f"journal/{ROUTING}"
-MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps", ROUTING_DIRECTORY)
+MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps", "models", ROUTING_DIRECTORY)
 """Directories whose files never change after they are written."""
 LINK_DIRECTORIES = ("policies", "best")
 """Directories of links to versions."""
@@ -135,7 +136,9 @@ class RunCopy:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                os.pwrite(descriptor, data, offset)
+                while data:  # a full disk takes only the beginning, and refuses the next call
+                    written = os.pwrite(descriptor, data, offset)
+                    data, offset = data[written:], offset + written
             finally:
                 os.close(descriptor)
 
@@ -217,9 +220,17 @@ class Mirror:
     Args:
         run: the run's directory.
         call: calls a method of the copy by name.
+
+    Raises:
+        InputError: the run is a server's.
     """
 
     def __init__(self, run: Path, call: Callable[..., Any]) -> None:
+        if (run / "journal" / REQUESTS_FILE).exists():
+            raise InputError(
+                f"{run}: a mirror would lack the requests of this server's clients. Stop the server, and copy the "
+                "directory"
+            )
         self._run = run
         self._call = call
         self._sent = 0
@@ -245,7 +256,7 @@ class Mirror:
             target = Path(scratch) / CONTROL_FILE
             state_files = self._send_state(run, control, target, had)
             self._send(CONTROL, target)
-        for folder in ("versions", "steps", ROUTING_DIRECTORY, "."):
+        for folder in ("versions", "steps", "models", ROUTING_DIRECTORY, "."):
             state_files += self._send_all(folder, had)
         self._call("finish", [*state_files, CONTROL], self._links())
         return MirrorRound(clock.monotonic() - began, self._sent)

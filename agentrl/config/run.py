@@ -580,6 +580,11 @@ def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPoli
             f"scorers.{name}.votes = 0 needs log-probabilities, which an endpoint does not give: set votes = 1 or "
             "more, or name a frozen policy as the judge"
         )
+    if isinstance(policy, PolicyConfig) and not scorer.votes:
+        raise ValueError(
+            f"scorers.{name}.votes = 0 would not record which version of {judge!r} judged, since {judge!r} learns: set "
+            "votes = 1 or more, or name a frozen policy as the judge"
+        )
     if isinstance(policy, PolicyConfig) and deterministic:
         raise ValueError(
             f"deterministic = true cannot be combined with scorers.{name}.judge = {judge!r}, which learns while it "

@@ -353,7 +353,13 @@ class Trainer(Protocol):
         ...
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """Accumulate the gradient of a batch, whose token data is at the locations in its units."""
+        """Accumulate the gradient of a batch, whose token data is at the locations in its units. A failure discards
+        what was accumulated for the step.
+
+        Raises:
+            UntrainableUnitsError: rows of some units cannot be trained; nothing of the batch was accumulated.
+            EngineLostError: a process of the trainer was lost.
+        """
         ...
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:

@@ -324,7 +324,8 @@ class FirstFinishersRelease:
             )
             self._freeze(group.frozen)
         if not group.running:
-            self._history.add(group.task, self._rewarded(spec.environment, committed.values()))
+            in_order = (committed[name] for name in sorted(committed, key=ids.episode_sort_key))
+            self._history.add(group.task, self._rewarded(spec.environment, in_order))
         if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
             return (), {}
         released = group.release_ended()
@@ -459,7 +460,7 @@ def reward_history_from_journal(
         open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
     """
     tasks: dict[str, str] = {}
-    groups: dict[str, list[RewardInRole]] = {}
+    groups: dict[str, list[tuple[str, RewardInRole]]] = {}
     parents: dict[str, str] = {}
     for spec, header in members:
         tasks[spec.episode_id] = spec.task.id
@@ -469,12 +470,12 @@ def reward_history_from_journal(
         rewards = groups.pop(spec.group_id, [])
         policies = set() if spec.branched_from else {trajectory.policy for trajectory in header.trajectories}
         for trajectory in rewarded_trajectories(header, policies):
-            rewards.append(
-                RewardInRole(SeatRole(trajectory.policy, spec.environment, trajectory.seat), trajectory.reward or 0.0)
-            )
+            role = SeatRole(trajectory.policy, spec.environment, trajectory.seat)
+            rewards.append((spec.episode_id, RewardInRole(role, trajectory.reward or 0.0)))
         groups[spec.group_id] = rewards
         parents[spec.group_id] = spec.episode_id.partition("~")[0]
     history = RewardHistory()
     for group_id, rewards in groups.items():
-        history.add(tasks.get(parents[group_id]), rewards)
+        rewards.sort(key=lambda member: ids.episode_sort_key(member[0]))  # as `record_end` adds them
+        history.add(tasks.get(parents[group_id]), [reward for _, reward in rewards])
     return history

@@ -64,8 +64,8 @@ class RemotePolicyClient:
     """Receives a line for the user at the first of several calls in a row without an answer."""
     _is_lost: bool = False
     _key: str = ""
-    _written_keys: tuple[str, ...] = ()
-    """The key and its encodings in JSON, addresses and base64."""
+    _key_pattern: re.Pattern[str] | None = None
+    """Matches the key and its encodings; None without a secret key."""
     _client: aiohttp.ClientSession | None = None
     _refusals_left: int = 0
     """Number of refusals that still count as caused by the content; 0: the endpoint has not answered recently, or
@@ -81,8 +81,7 @@ class RemotePolicyClient:
         self._key = read_api_key(self.policy, self.config)
         # a shorter key, such as `none`, is a word and not a secret
         if len(self._key) >= 8:
-            encoded_key = base64.b64encode(self._key.encode()).decode().rstrip("=")
-            self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), encoded_key)
+            self._key_pattern = _pattern_of(self._key)
         self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
@@ -154,7 +153,7 @@ class RemotePolicyClient:
             EpisodeError: the endpoint refuses regardless of content.
         """
         answer = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-        problem = f"{where}: status {status}: {self._without_key(_unescape(answer))[:REFUSAL_SHOWN]}"
+        problem = f"{where}: status {status}: {self._without_key(answer)[:REFUSAL_SHOWN]}"
         if status in BUSY or status >= 500:
             raise EngineLostError(problem)
         if status in ABOUT_THE_REQUEST and _CONTEXT.search(answer):
@@ -241,14 +240,12 @@ class RemotePolicyClient:
         return body
 
     def _without_key(self, text: str) -> str:
-        for key_text in self._written_keys:
-            text = text.replace(key_text, "…")
-        return text
+        return self._key_pattern.sub("…", text) if self._key_pattern else text
 
     def _strip_key(self, value: Any) -> Any:
         """Remove every occurrence of the key from JSON data."""
         if isinstance(value, str):
-            return self._without_key(_unescape(value))
+            return self._without_key(value)
         if isinstance(value, list):
             return [self._strip_key(item) for item in value]
         if isinstance(value, dict):
@@ -271,14 +268,14 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     return reply, choice.get("finish_reason")
 
 
-def _unescape(text: str) -> str:
-    """Decode the characters of JSON within JSON, such as a call's arguments; leave other text unchanged."""
-    if "\\u" not in text:
-        return text
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return text
+def _pattern_of(key: str) -> re.Pattern[str]:
+    """Return a pattern of a key, also in addresses, in base64 and in JSON, whose arguments of calls are JSON again."""
+    forms = (key, quote(key, safe=""), base64.b64encode(key.encode()).decode().rstrip("="))
+    escaped = (
+        "".join(rf"(?:\\{{0,4}}{re.escape(letter)}|\\{{1,4}}u(?i:{ord(letter):04x}))" for letter in form)
+        for form in forms
+    )
+    return re.compile("|".join(escaped))
 
 
 def _line(message: dict[str, Any]) -> bytes:

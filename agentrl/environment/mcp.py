@@ -16,7 +16,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -534,23 +534,29 @@ def _is_repeated(structured: Any, texts: Sequence[str]) -> bool:
 
     The SDK writes a text for each member of a list, and texts without quotes.
     """
-    if any(_is_text_of(structured, text) for text in texts):
+    if any(map(_text_test(structured), texts)):
         return True
     if not isinstance(structured, dict) or structured.keys() != {"result"}:
         return False
     value = structured["result"]
     lists = ([value], value) if isinstance(value, list) and value else ([value],)
-    return any(len(values) == len(texts) and all(map(_is_text_of, values, texts)) for values in lists)
+    return any(
+        len(values) == len(texts) and all(_text_test(value)(text) for value, text in zip(values, texts, strict=True))
+        for values in lists
+    )
 
 
-def _is_text_of(value: Any, text: str) -> bool:
-    """Whether a text is the JSON of a value, or its text in Python."""
-    if text == str(value):
-        return True
-    try:
-        return json.dumps(json.loads(text), sort_keys=True) == json.dumps(value, sort_keys=True)
-    except (ValueError, RecursionError):
-        return False
+def _text_test(value: Any) -> Callable[[str], bool]:
+    """Return a test whether a text is the JSON of a value, or its text in Python."""
+    in_python, in_json = str(value), json.dumps(value, sort_keys=True)
+
+    def is_text_of(text: str) -> bool:
+        try:
+            return text == in_python or json.dumps(json.loads(text), sort_keys=True) == in_json
+        except (ValueError, RecursionError):
+            return False
+
+    return is_text_of
 
 
 def _text_of_part(part: Any) -> str:

@@ -119,17 +119,20 @@ class NemoGym(SessionEnvironment):
 @functools.cache
 def _rows(path: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    number = 0
     try:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))
-            _read_parameters(rows[-1]["responses_create_params"])
+        with Path(path).open(encoding="utf-8") as file:  # `str.splitlines` also splits within the texts of some rows
+            for line in file:
+                number += 1
+                rows.append(json.loads(line))
+                _read_parameters(rows[-1]["responses_create_params"])
     except OSError as error:
         raise EnvironmentDefinitionError(f"{path}: {error.strerror}") from error
     except RequestRefusedError as error:
-        raise EnvironmentDefinitionError(f"{path}, line {len(rows)}: responses_create_params.{error}") from error
+        raise EnvironmentDefinitionError(f"{path}, line {number}: responses_create_params.{error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentDefinitionError(
-            f"{path}, line {len(rows) or 1}: a row is a JSON object with responses_create_params.input ({error!r})"
+            f"{path}, line {number or 1}: a row is a JSON object with responses_create_params.input ({error!r})"
         ) from error
     return rows
 

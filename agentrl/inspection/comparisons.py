@@ -25,7 +25,7 @@ FORKS = "forks"
 """Directory of a run's forks, inside the run directory."""
 _TIMES = {"seconds", "started", "cached_tokens"}
 """Fields that differ between two executions of the same calls."""
-Outcome = Literal["identical", "departed", "stopped", "not_replayable"]
+Outcome = Literal["identical", "departed", "stopped", "damaged", "not_replayable"]
 
 
 class ForkTreeNode(msgspec.Struct, frozen=True):

@@ -346,7 +346,7 @@ def replay_page(results: Sequence[ReplayResult], *, step: bool = False) -> Termi
                 page.line((f"  {call:<10} ", "dim"), words)
         if len(results) > 1 and result.outcome == "identical":
             continue
-        style = {"identical": "green", "departed": "red"}.get(result.outcome, "yellow")
+        style = {"identical": "green", "departed": "red", "damaged": "red"}.get(result.outcome, "yellow")
         page.line(
             (result.episode, "bold"),
             " ",

@@ -477,8 +477,7 @@ class RunLog:
         return versions
 
     def _check_numbers(self, policy: str, *numbers: Any) -> None:
-        """Check the types of numbers: SQLite accepts any type in any column, and the table of versions has no
-        checksums."""
+        """Check the types of numbers: SQLite accepts any type in any column, and this reads without checksums."""
         odd = [number for number in numbers if not isinstance(number, int)]
         if odd:
             raise JournalError(

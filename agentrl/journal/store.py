@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.errors import EpisodeError, InputError, StorageError
+from agentrl.core.errors import EpisodeError, InputError, JournalError, StorageError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control_rows
 from agentrl.journal.entries import entry_checksum
@@ -327,8 +327,16 @@ class SqliteJournal(RunJournal):
         return log
 
     def request_log(self) -> RequestLog:
-        """Open the requests of the clients of a server, created if missing; once."""
+        """Open the requests of the clients of a server, created if missing; once.
+
+        Raises:
+            JournalError: they are missing although clients have trained.
+        """
         path = self.directory / REQUESTS_FILE
+        if not path.exists() and self.rows("SELECT 1 FROM versions LIMIT 1"):
+            raise JournalError(
+                f"{path} is missing, and it contains the clients' sessions, models and results; restore it"
+            )
         connection = open_database_to_write(path, "requests", {"run": self._run}, run=self._run)
         database = WriterDatabase(path, connection, write_request_rows, order=2)  # results name rows of the others
         self._writer.add(database)

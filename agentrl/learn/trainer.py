@@ -214,9 +214,7 @@ class PolicyTrainer:
             return
         if batch.step_id != learner.step + 1:
             raise TrainerError(f"policy {batch.policy!r} is at step {learner.step}, not before {batch.step_id}")
-        if learner.open is None:
-            learner.open = StepAccumulator(batch.step_id)
-        step = learner.open
+        step = learner.open or StepAccumulator(batch.step_id)
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
         if step.units and units and self._sees_step:
             raise TrainerError(
@@ -226,6 +224,7 @@ class PolicyTrainer:
         samples = self._read_share(units)
         if samples is None:
             return
+        learner.open = step
         self._prepare(learner.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         step.totals["lost_routing"] += sum(sample.lost_routing for sample in samples)
@@ -1010,5 +1009,5 @@ class InProcessTrainer:
 
     async def close(self) -> None:
         """Let the calls in progress end, then stop the threads. Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._sender.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._sender):
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)

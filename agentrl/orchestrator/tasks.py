@@ -50,7 +50,7 @@ class Curriculum:
         selection: arguments of `PassRateCurriculum`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
         results: reads the results of previous attempts of the run, in the order in which the groups ended.
-        recorded: recorded turns at which groups begin instead.
+        past_starts: recorded turns at which groups begin instead.
         recorded_share: share of the groups that begin at one of them, drawn at random.
     """
 
@@ -214,7 +214,7 @@ class PassRateCurriculum:
     groups were all above `high` is replaced by a random one. Rewards are assumed to be between 0 and 1.
 
     Args:
-        shuffled: the usual permutation.
+        tasks: the usual permutation.
         low: smallest mean reward of a replayed task.
         high: largest mean reward of a replayed task.
         replay: share of groups with a replayed task, once there is one.

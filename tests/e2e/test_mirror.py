@@ -143,6 +143,33 @@ def test_a_mirror_inside_a_run_is_refused(sample_run: Path, tmp_path: Path, plac
     assert sorted(run.rglob("*")) == before
 
 
+def test_a_mirror_has_the_whole_of_each_file_and_the_models_that_a_run_keeps(
+    sample_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(sample_run, run, symlinks=True)
+    (run / "models" / "base").mkdir(parents=True)
+    (run / "models" / "base" / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
+    (run / "models" / "sources.json").write_text('{"base": ["/elsewhere"]}')
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:100_000], offset))  # a full disk
+    assert main(["run", "mirror", str(run), f"--to={tmp_path / 'copy'}", "--once"]) == 0
+    files = [path.relative_to(run) for folder in ("models", "versions", "steps") for path in (run / folder).rglob("*")]
+    for name in (name for name in files if (run / name).is_file()):
+        assert (tmp_path / "copy" / name).read_bytes() == (run / name).read_bytes(), name
+
+
+def test_a_server_s_run_is_not_mirrored_without_its_requests(
+    sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(sample_run, run, symlinks=True)
+    (run / "journal" / "requests.db").touch()
+    assert main(["run", "mirror", str(run), f"--to={tmp_path / 'copy'}", "--once"]) == 2
+    assert "would lack the requests" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
+
+
 @pytest.mark.ray
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())

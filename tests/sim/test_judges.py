@@ -369,6 +369,7 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
         ({"judge": "nobody"}, r"scorers\.helpful\.judge = 'nobody': there is no such policy; .*there are: critic"),
         ({"judge": "bot"}, r"kind is 'bot'; a judge is a policy with kind = 'remote', 'frozen', 'past' or 'trained'"),
         ({"judge": "far", "votes": 0}, r"votes = 0 needs log-probabilities, which an endpoint does not give"),
+        ({"judge": "solver", "votes": 0}, r"votes = 0 would not record which version of 'solver' judged"),
         ({"votes": 0, "answer": {}}, "votes = 0 computes the probabilities of answers: set answer"),
         ({"rubric": ""}, "a judge needs a rubric"),
         ({"rubric": "rubrics/helpful.md"}, "names a file, which only a TOML file may do"),

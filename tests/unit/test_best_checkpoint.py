@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.app.recovery import ResumeCheckpoint
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import BestConfig
@@ -55,6 +57,16 @@ def test_a_run_resumed_with_another_measure_begins_to_measure_anew(change: dict[
     anew = tracker(measured=before.measured, **change).measured
     assert not anew.newest
     assert not anew.versions
+
+
+def test_a_run_whose_best_versions_are_gone_begins_to_measure_anew(tmp_path: Path) -> None:
+    before = tracker()
+    hear(before, [0.9, 0.8])
+    manifest: Any = SimpleNamespace(measured=before.measured)
+    resumed = ResumeCheckpoint(manifest=manifest, rejected=()).running_best(tmp_path)
+    anew = tracker(measured=resumed)
+    assert not anew.measured.newest
+    assert not anew.measured.versions
 
 
 def test_small_values_may_be_the_good_ones() -> None:

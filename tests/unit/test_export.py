@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.core.errors import InputError
-from agentrl.inspection.export import exporting
+from agentrl.core.errors import InputError, JournalError
+from agentrl.inspection.export import episodes, exporting
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.export.formats import EXPORTS
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import EpisodeView, RunReader
 from agentrl.inspection.tokens import episode_tokens
 from agentrl.inspection.viewer.queries import answer_episode_queries, as_json
 from agentrl.journal.rows import assemble_trajectories
@@ -158,6 +158,33 @@ def test_what_a_damaged_run_lacks_is_said(sample_run: Path, tmp_path: Path, caps
     (episode,) = lines_of(run / "episodes.jsonl")
     assert episode["problems"]
     assert episode["agents"][0]["rows"] == []
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_an_export_that_lacks_an_episode_is_no_success(
+    sample_run: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_episode = episodes._export_episode
+
+    def fail(reader: RunReader, run: str, view: EpisodeView, read: episodes.ReadStep) -> episodes.ExportedEpisode:
+        if view.summary.episode == "e1":
+            raise JournalError("its record is damaged")
+        return export_episode(reader, run, view, read)
+
+    monkeypatch.setattr(episodes, "_export_episode", fail)
+    command = [
+        "run",
+        "export",
+        str(sample_run),
+        "--to",
+        format,
+        "--where",
+        "episode = e0 or episode = e1 or episode = e2",
+    ]
+    assert main([*command, "--out", str(tmp_path / "out"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["episodes"], told["unreadable"]) == (2, 1)
+    assert told["problems"] == ["e1: left out: its record is damaged"]
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def test_units_that_cannot_be_trained_are_named_and_the_others_are_trained(
     with pytest.raises(UntrainableUnitsError) as caught:
         trainer.forward_backward(episodes.batch())
     assert [(episode, attempt) for episode, attempt, _ in caught.value.units] == [("e2", 0), ("e5", 0)]
+    (tmp_path / "checkpoint").mkdir()
+    trainer.save(tmp_path / "checkpoint")  # no step is in progress
     batch = episodes.batch()
     left = tuple(unit for unit in batch.units if unit.episode_id not in ("e2", "e5"))
     trainer.forward_backward(replace(batch, units=left))

@@ -372,6 +372,20 @@ def test_a_long_structured_result_is_compared_in_bounded_time() -> None:
     assert spent < 1.0  # 0.1 s here, 2 s to 4 s if all is compared
 
 
+def test_a_structured_result_is_written_once_for_all_texts() -> None:
+    class Counted(dict[str, int]):
+        written = 0
+
+        def __str__(self) -> str:
+            self.written += 1
+            return super().__repr__()
+
+    structured = Counted(a=1)
+    assert not mcp_module._is_repeated(structured, ["1"] * 1000)
+    assert mcp_module._is_repeated(structured, ["1", '{"a": 1}'])
+    assert structured.written == 2
+
+
 def test_the_checker_waits_longer_than_a_server_may_take_to_start() -> None:
     assert mcp_module.START_S < TIMEOUT_S
 

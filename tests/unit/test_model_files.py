@@ -174,6 +174,10 @@ def test_a_version_of_another_run_outlives_it(
         assert model_paths(again) == model_paths(config)
     shutil.rmtree(one)
     assert model_paths(with_kept_models(asked, run, before)) == model_paths(config)
+    moved = run.rename(tmp_path / "moved")
+    again = with_kept_models(config, moved, before)
+    assert model_paths(again)[setting] == str(moved / "models" / kept.name), "the configuration that the run recorded"
+    moved.rename(run)
     assert (kept / "model-1.safetensors").read_text() == "2"
     other = with_model_paths(asked, {setting: str(tmp_path / "another")})
     assert with_kept_models(other, run, before) == other, "which the check of the settings refuses"

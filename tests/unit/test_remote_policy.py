@@ -24,7 +24,13 @@ from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.remote_policy import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
+from agentrl.engines.remote_policy import (
+    MAX_ANSWER_BYTES,
+    REFUSAL_SHOWN,
+    REFUSED_IN_A_ROW,
+    RemotePolicyClient,
+    _pattern_of,
+)
 from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
@@ -385,6 +391,21 @@ def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:
 
 
 # --- endpoints that mean no good --------------------------------------------------------------------------------------
+
+
+def test_a_reply_without_the_key_is_kept_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = r'{"a": 1e999, "a":2, "s": "\u00e9"}'
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]})
+
+    kept = everything_kept(played(handler, monkeypatch))
+    assert json.dumps(reply)[1:-1] in kept
+
+
+def test_a_key_is_found_in_bounded_time_between_backslashes() -> None:
+    text = "\\" * 1_000_000 + KEY
+    assert _pattern_of(KEY).sub("…", text).endswith("\\…")
 
 
 def everything_kept(run: SmallRun) -> str:

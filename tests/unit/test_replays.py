@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -12,12 +13,13 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from agentrl.app import replays
 from agentrl.app.forks import fork
 from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tasks
 from agentrl.app.replays import ReplayResult, replay
 from agentrl.cli.main import main
-from agentrl.core.errors import InputError
-from agentrl.core.records import EpisodeSpec, Task
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
@@ -436,3 +438,24 @@ def test_a_resume_knows_the_tasks_at_the_end_of_a_large_source(tmp_path: Path) -
     assert len(selected) == 2000
     assert refusal(tasks[-1]) == ""
     assert "which no task of the configuration does" in refusal(Task(id="x", data={"file": "/data/2000"}))
+
+
+@pytest.mark.damages_journal
+def test_a_damaged_episode_is_no_success(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for partition in (copied / "journal").glob("turns-*.db"):
+        with sqlite3.connect(partition) as connection:
+            connection.execute("UPDATE entries SET checksum = checksum + 1")
+        connection.close()
+    for command in ("replay", "rescore"):
+        assert main(["episode", command, str(copied), "e1", "--json"]) == 1
+        (found,) = json.loads(capsys.readouterr().out)
+        assert found["outcome"] == "damaged"
+
+
+def test_a_step_that_begins_at_itself_is_damaged(sample_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = PolicyVersion("solver", 0, 3)
+    monkeypatch.setattr(replays, "_same_weights", lambda reader, version: [version])
+    monkeypatch.setattr(replays, "_batch", lambda reader, *key: (None, version))
+    monkeypatch.setattr(replays, "find_checkpoint_of", lambda *_: None)
+    with contextlib.closing(RunReader(sample_run)) as reader, pytest.raises(JournalError, match="begins at solver@"):
+        replays._kept_checkpoint(reader, version, 0)

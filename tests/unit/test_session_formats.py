@@ -195,8 +195,9 @@ def test_a_failing_server_is_a_failure_of_infrastructure(nemo: str, tmp_path: Pa
 @pytest.mark.parametrize("row", ["{", "[]", "{}", '{"responses_create_params": {}}'])
 def test_a_row_that_is_no_task_is_named(row: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(row + "\n")
-    with pytest.raises(EnvironmentDefinitionError, match=r"line 1: (a row is|responses_create_params\.input must be)"):
+    good = json.dumps({**ROW, "goal": "one line\u2028of JSON"}, ensure_ascii=False)
+    file.write_text(f"{good}\n{row}\n", encoding="utf-8")
+    with pytest.raises(EnvironmentDefinitionError, match=r"line 2: (a row is|responses_create_params\.input must be)"):
         NemoGym.tasks("train", file=str(file))
     with pytest.raises(EnvironmentDefinitionError, match="No such file"):
         NemoGym.tasks("train", file=str(tmp_path / "none"))

@@ -21,10 +21,10 @@ from agentrl.core.custom_functions import FunctionDeclaration, capture_function_
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, Unit
 from agentrl.core.tokens import TrajectoryRow
-from agentrl.credit.baselines import RewardHistory
+from agentrl.credit.baselines import RewardHistory, SeatRole
 from agentrl.credit.estimators import GROUP_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
-from agentrl.credit.release import WholeGroupRelease
+from agentrl.credit.release import WholeGroupRelease, reward_history_from_journal
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.run_log import RunStart
 from agentrl.learn.losses import BUILT_IN
@@ -453,8 +453,8 @@ def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
     assert [(each.advantage, each.baseline) for each in credits] == [(0.25, 0.75), (-0.75, 0.75)]
 
 
-def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
-    seen = []
+def test_an_estimator_sees_the_mean_of_earlier_groups_also_after_a_resume() -> None:
+    seen, ended = [], []
 
     def centred(group: Group) -> list[float]:
         seen.append(group.history)
@@ -463,12 +463,15 @@ def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
     estimator = AdvantageEstimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
     buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator, history=RewardHistory()))
     for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
-        specs = [make_spec(f"e{first + number}", group_size=2) for number in range(2)]
+        specs = [make_spec(f"e{first + number}", group_id=f"g{first}", group_size=2) for number in range(2)]
         for spec in specs:
             buffer.admit(spec)
-        for spec, reward in zip(specs, rewards, strict=True):
-            buffer.record_end(spec, make_episode_header(spec, reward=reward))
+        for spec, reward in reversed(list(zip(specs, rewards, strict=True))):
+            ended.append((spec, make_episode_header(spec, reward=reward)))
+            buffer.record_end(*ended[-1])
     assert seen == [None, pytest.approx(0.75, abs=0.01)], "newer rewards weigh more"
+    role = SeatRole("policy", ended[0][0].environment, "agent")
+    assert reward_history_from_journal(ended[:2], ()).mean(role, ended[0][0].task.id) == seen[1]
 
 
 def test_a_function_of_an_installed_package_goes_by_its_entry_point(

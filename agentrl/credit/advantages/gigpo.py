@@ -59,7 +59,8 @@ def gigpo(
 def _discounted_returns(
     reward: float, turn_rewards: Sequence[tuple[int, float]], turns: int, discount: float
 ) -> list[float]:
-    """Return the discounted return of each turn of an agent with this total reward, of which `given` was for turns."""
+    """Return the discounted return of each turn of an agent with this total reward, of which `turn_rewards` were for
+    turns."""
     turn_values = dict(turn_rewards)
     if turns:
         turn_values[turns - 1] = turn_values.get(turns - 1, 0.0) + reward - math.fsum(turn_values.values())

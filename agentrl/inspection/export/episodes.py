@@ -148,7 +148,7 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
         try:
             episode_record = _export_episode(reader, run, reader.episode(episode, attempt), read)
         except JournalError as error:
-            selection.problems.append(f"{episode}: left out: {error}")
+            selection.leave_out(episode, str(error))
             continue
         selection.problems.extend(f"{episode}: {problem}" for problem in episode_record.problems)
         yield episode_record
@@ -339,7 +339,7 @@ def write_parquet_table(selection: ExportSelection, path: Path) -> None:
             try:
                 batches.append(pa.RecordBatch.from_pylist(parquet_table_rows(episode), schema))
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                selection.problems.append(f"{episode.episode}: left out: the table has no place for it ({error})")
+                selection.leave_out(episode.episode, f"the table has no place for it ({error})")
             if sum(batch.nbytes for batch in batches) > 16 << 20:
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 batches.clear()

@@ -54,6 +54,13 @@ class ExportSelection(NamedTuple):
     """Unreadable data with its episode; filled by the writer."""
     on_progress: Callable[[str, float], None]
     """Receives the current part of a long export, and the share that is done."""
+    missing: list[str]
+    """Ids of episodes that could not be written; filled by the writer."""
+
+    def leave_out(self, episode: str, why: str) -> None:
+        """Record that an episode cannot be written."""
+        self.missing.append(episode)
+        self.problems.append(f"{episode}: left out: {why}")
 
     def reported(self, episodes: Sequence[T], forks: int = 0) -> Iterator[T]:
         """Iterate over episodes to write, the last ones `forks`, and report the progress."""
@@ -70,10 +77,13 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     path: str
     episodes: int
+    """Number of episodes written."""
+    unreadable: int
+    """Number of episodes that could not be written."""
     left_out: int
     """Number of older episodes that the limit left out."""
     problems: list[str]
-    """Problems of episodes that could be read only in part."""
+    """Problems of episodes that could be read only in part, or not at all."""
 
 
 def export(
@@ -109,7 +119,7 @@ def export(
     if limit is not None and limit < 1:
         raise InputError("--limit must be 1 or more")
     keys = reader.keys(where, among=episodes_with_words(reader, match) if match else None)
-    selection = ExportSelection(reader, keys[-limit:] if limit is not None else keys, [], on_progress)
+    selection = ExportSelection(reader, keys[-limit:] if limit is not None else keys, [], on_progress, [])
     if not selection.keys:
         raise InputError(
             f"{reader.path}: no episode matches the filter; `agentrl episode list {run_argument(reader.path)}` lists "
@@ -130,7 +140,8 @@ def export(
     return ExportResult(
         format=format,
         path=str(target),
-        episodes=len(selection.keys),
+        episodes=len(selection.keys) - len(selection.missing),
+        unreadable=len(selection.missing),
         left_out=len(keys) - len(selection.keys),
         problems=selection.problems,
     )

@@ -97,7 +97,7 @@ class ExternalAgent(TurnRecorder):
         episode: the running attempt.
         seat: seat of the environment.
         volatile: patterns of text that differs between requests by nature; see `TokenTree`.
-        ignored: request fields that are neither honored nor refused.
+        ignored_parameters: request fields that are neither honored nor refused.
     """
 
     __slots__ = (

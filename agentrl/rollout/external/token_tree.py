@@ -247,8 +247,8 @@ class TokenTree:
         return hashlib.blake2b(parts.encode("utf-8", "replace"), digest_size=16).digest()
 
     def _cause(self, messages: Sequence[Message], digests: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
-        """Return the reason why a request would begin a row; `said` and `bare` are digests of its messages and of its
-        prefixes."""
+        """Return the reason why a request would begin a row; `digests` and `bare` are digests of its messages and of
+        its prefixes."""
         num_shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._seen_paths), 0)
         if self._replies.isdisjoint(digests) and not (
             messages[num_shared:] and bare[num_shared] in self._answered_paths
