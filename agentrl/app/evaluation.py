@@ -316,8 +316,8 @@ def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode
         journal: directory of the run.
     """
     reader = RunReader(journal)
-    try:
-        episodes = []
+    episodes: list[EvaluatedEpisode] = []
+    with contextlib.closing(reader), reader.remembering():
         for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
             if line.status == "repeated":
                 continue
@@ -347,9 +347,7 @@ def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode
                     conversations=messages_of,
                 )
             )
-        return episodes
-    finally:
-        reader.close()
+    return episodes
 
 
 def _remote_message(line: str) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.forked_child import answers_from_forked_child
 from agentrl.cli.output import print_json
-from agentrl.cli.training import model_override
+from agentrl.cli.training import model_override, train_arguments
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, StorageError
@@ -109,7 +110,7 @@ def doctor(options: argparse.Namespace) -> int:
         section_checks = {title: [asdict(check) for check in checks] for title, checks in report.items()}
         print_json({"ready": ready, "sections": section_checks})
         return 0 if ready else 1
-    command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
+    command = "agentrl demo" if options.file is None else shlex.join(["agentrl", *train_arguments(options)])
     if missing:
         verdict = f"not ready: {plural(missing, 'problem')} marked ✗"
     elif unknown:

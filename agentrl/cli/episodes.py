@@ -82,17 +82,17 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
     from agentrl.inspection.search import episodes_with_words
 
     condition = "committed_at != null" + (f" and ({options.where})" if options.where else "")
-    newest = 0.0
+    newest: float | None = None
 
     def ask() -> list[EpisodeLine]:
+        """Return the newest episodes at first, then all since."""
         nonlocal newest
         among = episodes_with_words(reader, options.match) if options.match else None
-        since = f"{condition} and committed_at >= {newest!r}"
+        since = condition if newest is None else f"{condition} and committed_at >= {newest!r}"
+        limit = options.limit if newest is None else -1
         fields = [name for name in columns if name not in COLUMNS]
-        lines = reader.episodes(
-            since, sort="committed_at", descending=False, limit=options.limit, among=among, fields=fields
-        )
-        newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
+        lines = reader.episodes(since, sort="committed_at", limit=limit, among=among, fields=fields)[::-1]
+        newest = max([newest or 0.0, *(line.committed_at or 0.0 for line in lines)])
         return lines
 
     follow(

@@ -109,11 +109,15 @@ def _run_training(
     return run
 
 
+def train_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of `agentrl train` with the file, model and overrides of a command."""
+    model = [] if options.model is None else ["--model", str(options.model)]
+    return ["train", str(options.file), *model, *(f"--{override.lstrip('-')}" for override in options.overrides)]
+
+
 def _say_how_to_go_on(options: argparse.Namespace) -> None:
     """Print the command that resumes this run."""
-    model = [] if options.model is None else ["--model", str(options.model)]
-    overrides = [f"--{override.lstrip('-')}" for override in options.overrides]
-    command = shlex.join(["agentrl", "train", str(options.file), *model, *overrides, "--resume"])
+    command = shlex.join(["agentrl", *train_arguments(options), "--resume"])
     sys.stderr.write(f"stopped; to continue: {escape_line(command)}\n")
 
 

@@ -133,6 +133,8 @@ class GymEnvironment(Environment):
             if not step["legal"]:
                 illegal += 1
                 ctx.metric("turns/illegal", 1.0)
+                if illegal < self.illegal_actions and len(agent.turns) >= self.max_turns:
+                    limit = LimitReachedError(f"{type(self).__name__}: no time left", stop_reason="max_turns")
                 continue
             rewards.append(step["reward"])
             terminated = step["terminated"]

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.core.text import valid_unicode
 from agentrl.environment.environment import Split, TaskSource
@@ -39,7 +40,14 @@ class Gem(SessionEnvironment):
             seed: seed of the training tasks.
             ids: ids of the environments.
             arguments: further arguments of `gem.make`.
+
+        Raises:
+            EnvironmentDefinitionError: there are no ids.
         """
+        if isinstance(ids, str) or not ids:
+            raise EnvironmentDefinitionError(
+                f"ids = {ids!r}: list the ids of gem's environments, such as ['game:X-v0']"
+            )
         seeds = GameSeedTasks(split, seed)
         data = dict(arguments or {})
 

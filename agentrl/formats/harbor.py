@@ -282,6 +282,8 @@ class _Dockerfile:
 
     def __init__(self, task: HarborTask, environment: Path, roots: Mapping[str, str], *, is_built: bool) -> None:
         self.task, self.environment, self.roots, self.is_built = task, environment, roots, is_built
+        self.fixed = frozenset(task.variables)
+        """Variables of task.toml, which `ENV` does not change."""
         self.has_from = False
         self.workdir = ""
 
@@ -348,7 +350,8 @@ class _Dockerfile:
             words = [f"{words[0]}={' '.join(words[1:])}"]
         for pair in words:
             name, _, value = pair.partition("=")
-            self.task.variables.setdefault(name, value)
+            if name not in self.fixed:
+                self.task.variables[name] = value
 
     def _copy(self, words: list[str]) -> None:
         *patterns, destination = words

@@ -268,7 +268,7 @@ class Server:
             os.environ[KEY_VARIABLE] = request["key"]
             imported = set(sys.modules)
             fields = _answer(self.played, request)
-            answer = json.dumps({**fields, "modules": sorted(set(sys.modules) - imported)}).encode()
+            answer = json.dumps({**fields, "modules": sorted(set(sys.modules) - imported)}).encode() + b"\n"
             while answer:
                 answer = answer[os.write(writing, answer) :]
         finally:
@@ -277,7 +277,7 @@ class Server:
     def on_answer(self, reading: int, data: bytes) -> None:
         process, number, answer = self.episodes[reading]
         answer += data[: _ANSWER_BYTES + 1 - len(answer)]
-        if data:
+        if data and not data.endswith(b"\n"):  # processes that the episode left may keep its end of the pipe open
             return
         self.selector.unregister(reading)
         os.close(reading)

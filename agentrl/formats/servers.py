@@ -60,10 +60,16 @@ class _Connection(Session):
             )
         return self._client
 
-    async def post(self, path: str, body: Any) -> tuple[int, str]:
+    async def post(self, path: str, body: Any, *, returned: int = 0) -> tuple[int, str]:
         """Post JSON; returns the status and the text of the answer.
 
+        Args:
+            path: path of the server.
+            body: data to post.
+            returned: status above 499 that is returned, too.
+
         Raises:
+            InfrastructureError: the server is unreachable, or answers with another such status.
             ValueError: the answer is too long, or compressed.
         """
         where = f"{self._url}{path}"
@@ -75,7 +81,7 @@ class _Connection(Session):
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         text = "" if content is None else content.decode("utf-8", "replace")
-        if answer.status >= 500:
+        if answer.status >= 500 and answer.status != returned:
             raise InfrastructureError(f"{where}: status {answer.status}: {text[:200]}")
         if content is None:
             raise ValueError(f"{where}: its answer has more than {LARGEST_ANSWER:,} bytes")
@@ -113,7 +119,18 @@ class NemoGym(SessionEnvironment):
         path = str(Path(expand_path(file)).resolve())
         data = {"url": url, "file": path}
         tasks = [Task(id=f"row-{number}", data={**data, "row": number}) for number in range(len(_rows(path)))]
+        _check_url(url)
         return split_tasks(tasks, split, held_out)
+
+
+def _check_url(url: str) -> None:
+    """Check a server's address.
+
+    Raises:
+        EnvironmentDefinitionError: it is none.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise EnvironmentDefinitionError(f"url = {url!r}: give the server's address, such as http://127.0.0.1:8000")
 
 
 @functools.cache
@@ -225,7 +242,8 @@ class _NemoSession(_Connection):
         elif not isinstance(arguments, dict):
             result = json.dumps({"error": f"Invalid tool call: {describe_malformed_call(written)}"})
         else:
-            _, result = await self.post(f"/{call['name']}", arguments)
+            # Its middleware answers a tool's exception with status 500 and the exception, which the model sees.
+            _, result = await self.post(f"/{call['name']}", arguments, returned=500)
         self._output.append({"type": "function_call_output", "call_id": call["id"], "output": result})
         return result
 
@@ -287,6 +305,7 @@ class OpenEnv(SessionEnvironment):
             seed: seed of the training tasks.
             url: address of the server.
         """
+        _check_url(url)
         _warn_of_one_place(url)
         return _ServedSeeds(split, seed, url)
 

@@ -142,7 +142,8 @@ def parse_messages(value: Any) -> list[Message]:
         call_id = item.get("tool_call_id")
         if call_id is None and item.get("role") == "function":
             call_id = next((call for call in reversed(names) if names[call] == item.get("name")), None)
-        name = names.get(str(call_id)) or require_text(item.get("name") or "", f"{location}.name") or None
+        called = None if call_id is None else names.get(str(call_id))
+        name = called or require_text(item.get("name") or "", f"{location}.name") or None
         raw_content = item["refusal"] if item.get("content") is None and item.get("refusal") else item.get("content")
         if raw_content is None and role in ("user", "system"):
             raise RequestRefusedError(f"{location}.content is null; it must be text", "invalid", location)
@@ -229,7 +230,7 @@ def _call(call: Mapping[str, Any], location: str) -> ToolCall:
         raise RequestRefusedError(f"{location}.tool_calls has a call without a function", "invalid", location)
     name = require_text(function.get("name"), f"{location}.tool_calls.function.name")
     return ToolCall(
-        id=str(call.get("id", "")), name=name, arguments=parse_tool_arguments(function.get("arguments", ""))
+        id=str(call.get("id") or ""), name=name, arguments=parse_tool_arguments(function.get("arguments", ""))
     )
 
 

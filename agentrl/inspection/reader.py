@@ -33,6 +33,7 @@ from agentrl.inspection.where_filter import FilterColumn, ObjectColumn, find_col
 from agentrl.journal.control_rows import is_intact
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
+from agentrl.journal.requests import REQUESTS_FILE
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, control_columns
@@ -588,7 +589,7 @@ class RunReader:
 
     def _damage(self, episode: Any, attempt: Any) -> str | None:
         """Describe damage to the records of an attempt, by their checksums; None if there is none."""
-        for table in ("admissions", "episodes"):
+        for table in ("admissions", "episodes", "trajectories"):
             statement = f"SELECT * FROM {table} WHERE episode = ? AND attempt = ?"
             for row in self.log.rows(statement, episode, attempt):
                 if not is_intact(table, row):
@@ -658,11 +659,23 @@ class RunReader:
         )
 
     def surviving(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the line of steps that led to each policy's newest version, oldest first; see `RunLog.surviving`."""
+        """Return the line of steps that led to each policy's newest version, oldest first; see `RunLog.surviving`. In a
+        server's run every lineage is a client's model, so all steps are returned."""
+        if self._is_server:
+            lines: dict[str, list[tuple[int, int, int]]] = {}
+            statement = "SELECT policy, lineage, max(step) FROM steps GROUP BY policy, lineage ORDER BY policy, lineage"
+            for policy, lineage, last in self.log.rows(statement):
+                lines.setdefault(policy, []).append((lineage, -1, last))
+            return lines
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
         newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
         versions = [PolicyVersion(*row) for row in self.log.rows(newest)]
         return {version.policy: self.log.surviving(version)[::-1] for version in versions}
+
+    @property
+    def _is_server(self) -> bool:
+        """Whether the run is a server's."""
+        return (self.journal / REQUESTS_FILE).exists()
 
     def curve(self) -> list[RewardCurvePoint]:
         """Return the reward of each step along each policy's surviving line, in order."""
@@ -671,7 +684,7 @@ class RunReader:
         for policy, lines in self.surviving().items():
             for line in lines:
                 # Marks the first step of the lineage.
-                marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] else {}
+                marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] and not self._is_server else {}
                 condition = "policy = ? AND lineage = ? AND step > ? AND step <= ?"
                 for step, rewards in sorted(self.step_rewards(condition, policy, *line).items()):
                     points.append(struct_from_row(RewardCurvePoint, (*step, *rewards, marks.pop(step[1], ""))))

@@ -205,8 +205,13 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     ]
     stop = find_stop_reason(line.stop_reason)
     if stop in LIMITS:
-        setting = LIMITS[stop]
-        value = value_at(reader.config(), *setting.split("."))
+        setting, config, value = LIMITS[stop], reader.config(), None
+        if stop == "max_turns" and turns:  # a limit of the seat, fixed when the episode began
+            last = turns[-1]
+            value = (view.settings.get(last.seat) or view.settings.get("") or {}).get("max_turns")
+            own = f"policies.{last.policy}.{setting}"
+            setting = setting if value_at(config, *own.split(".")) is None else own
+        value = value_at(config, *setting.split(".")) if value is None else value
         limit = setting if value is None else f"{setting} = {value}"
         text = f"{reasons[0].text}: a limit cut it short ({limit})"
         reasons[0] = Reason("ended", text, f"raise {setting}, or shorten the episode")

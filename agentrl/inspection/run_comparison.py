@@ -18,7 +18,7 @@ from agentrl.config.policies import LocalPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.intervals import confidence_half_width
+from agentrl.core.intervals import confidence_half_width, half_width_of_few
 from agentrl.core.masking import mask_secrets
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.observe.run_directory import run_argument
@@ -485,7 +485,9 @@ def _paired_difference(
         [statistics.fmean(run[key] for key in common) for _, run in side] for side in (group_runs, base_runs)
     ]
     difference = statistics.fmean(differences)
-    error = math.hypot(*map(confidence_half_width, (differences, *means_of_runs)))  # independent: over tasks and seeds
+    # Independent: over tasks and over seeds.
+    error = math.hypot(confidence_half_width(differences), *map(half_width_of_few, means_of_runs))
+    is_shown = abs(difference) > error and (len(common) > 1 or max(len(group_runs), len(base_runs)) > 1)
     return PairedDifference(
         group=group,
         policy=policy,
@@ -495,7 +497,7 @@ def _paired_difference(
         baseline=statistics.fmean(sides[1]),
         difference=difference,
         error=error,
-        verdict="no difference shown" if abs(difference) <= error else "better" if difference > 0 else "worse",
+        verdict=("better" if difference > 0 else "worse") if is_shown else "no difference shown",
         better=sum(difference > 0 for difference in differences),
         worse=sum(difference < 0 for difference in differences),
     )

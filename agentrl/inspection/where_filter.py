@@ -177,9 +177,9 @@ class _Parser:
             raise InputError(f"--where: expected a value after {name} {operator}")
         if kind == "word" and text.lower() in ("null", "none") and operator in ("=", "==", "!=", "<>"):
             return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
-        return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text)
+        return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text, kind == "quoted")
 
-    def _compare(self, name: str, column: FilterColumn, operator: str, text: str) -> str:
+    def _compare(self, name: str, column: FilterColumn, operator: str, text: str, is_quoted: bool) -> str:
         if operator == "~":
             self._values.append(text)
             return f"instr(CAST(({column.sql}) AS TEXT), ?) > 0"
@@ -191,7 +191,7 @@ class _Parser:
         elif column.choices and text not in column.choices:
             raise InputError(f"--where: {name} is one of {', '.join(column.choices)}, not {text!r}")
         else:
-            self._values.append(_json_value(text) if column.kind == "any" else text)
+            self._values.append(_json_value(text) if column.kind == "any" and not is_quoted else text)
         return f"({column.sql}) {_OPERATORS[operator]} ?"
 
     def _peek(self) -> tuple[str, str]:

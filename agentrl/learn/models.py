@@ -631,6 +631,7 @@ class LoadedBase:
         if self._model is None:
             self._model = self._read()
             self._model.requires_grad_(False)
+            follow_trees(self._model)
             self._replay = _replay(self._model, captured=self._plan.capture_routing)
             if self._recompute:
                 _recompute_layers(self._model, self._replay)

@@ -157,7 +157,9 @@ def _join(states: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 def follow_trees(model: nn.Module) -> int:
-    """Make a model's recurrent layers compute a prefix tree where they are called with one; returns their number."""
+    """Make a model's recurrent layers compute a prefix tree where they are called with one; returns their number.
+    Idempotent.
+    """
     takes_cache = {
         kind: "cache_params" in signature(kind.forward).parameters
         for kind in {type(module) for module in model.modules()}
@@ -166,7 +168,8 @@ def follow_trees(model: nn.Module) -> int:
     for module in model.modules():
         others = (other for other in module.modules() if other is not module)
         if takes_cache[type(module)] and not any(takes_cache[type(other)] for other in others):
-            module.forward = _over_tree(module.forward, int(module.layer_idx))  # type: ignore[arg-type]
+            if not hasattr(module.forward, "follows_trees"):
+                module.forward = _over_tree(module.forward, int(module.layer_idx))  # type: ignore[arg-type]
             num_layers += 1
     return num_layers
 
@@ -191,4 +194,5 @@ def _over_tree(forward: Callable[..., Any], layer_index: int) -> Callable[..., A
             return compute(hidden_states, tree.recurrence, arguments)
         return compute(tree.part.to_all(hidden_states), tree.recurrence, arguments)[:, tree.part.tokens]
 
+    wrapper.follows_trees = True  # type: ignore[attr-defined]
     return wrapper

@@ -244,6 +244,7 @@ class PolicyTrainer:
         if id(model) in self._prepared:
             return
         self._prepared.add(id(model))
+        policy_model.activate()  # the check's gradient belongs to this policy, which discards it
         if compiles_attention(model.device) and policy_model.shared_prefixes:
             reasons = self._ranks.gather(why_compiled_attention_fails(policy_model).encode())
             if reason := next(filter(None, reasons), b"").decode():

@@ -163,13 +163,14 @@ class LiveEpisodeContext(EpisodeContext):
         opened = journal.open(
             request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(call_arguments)})"
         )
-        # Other tools are run again, because they may change `self`; one that timed out would take its time again.
+        # Other tools are run again, because they may change `self`; one that timed out would take its time again, which
+        # is necessary if its own calls are recorded.
         result = opened.recorded if isinstance(opened.recorded, ToolEntry) else None
         recalled = result if result and (external or result.outcome == "timeout") else None
         begins_early = at_once and not external and recalled is None and result is opened.recorded
         if opened.waits and not begins_early:
             await journal.reach(opened)
-        if recalled is not None:
+        if recalled is not None and (external or not journal.happened_inside(opened)):
             return self._observed(opened, journal.recall(opened, ToolEntry) or recalled)
         act_name = f"tool {name!r}"
         started = clock.monotonic()

@@ -14,6 +14,7 @@ from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
+from agentrl.rollout.turn_entries import decode_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MAX_LINE = 1 << 24
 MAX_EPISODES = 1_000_000
 ROLES = ("system", "user", "assistant", "tool")
+GIVEN = "given"
+"""Key of an assistant's message that is context, such as an example in a prompt."""
 
 
 class Imitation(agentrl.Environment):
@@ -38,11 +41,11 @@ class Imitation(agentrl.Environment):
         agent = ctx.agent("agent", tools=_tools(ctx.task.data["tools_of"]))
         new_messages: list[agentrl.Message] = []
         for message in ctx.task.data["messages"]:
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and not message.get(GIVEN):
                 await agent.act(*new_messages, reply=message["content"])
                 new_messages = []
             else:
-                new_messages.append(agentrl.Message(role=message["role"], content=message["content"]))
+                new_messages.append(decode_message({key: value for key, value in message.items() if key != GIVEN}))
         agent.reward(1.0)
 
     @classmethod
@@ -121,26 +124,30 @@ def _check_line(line: Any, where: str) -> list[dict[str, str]]:
     return messages_of[: last + 1]
 
 
-def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     with contextlib.closing(RunReader(path)) as reader:
+        # A template that rewrites its history begins rows too, which continue the conversation.
+        has_restarts = reader.config().get("model", {}).get("history") != "fork"
         by_task: dict[str, list[Any]] = defaultdict(list)
         for line in reader.episodes(where, sort="reward", limit=MAX_EPISODES):
             if line.stop_reason is not None:
                 by_task[line.task].append(line)
         for lines in by_task.values():
             for line in lines[: best or None]:
-                for seat, messages in _conversations(read_conversation(reader, line.episode)).items():
-                    yield f"{line.episode}:{seat}", messages
+                view = read_conversation(reader, line.episode)
+                for name, messages in _conversations(view, has_restarts=has_restarts).items():
+                    yield f"{line.episode}:{name}", messages
 
 
-def _conversations(view: Any) -> Mapping[str, list[dict[str, str]]]:
-    """Return the conversation of each agent with turns."""
-    conversations: dict[str, list[dict[str, str]]] = {}
+def _conversations(view: Any, *, has_restarts: bool) -> Mapping[str, list[dict[str, Any]]]:
+    """Return the conversations of each agent with turns: one, and one more from each `restart` on."""
+    conversations: dict[str, list[dict[str, Any]]] = {}
     for act in view.acts:
         if isinstance(act, PolicyTurn):
-            conversation = conversations.setdefault(f"{act.seat}[{act.index}]", [])
+            name = f"{act.seat}[{act.index}]" + (f".{act.row}" if act.row and has_restarts else "")
+            conversation = conversations.setdefault(name, [])
             conversation += [
-                {"role": str(message["role"]), "content": str(message["content"])} for message in act.messages
+                {**message, GIVEN: True} if message["role"] == "assistant" else message for message in act.messages
             ]
             conversation.append({"role": "assistant", "content": act.text})
     return conversations

@@ -15,6 +15,8 @@ from agentrl.core.errors import InputError
 from agentrl.environment.registry import resolve
 from agentrl.environments.imitation import Imitation
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import TurnEntry
+from tests.unit.episodes import play
 
 CALCULATOR = "agentrl.environments.calculator:Calculator"
 SAID = ["State the final answer to the following arithmetic problem: 7 + 8 =", "13"]
@@ -70,6 +72,37 @@ def reader_acts(reader: RunReader, episode: str) -> list[Any]:
     from agentrl.inspection.conversation import PolicyTurn, read_conversation
 
     return [act for act in read_conversation(reader, episode).acts if isinstance(act, PolicyTurn)]
+
+
+class Restarting(agentrl.Environment):
+    """Begins a conversation at each turn, with an example."""
+
+    seats = ("policy",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("policy")
+        for number in range(2):
+            agent.restart(agentrl.user("1 + 1 ="), agentrl.Message(role="assistant", content="2"))
+            await agent.act(agentrl.user(f"{number} + 1 ="))
+        agent.reward(1.0)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{n}", data={}) for n in range(4)]
+
+
+def test_conversations_of_a_run_are_those_that_the_policy_had(tmp_path: Path) -> None:
+    run = agentrl.train(config(tmp_path, "restarts", {"id": f"{__name__}:Restarting"}, steps=1), quiet=True)
+    conversations = [task.data["messages"] for task in Imitation.tasks("train", path=str(run.path))]
+    assert len(conversations) >= 8, "two of each episode"
+    for messages in conversations:
+        assert [message.get("given", False) for message in messages] == [False, True, False, False]
+
+    data = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2", "given": True}]}
+    data["messages"] += [{"role": "user", "content": "7 + 8 ="}, {"role": "assistant", "content": "15"}]
+    played = play(Imitation, ["x"], data={**data, "tools_of": ""})
+    (turn,) = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+    assert [message["content"] for message in turn.messages] == ["1 + 1 =", "2", "7 + 8 ="]
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,28 @@ class Forgiving(agentrl.Environment):
 
             await ctx.call_tool("ask", {}, ask, external=False, timeout_s=None)
         agent.reward(1.0)
+
+
+class TimedOut(agentrl.Environment):
+    """A tool that performs an effect, and then hangs."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        async def note() -> str:
+            await ctx.effect("note", lambda: 1)
+            await asyncio.Event().wait()
+            return "never"
+
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("hello"))
+        await ctx.call_tool("note", {}, note, external=False, timeout_s=0.05)
+        await agent.act(agentrl.user("again"))
+        agent.reward(1.0)
+
+
+def test_a_tool_that_timed_out_after_calls_of_its_own_makes_them_again() -> None:
+    whole = Stage(environment=TimedOut).play()
+    assert whole.error is None
+    for cut in range(1, len(whole.entries) + 1):
+        again = Stage(environment=TimedOut).play(whole.entries[:cut])
+        assert again.error is None, cut
+        assert again.bodies.keys() == whole.bodies.keys()

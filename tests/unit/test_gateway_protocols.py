@@ -426,6 +426,14 @@ def test_a_call_of_a_function_is_a_call_of_a_tool() -> None:
     assert two.tool_call_id == second.tool_calls[0].id != one.tool_call_id
 
 
+def test_answers_to_calls_without_ids_keep_their_names() -> None:
+    calls = [{"id": None, "function": {"name": name, "arguments": "{}"}} for name in ("search", "add")]
+    answers = [{"role": "tool", "tool_call_id": None, "name": name, "content": "1"} for name in ("search", "add")]
+    request = read_chat(user_message(), {"role": "assistant", "content": None, "tool_calls": calls}, *answers)
+    assert [call.id for call in request.messages[1].tool_calls] == ["", ""]
+    assert [message.name for message in request.messages[2:]] == ["search", "add"]
+
+
 @pytest.mark.parametrize("arguments", ["", "  ", None, "{}", {}])
 def test_a_call_without_arguments_has_none_however_a_client_writes_it(arguments: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}

@@ -202,6 +202,15 @@ def test_illegal_actions_can_be_forgiven() -> None:
     assert asked[1] == "That is not a legal action.\n" + asked[0]
 
 
+def test_illegal_actions_use_up_the_time() -> None:
+    class Patient(Lake):  # type: ignore[misc, valid-type]
+        illegal_actions: ClassVar[int] = 9
+        max_turns: ClassVar[int] = 3
+
+    played = play(Patient, ["jump"] * 9, data={"seed": 0}, max_turns=200, max_context=1 << 20)
+    assert (played.header.stop_reason, played.header.turns) == ("max_turns", 3)
+
+
 def test_an_action_outside_the_space_is_illegal() -> None:
     wide = agentrl.gym_environment(
         "wide",

@@ -86,7 +86,8 @@ def test_a_root_directory_takes_the_place_of_the_built_image(tmp_path: Path) -> 
             (root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, root / file[1:])
     (root / "opt/program/installed").write_text("by RUN\n")
-    files = {**WORD, "environment/Dockerfile": "FROM x\nRUN install\nWORKDIR /data\nCOPY gone .\nENV WORD=amber\n"}
+    dockerfile = "FROM x\nRUN install\nWORKDIR /data\nCOPY gone .\nENV WORD=green\nENV WORD=amber\n"
+    files = {**WORD, "environment/Dockerfile": dockerfile}
     task = tasks_of(write_task(tmp_path / "tasks" / "built", files).parent, roots={"built": str(root)})["built"]
     assert reward_of(task, "echo $WORD > word.txt") == 1.0
     assert reward_of(task, "cat /opt/program/installed > word.txt") == 0.0

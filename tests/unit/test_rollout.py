@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 import agentrl
@@ -235,6 +237,30 @@ def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
     assert sampled == [b"a\xff\xc3", b"b"]
     said = PlainChatFormat().parse(list(replies[0])).content
     assert said.encode() != replies[0], "tokenising the text again would give the same tokens: nothing is shown"
+
+
+class TooLong(agentrl.Environment):
+    """Asks for less after a message that did not fit."""
+
+    seats = ("host",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        host = ctx.agent("host")
+        await host.act(agentrl.user("begin"))
+        with contextlib.suppress(agentrl.LimitReachedError):
+            await host.act(agentrl.user("too long " * 9))
+        await host.act(agentrl.user("shorter"))
+        host.reward(1.0)
+
+
+def test_a_message_that_does_not_fit_leaves_nothing_behind() -> None:
+    played = play(TooLong, ["a", "b"], max_context=64)
+    assert (played.header.turns, played.header.reward) == (2, 1.0)
+    first, second = played.seen
+    assert "too long" not in bytes(token for token in second if token < 256).decode()
+    turns = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+    context = np.frombuffer(turns[1].context_ids, np.int32)
+    assert len(second) == len(first) + len(b"a") + 1 + len(context)
 
 
 def test_a_prompt_longer_than_the_context_is_told_apart_from_a_long_episode() -> None:

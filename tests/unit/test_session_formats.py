@@ -135,6 +135,8 @@ def totals() -> web.Application:
 
     async def add(request: web.Request) -> web.Response:
         number = (await request.json()).get("n")
+        if number is None:
+            return web.Response(text="TypeError('n is None')", status=500)
         if not isinstance(number, int):
             return web.json_response({"detail": "n is no integer"}, status=422)
         totals[request.cookies["session"]] += number
@@ -176,6 +178,8 @@ def test_a_nemo_gym_conversation_is_verified_by_its_server(nemo: str, tmp_path: 
     assert result.reward == 1 - 3 / 100
     assert result.observations[0] == "Use the tool.\nMake it 5."
     assert result.observations[1:] == ('{"total": 2}', '{"detail": "n is no integer"}', '{"total": 5}')
+    result = play(NemoGym, nemo_task(tmp_path, nemo), [add(None), add(5), "done"])
+    assert result.observations[1:] == ("TypeError('n is None')", '{"total": 5}'), "the tool failed, and not the server"
 
 
 @pytest.mark.parametrize("path", ["verify", "seed_session", "../verify", "add/../verify", ""])
@@ -198,6 +202,9 @@ def test_a_row_that_is_no_task_is_named(row: str, tmp_path: Path) -> None:
     good = json.dumps({**ROW, "goal": "one line\u2028of JSON"}, ensure_ascii=False)
     file.write_text(f"{good}\n{row}\n", encoding="utf-8")
     with pytest.raises(EnvironmentDefinitionError, match=r"line 2: (a row is|responses_create_params\.input must be)"):
+        NemoGym.tasks("train", file=str(file))
+    file.write_text(good + "\n", encoding="utf-8")
+    with pytest.raises(EnvironmentDefinitionError, match="url = '': give the server's address"):
         NemoGym.tasks("train", file=str(file))
     with pytest.raises(EnvironmentDefinitionError, match="No such file"):
         NemoGym.tasks("train", file=str(tmp_path / "none"))

@@ -57,7 +57,7 @@ from agentrl.engines.embedded.forward import (
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.experts import compute_row_by_row
-from agentrl.engines.models import dtype_name, language_model_class, model_dtype
+from agentrl.engines.models import dtype_name, fix_rotary_positions, language_model_class, model_dtype
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
@@ -519,7 +519,11 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         with torch.random.fork_rng(devices=[]):
             make = language_model_class(template.config).from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
-        model_copy = ServedModelCopy.of(prepare_for_sampling(model, template.device))
+        model = prepare_for_sampling(model, template.device)
+        fix_rotary_positions(model, self._engine.capabilities.max_context)
+        if self._fixed_shapes:
+            compute_row_by_row(model)
+        model_copy = ServedModelCopy.of(model)
         if self._engine.tap is not None:
             self._engine.tap.attach(model_copy.model)
         return model_copy

@@ -178,6 +178,6 @@ function paintReplies(tokens, replies, choice, panel) {
 /** What an episode got: by agent, and its metrics. */
 export function outcome(view) {
   const agents = view.agents.map((agent) => [`${agent.seat}[${agent.index}]`, [signed(agent.reward), " ", element("span", { class: "quiet" }, `${agent.policy}, ${plural(agent.tokens, "token")}`)]]);
-  const metrics = Object.entries(view.metrics).map(([name, value]) => [name, /share|rate|passed/.test(name) && value <= 1 ? percent(value) : number(value)]);
+  const metrics = Object.entries(view.metrics).map(([name, value]) => [name, /(^|[/_])(share|rate)$/.test(name) && value <= 1 ? percent(value) : number(value)]);
   return [agents.length ? element("div", {}, element("h3", {}, "Rewards"), facts(agents)) : null, metrics.length ? element("div", {}, element("h3", {}, "Metrics"), facts(metrics)) : null];
 }

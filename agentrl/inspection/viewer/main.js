@@ -139,7 +139,11 @@ class ViewerPage {
   /** The head of the page: of the run that is shown, or of the list of runs. */
   async #headOf(view) {
     const about = ALL_RUNS.has(view) ? "" : `run ${namedRun()}`;
-    if (this.#headed === about) return;
+    if (this.#headed === about) {
+      const count = document.querySelector("#top .brand .quiet");
+      if (about && this.#source.isLive && count) count.textContent = counted(await this.ask("run"));
+      return;
+    }
     if (about) await this.#head();
     else this.#bar([element("a", { class: "brand", href: "#/runs" }, element("b", {}, "agentrl"), element("span", { class: "quiet" }, "runs"))], [element("a", { href: "#/runs", "data-view": "runs" }, "Runs")]);
     this.#headed = about;
@@ -150,7 +154,7 @@ class ViewerPage {
     this.name = run.name;
     const links = NAVIGATION.map(([view, label]) => element("a", { href: address([view]), "data-view": view }, label));
     const runs = namedRun() ? element("a", { href: "#/runs", "data-view": "runs" }, "Runs") : null;
-    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, run.all > run.episodes ? `${number(run.episodes)} of ${plural(run.all, "episode")}` : `${plural(run.episodes, "episode")} in all`))], [runs, ...links]);
+    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, counted(run)))], [runs, ...links]);
   }
 
   #bar(brand, links) {
@@ -187,6 +191,11 @@ class ViewerPage {
     }
     setTimeout(() => this.#watch(), document.hidden ? 5 * PULSE_MS : PULSE_MS);
   }
+}
+
+/** How many episodes a run has. */
+function counted(run) {
+  return run.all > run.episodes ? `${number(run.episodes)} of ${plural(run.all, "episode")}` : `${plural(run.episodes, "episode")} in all`;
 }
 
 const ALL_RUNS = new Set(["runs", "comparison"]);

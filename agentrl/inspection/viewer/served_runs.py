@@ -66,9 +66,10 @@ class ServedRuns:
         if name not in self._open:
             if not name or Path(name).name != name or not _is_run(self._place / name):
                 raise InputError(f"{self._place}: no run {name!r}; choose one of the list")
-            if len(self._open) >= 16:  # close the run that was opened first
+            if len(self._open) >= MAX_COMPARED:  # close the run that was asked for first
                 self._open.pop(next(iter(self._open))).close()
             self._open[name] = RunReader(self._place / name)
+        self._open[name] = self._open.pop(name)  # the newest
         return self._open[name]
 
 

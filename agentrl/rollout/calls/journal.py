@@ -608,6 +608,10 @@ class CallJournal:
         self._ended = True
         self._order.close()
 
+    def happened_inside(self, call: JournaledCall) -> bool:
+        """Whether recorded calls happened inside a call that was reached: they were appended before it."""
+        return self._order.next_id not in (None, call.call_id)
+
     @property
     def is_replaying(self) -> bool:
         """Whether a recorded call has not returned yet."""

@@ -76,19 +76,24 @@ class LiveAgent(TurnRecorder):
         """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
         self._episode.check_not_stopped("act()")
         self._episode.check_seat_acted(self)
-        journal = self._episode.journal
+        journal, pending, before = self._episode.journal, self._pending, self._rows.position()
         request = self._request(messages, max_tokens, reply, state)
         digest = self._digest(request)
-        context = self._render(request, digest)
-        call = journal.open(digest, partial(self._describe, request.messages))
-        if call.waits:
-            await journal.reach(call)
-        recorded_turn = journal.recall(call, TurnEntry)
-        if recorded_turn is not None:
-            completion = completion_from_entry(recorded_turn)
-        else:
-            completion, entry = await self._generate(call, request, context)
-            self._record(call, entry)
+        try:
+            context = self._render(request, digest)
+            call = journal.open(digest, partial(self._describe, request.messages))
+            if call.waits:
+                await journal.reach(call)
+            recorded_turn = journal.recall(call, TurnEntry)
+            if recorded_turn is not None:
+                completion = completion_from_entry(recorded_turn)
+            else:
+                completion, entry = await self._generate(call, request, context)
+                self._record(call, entry)
+        except BaseException:  # the program may catch a timeout or a limit, and ask something else
+            self._pending = pending
+            self._rows.withdraw(before)
+            raise
         return self._answer(call, request, completion)
 
     def _describe(self, messages: Sequence[Message]) -> str:
@@ -324,6 +329,15 @@ class AgentTokenRows:
         self._pending_messages, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
         self.opening = self.opening or opening_digest(context)
+
+    def position(self) -> tuple[int, array[int], int, int]:
+        """Return the end of the open row, to `withdraw` a question without an answer."""
+        return self.row, self._row_tokens, len(self._row_tokens), self.opening
+
+    def withdraw(self, position: tuple[int, array[int], int, int]) -> None:
+        """Remove the tokens of messages that were not answered."""
+        self.row, self._row_tokens, length, self.opening = position
+        del self._row_tokens[length:]
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""
