@@ -88,6 +88,38 @@ def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_pa
     asyncio.run(main())
 
 
+def test_a_version_that_two_requests_need_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an evaluation ends, and releases its version, while the next version is published."""
+    sent: list[tuple[str, str, int]] = []
+    send_piece = VersionFiles._send_piece
+
+    def send(
+        files: VersionFiles, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes
+    ) -> None:
+        sent.append((weights.sha256, name, start))
+        send_piece(files, weights, pieces, name, start, data)
+
+    monkeypatch.setattr(VersionFiles, "_send_piece", send)
+
+    async def main() -> None:
+        engine = await made(tmp_path)
+        first, pinned = written(tmp_path / "1", 1, 10), written(tmp_path / "3", 3, 3 * PIECE_BYTES)
+        await engine.serve([first], ())
+        new = written(tmp_path / "2", 2, 6 * PIECE_BYTES)
+        await asyncio.gather(engine.serve([new], [first]), engine.serve([new], [pinned]), engine.serve([new], [pinned]))
+        assert len(sent) == len(set(sent))
+        await engine.serve([new], [pinned])
+        assert len(sent) == len(set(sent)), "the process has kept both"
+        for pin in (None, pinned.version):
+            session = engine.open(f"session of {pin}", "solver", pin=pin)
+            completion = await session.generate(REQUEST)
+            session.close()
+            assert [span.version for span in completion.spans] == [pin or new.version]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_process_that_holds_the_base_is_sent_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other process is sent the whole version: after a lost delta, with a damaged base, and after a restart."""
     sent: list[str] = []
@@ -314,11 +346,11 @@ def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
         first = written_full(tmp_path / "1", 1)
         second = replace(first, version=first.version._replace(step=2))
         content = (tmp_path / "1" / "model.safetensors").read_bytes()
-        for weights in (first, second):
+        for request, weights in enumerate((first, second)):
             pieces: list[asyncio.Task[None]] = []
-            await files.send([weights], pieces)
+            await files.send(request, [weights], pieces)
             await asyncio.gather(*pieces)
-            files.keep_only([weights])
+            files.answered(request, [weights])
             assert len(connection.kept) < 1000
         await files.send_remainder(first.version)
         assert len(connection.kept) < 1000, "it is no longer wanted"
@@ -352,7 +384,7 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
         connection, weights = IsFull(), written_full(tmp_path / "1", 1)
         files = VersionFiles(connection, "another", only_headers=True)
         pieces: list[asyncio.Task[None]] = []
-        await files.send([weights], pieces)
+        await files.send(0, [weights], pieces)
         await asyncio.gather(*pieces)
         await files.send_remainder(weights.version)
         assert connection.asked == 1 + version_files.PIECES

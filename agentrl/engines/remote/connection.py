@@ -19,7 +19,7 @@ from agentrl.engines import protocol
 from agentrl.engines.version_table import in_loading_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import Int32Array, PolicyVersion, WeightsRef
@@ -51,6 +51,8 @@ class EngineConnection(rpc.Connection):
         """Number of conversations that use the connection."""
         self.files: VersionFiles | None = None
         """Sends files to a process on another machine; None: it is on this one, and reads them."""
+        self._sending = asyncio.Lock()
+        """Held while files are on the way, so that none is sent twice, and a later request finds them."""
 
         def check_message(message: protocol.Reply) -> None:
             if isinstance(message, protocol.NewTokens | protocol.CompletionReply):
@@ -98,31 +100,48 @@ class EngineConnection(rpc.Connection):
         )
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        versions = in_loading_order(current, pinned)
-        pieces: list[asyncio.Task[None]] = []
-        if self.files is not None:
-            await self.files.send(versions, pieces)
+        versions, pinned = in_loading_order(current, pinned), in_loading_order((), pinned)
         call = self.next_call()
-        request = protocol.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
-        serving = self.ask(call, request)
-        # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
-        # refused by its digest; the failure to send it says why.
-        answers: list[Any] = await asyncio.gather(*pieces, serving, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        request = protocol.ServeVersionsRequest(call=call, current=list(current), pinned=pinned)
+        if self.files is None:
+            reply = await self.ask(call, request)
+        else:
+            reply = await self._send_and_ask(self.files, versions, request)
         refused = {
-            version: rebuild_error(kind, message, among=(EngineError,))
-            for version, kind, message in answers[-1].refused
+            version: rebuild_error(kind, message, among=(EngineError,)) for version, kind, message in reply.refused
         }
         if self.files is not None:
             refused |= self.files.take_failures(versions)
             must_resend = self.files.must_resend(refused)
-            self.files.keep_only([weights for weights in versions if weights.version not in refused])
+            self.files.answered(call, [weights for weights in versions if weights.version not in refused])
             if must_resend:
                 return await self.serve(current, pinned)
         if refused:
             raise VersionsRefusedError(refused=refused)
+
+    async def _send_and_ask(
+        self, files: VersionFiles, versions: Sequence[WeightsRef], request: protocol.ServeVersionsRequest
+    ) -> Any:
+        """Send the files of versions, and request to serve them."""
+        pieces: list[asyncio.Task[None]] = []
+        serving: asyncio.Task[Any] | None = None
+        try:
+            async with self._sending:
+                await files.send(request.call, versions, pieces)
+                # Asked for before the pieces are acknowledged, which would take as long again. What came only in part
+                # is refused by its digest; the failure to send it says why.
+                serving = asyncio.get_running_loop().create_task(self.ask(request.call, request))
+                acknowledged = await asyncio.gather(*pieces, return_exceptions=True)
+            answers: list[Any] = [*acknowledged, *await asyncio.gather(serving, return_exceptions=True)]
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        except BaseException:
+            if serving is not None:
+                serving.cancel()
+            files.answered(request.call, None)
+            raise
+        return answers[-1]
 
     def _handle(self, message: protocol.Reply) -> None:
         if isinstance(message, protocol.BusyHeartbeat):  # the owner receives the other messages by `on_message`

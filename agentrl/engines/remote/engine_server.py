@@ -171,7 +171,7 @@ class ConnectionHandler:
     async def _serve(self, message: protocol.ServeVersionsRequest) -> protocol.VersionsServedReply:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         async with self._write_lock:  # waits for the preceding chunks
-            pass
+            known = self.versions.digests()  # later ones are of requests that follow
         current, pinned = await asyncio.to_thread(
             lambda: [[self.versions.local(ref) for ref in refs] for refs in (message.current, message.pinned)]
         )
@@ -181,7 +181,7 @@ class ConnectionHandler:
         except VersionsRefusedError as error:
             refused = error.refused
         served = (each for each in (*message.current, *message.pinned) if each.version not in refused)
-        self.versions.keep({weights.sha256 for weights in served})
+        self.versions.remove(known.difference(weights.sha256 for weights in served))
         return protocol.VersionsServedReply(
             call=message.call,
             refused=[(version, type(error).__name__, str(error)) for version, error in refused.items()],
@@ -244,9 +244,13 @@ class ReceivedWeightFiles:
                 remove_delta(directory)
         return replace(weights, path=str(directory))
 
-    def keep(self, digests: Collection[str]) -> None:
-        """Remove the copies of other versions."""
-        for digest in self._digests.difference(digests):
+    def digests(self) -> frozenset[str]:
+        """Return the digests of the versions whose files were sent."""
+        return frozenset(self._digests)
+
+    def remove(self, digests: Collection[str]) -> None:
+        """Remove copies."""
+        for digest in self._digests.intersection(digests):
             self._digests.discard(digest)
             shutil.rmtree(self._root / digest, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from agentrl.core.errors import EngineError, EngineLostError, version_refused_error
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
@@ -38,6 +38,17 @@ class Requests(Protocol):
         ...
 
 
+class _ServeRequest(NamedTuple):
+    """A request to serve versions."""
+
+    sent: set[str]
+    """Digests of the versions sent for it."""
+    had: set[str]
+    """Digests that the process had, or was being sent, when it was made."""
+    versions: set[PolicyVersion]
+    """Versions of this request and of those before it."""
+
+
 class VersionFiles:
     """Sends the files of versions to a process that cannot read those of its owner, piece by piece.
 
@@ -64,18 +75,24 @@ class VersionFiles:
         """Digests of the versions that the process may request."""
         self._failures: dict[PolicyVersion, EngineError] = {}
         """Why a version could not be sent."""
+        self._requests: dict[int, _ServeRequest] = {}
+        """Requests to serve versions that are not answered yet."""
 
-    async def send(self, versions: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
+    async def send(self, request: int, versions: Collection[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
         """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
-        are open.
+        are open. What is sent for another request is left out.
 
         Files that fit into one message's size are on the way together, with the request that follows them: over Ray
         each write is acknowledged before the next one leaves. `take_failures` returns what could not be sent.
         """
+        on_the_way = {digest for other in self._requests.values() for digest in other.sent}
+        self._digests |= {weights.version: weights.sha256 for weights in versions}
+        sent: set[str] = set()
+        self._requests[request] = _ServeRequest(sent, self._sent | on_the_way, set(self._digests))
         for weights in versions:
-            self._digests[weights.version] = weights.sha256
-            if weights.sha256 in self._sent:
+            if weights.sha256 in self._sent | on_the_way | sent:
                 continue
+            sent.add(weights.sha256)
             try:
                 if weights.kind == "full" and await asyncio.to_thread(self._has_base, weights):
                     self._sent_deltas.add(weights.sha256)
@@ -113,11 +130,19 @@ class VersionFiles:
         self._sent_deltas.clear()
         return bool(refused_deltas)
 
-    def keep_only(self, versions: Collection[WeightsRef]) -> None:
-        """Note that the process serves these versions, and has removed its copies of others."""
-        self._digests = {weights.version: weights.sha256 for weights in versions}
-        self._sent = set(self._digests.values())
-        self._headers_only = {digest: header for digest, header in self._headers_only.items() if digest in self._sent}
+    def answered(self, request: int, versions: Collection[WeightsRef] | None) -> None:
+        """Note that the process serves these versions, and has removed its copies of others that it had when the
+        request was made; None: the request failed."""
+        ended = self._requests.pop(request)
+        if versions is None:
+            return
+        served = {weights.version: weights.sha256 for weights in versions}
+        removed = (ended.sent | ended.had).difference(served.values())
+        self._sent = self._sent.union(served.values()) - removed
+        for version in ended.versions - served.keys():
+            self._digests.pop(version, None)
+        for digest in removed & self._headers_only.keys():
+            del self._headers_only[digest]
 
     def _has_base(self, weights: WeightsRef) -> bool:
         """Whether the process can rebuild a version from its delta."""
