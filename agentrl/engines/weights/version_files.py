@@ -133,8 +133,8 @@ class VersionFiles:
     def answered(self, request: int, versions: Collection[WeightsRef] | None) -> None:
         """Note that the process serves these versions, and has removed its copies of others that it had when the
         request was made; None: the request failed."""
-        ended = self._requests.pop(request)
-        if versions is None:
+        ended = self._requests.pop(request, None)
+        if versions is None or ended is None:
             return
         served = {weights.version: weights.sha256 for weights in versions}
         removed = (ended.sent | ended.had).difference(served.values())
