@@ -369,7 +369,6 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
         ({"judge": "nobody"}, r"scorers\.helpful\.judge = 'nobody': there is no such policy; .*there are: critic"),
         ({"judge": "bot"}, r"kind is 'bot'; a judge is a policy with kind = 'remote', 'frozen', 'past' or 'trained'"),
         ({"judge": "far", "votes": 0}, r"votes = 0 needs log-probabilities, which an endpoint does not give"),
-        ({"judge": "solver", "votes": 0}, r"votes = 0 would not record which version of 'solver' judged"),
         ({"votes": 0, "answer": {}}, "votes = 0 computes the probabilities of answers: set answer"),
         ({"rubric": ""}, "a judge needs a rubric"),
         ({"rubric": "rubrics/helpful.md"}, "names a file, which only a TOML file may do"),
@@ -397,6 +396,12 @@ def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() 
     policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
     with pytest.raises(ValueError, match=r"scorers\.helpful\.judge = 'guesser', which learns while it judges"):
         config_for(**config(judge="guesser") | {"policies": policies, "deterministic": True})
+
+
+def test_a_judge_that_learns_votes() -> None:
+    policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
+    with pytest.raises(ValueError, match="votes = 0 would not record which version of 'guesser' judged"):
+        config_for(**config(judge="guesser", votes=0) | {"policies": policies})
 
 
 def test_the_pages_judge_is_paid_for_right_verdicts(repository: Path) -> None:
