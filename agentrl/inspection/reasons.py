@@ -207,9 +207,9 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     if stop in LIMITS:
         setting, config, value = LIMITS[stop], reader.config(), None
         if stop == "max_turns" and turns:  # a limit of the seat, fixed when the episode began
-            last = turns[-1]
-            value = (view.settings.get(last.seat) or view.settings.get("") or {}).get("max_turns")
-            own = f"policies.{last.policy}.{setting}"
+            seat, policy = turns[-1].seat, turns[-1].policy
+            value = (view.settings.get(seat) or view.settings.get("") or {}).get("max_turns")
+            own = f"policies.{policy}.{setting}"
             setting = setting if value_at(config, *own.split(".")) is None else own
         value = value_at(config, *setting.split(".")) if value is None else value
         limit = setting if value is None else f"{setting} = {value}"

@@ -89,7 +89,7 @@ HOW = """\
   0.55 after 24. Small differences say nothing.
 * A run that does not reach the goal counts as slower than all others, in medians and in ratios. "Not reached" is the
   median of such runs, or their slowest quartile: within 15 minutes, within 10 with slow tools, within 30 for the word
-  problems, or within the steps of the task.
+  problems, or within the steps of the task. A ratio of 0 says that agentrl alone reached it.
 * Rows with vLLM train a LoRA, which TRL's asynchronous trainer can send to its server without a GPU; the others train
   all weights. Ratios compare rows of one kind.
 * vLLM samples a LoRA merged into the weights with less CPU time than an adapter. agentrl can publish it either way
@@ -211,6 +211,9 @@ def readme_section(line: Mapping[str, Any]) -> str:
             "naive",
             f"With SmolLM2-135M ({seeds.get('word_problems')}), it took {{}} of the loop's time",
             "naive_lockstep",
+        )
+        + times(
+            "word_problems", "trl_async_merged", "With vLLM, it took {} of the time of TRL's asynchronous trainer there"
         )
         + times(
             "tools",
