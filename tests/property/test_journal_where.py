@@ -73,6 +73,11 @@ def matching(text: str) -> list[int]:
     return [row for (row,) in found]
 
 
+@pytest.mark.parametrize(("text", "value"), [('x = "38"', "38"), ("x != '3 8'", "3 8"), ("x = 38", 38.0)])
+def test_a_quoted_value_is_text(text: str, value: object) -> None:
+    assert list(parse_where_filter(text, {"x": FilterColumn("x", "any")}).values) == [value]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -452,6 +452,16 @@ def test_a_damaged_episode_is_no_success(copied: Path, capsys: pytest.CaptureFix
         assert found["outcome"] == "damaged"
 
 
+@pytest.mark.damages_journal
+def test_an_altered_reward_is_damage(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with sqlite3.connect(copied / "journal" / "control.db") as connection:
+        connection.execute("UPDATE trajectories SET reward = 2.0")
+    connection.close()
+    assert main(["episode", "replay", str(copied), "e1", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert "`trajectories` does not match its checksum" in found["text"]
+
+
 def test_a_step_that_begins_at_itself_is_damaged(sample_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = PolicyVersion("solver", 0, 3)
     monkeypatch.setattr(replays, "_same_weights", lambda reader, version: [version])
