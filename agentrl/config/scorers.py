@@ -125,8 +125,6 @@ class ScorerConfig(Section):
                 "name who scores, and only one: function = 'mine.py:short', judge = a policy of the run, or "
                 "reward_model = a directory"
             )
-        if not self.reward_model and (self.combine, self.device, self.cache_tokens) != ("mean", "auto", 32768):
-            raise ValueError("combine, device and cache_tokens are for reward models: remove them")
         if self.steps and not self.reward_model:
             raise ValueError("steps are scored by reward models: remove steps, or name a reward_model")
         if self.options and not self.function:
