@@ -558,8 +558,7 @@ def _kept_checkpoint(
 
 
 def _learning_settings(reader: RunReader, lineage: int) -> list[Any]:
-    """Return the recorded settings that a step's update depends on and a resume may change, as data: those of the loss,
-    and of the advantage if its options belong to the loss."""
+    """Return the recorded settings that change a step's update, and that a resume may change, as data."""
     config = reader.log.config(lineage)
     trainer, advantage = config.get("trainer", {}), config.get("credit", {}).get("advantage", {})
     return [

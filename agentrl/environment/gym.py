@@ -130,15 +130,13 @@ class GymEnvironment(Environment):
                 continue
             step = await game.call("step", turn.text)
             messages = [user(step["observation"])]
-            if not step["legal"]:
+            if step["legal"]:
+                rewards.append(step["reward"])
+            else:
                 illegal += 1
                 ctx.metric("turns/illegal", 1.0)
-                if illegal < self.illegal_actions and len(agent.turns) >= self.max_turns:
-                    limit = LimitReachedError(f"{type(self).__name__}: no time left", stop_reason="max_turns")
-                continue
-            rewards.append(step["reward"])
-            terminated = step["terminated"]
-            if not terminated and (step["truncated"] or len(agent.turns) >= self.max_turns):
+            terminated, is_late = step["terminated"], step["truncated"] or len(agent.turns) >= self.max_turns
+            if is_late and not terminated and illegal < self.illegal_actions:
                 limit = LimitReachedError(f"{type(self).__name__}: no time left", stop_reason="max_turns")
         if limit is not None:
             ctx.truncate(limit)

@@ -277,7 +277,7 @@ class Server:
     def on_answer(self, reading: int, data: bytes) -> None:
         process, number, answer = self.episodes[reading]
         answer += data[: _ANSWER_BYTES + 1 - len(answer)]
-        if data and not data.endswith(b"\n"):  # processes that the episode left may keep its end of the pipe open
+        if data and not answer.endswith(b"\n"):  # processes that the episode left may keep its end of the pipe open
             return
         self.selector.unregister(reading)
         os.close(reading)

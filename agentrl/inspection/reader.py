@@ -679,12 +679,12 @@ class RunReader:
 
     def curve(self) -> list[RewardCurvePoint]:
         """Return the reward of each step along each policy's surviving line, in order."""
-        points = []
+        points, is_server = [], self._is_server
         start_words = {start.lineage: start.words for start in self.log.starts()}
         for policy, lines in self.surviving().items():
             for line in lines:
                 # Marks the first step of the lineage.
-                marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] and not self._is_server else {}
+                marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] and not is_server else {}
                 condition = "policy = ? AND lineage = ? AND step > ? AND step <= ?"
                 for step, rewards in sorted(self.step_rewards(condition, policy, *line).items()):
                     points.append(struct_from_row(RewardCurvePoint, (*step, *rewards, marks.pop(step[1], ""))))

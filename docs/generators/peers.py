@@ -178,7 +178,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
     where = parts["calculator"]["conditions"]["machine"]
 
     def times(part: str, pair: str, words: str, *beside: str) -> str:
-        """Say a ratio of wall time with its quartiles, then those of other rows without."""
+        """Return a sentence with a ratio of wall time and its quartiles, and with the medians of other rows."""
         measured = {
             name: quartiles
             for name in (pair, *beside)

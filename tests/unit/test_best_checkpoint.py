@@ -64,9 +64,9 @@ def test_a_run_whose_best_versions_are_gone_begins_to_measure_anew(tmp_path: Pat
     hear(before, [0.9, 0.8])
     manifest: Any = SimpleNamespace(measured=before.measured)
     resumed = ResumeCheckpoint(manifest=manifest, rejected=()).running_best(tmp_path)
-    anew = tracker(measured=resumed)
-    assert not anew.measured.newest
-    assert not anew.measured.versions
+    after_resume = tracker(measured=resumed)
+    assert not after_resume.measured.newest
+    assert not after_resume.measured.versions
 
 
 def test_small_values_may_be_the_good_ones() -> None:

@@ -106,7 +106,7 @@ def test_an_episode_gets_the_rewards_of_the_package(options: dict[str, Any]) -> 
     [
         ("raise", "ValueError: no such thing"),
         ("crash", "process ended with status 768"),
-        ("flood", "and 524289 bytes"),
+        ("flood", "status 0 and 524289 bytes"),
     ],
 )
 def test_a_failure_is_an_error_or_the_failed_reward(reply: str, error: str, options: dict[str, Any]) -> None:
