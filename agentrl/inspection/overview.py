@@ -8,7 +8,13 @@ import msgspec
 
 from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import InputError
-from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, changed_settings, interval_metric
+from agentrl.inspection.run_comparison import (
+    AXIS_METRICS,
+    LINEAGE_METRIC,
+    axis_places,
+    changed_settings,
+    interval_metric,
+)
 from agentrl.inspection.statistics import run_state
 from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
@@ -99,7 +105,8 @@ def run_overview(reader: RunReader) -> RunOverview:
     own = own_metrics(names)
     shown = {*OVERVIEW_METRICS, *own, *(f"evaluation/metric/{name}" for name in own)}
     series = metric_series(reader, [name for name in names if name in shown or is_seat_reward(name)])
-    axis_values = reader.metrics(list(AXIS_METRICS.values()))
+    axis_values = reader.metrics([*AXIS_METRICS.values(), LINEAGE_METRIC])
+    lineages = axis_values.get(LINEAGE_METRIC, {})
     status, problems = state.status, list[str]()
     return RunOverview(
         state=state.standing,
@@ -122,7 +129,10 @@ def run_overview(reader: RunReader) -> RunOverview:
         own_metrics=own,
         settings=changed_settings(reader),
         places={
-            axis: {policy: list(axis_places(axis, values).items()) for policy, values in axis_values[name].items()}
+            axis: {
+                policy: list(axis_places(axis, values, lineages.get(policy, ())).items())
+                for policy, values in axis_values[name].items()
+            }
             for axis, name in AXIS_METRICS.items()
             if name in axis_values
         },

@@ -31,6 +31,9 @@ Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 AXIS_METRICS = {"tokens": "step/tokens", "seconds": "run/seconds"}
 """Metrics that place a step on an axis."""
+LINEAGE_METRIC = "run/lineage"
+StepValues = Sequence[tuple[int, float | None]]
+"""Values of a metric by step; None: not finite."""
 CURVES = ("reward/mean", "evaluation/reward")
 """Metrics whose curves a comparison has unless others are named."""
 ERRORS = {"evaluation/reward": "evaluation/reward_error"}
@@ -349,22 +352,25 @@ def _places(run: _Run, policy: str, axis: str) -> Callable[[int], float | None]:
     """Return a function from a step to its place on the axis; None if unknown."""
     if axis == "step":
         return float
-    places = axis_places(axis, run.values.get(AXIS_METRICS[axis], {}).get(policy, []))
+    values, lineages = (run.values.get(name, {}).get(policy, []) for name in (AXIS_METRICS[axis], LINEAGE_METRIC))
+    places = axis_places(axis, values, lineages)
     return places.get if len(places) > 1 else (lambda step: None)
 
 
-def axis_places(axis: str, values: Sequence[tuple[int, float | None]]) -> dict[int, float]:
+def axis_places(axis: str, values: StepValues, lineages: StepValues = ()) -> dict[int, float]:
     """Return the place of each step on an axis: the tokens trained until then, or the seconds.
 
-    A resumed run restarts its count of seconds; it is added to the earlier count.
+    A resumed run restarts its count of seconds; it is added to the earlier count. Its steps have another lineage.
     """
     places, total, last = {0: 0.0}, 0.0, 0.0
+    lineage_by_step, last_lineage = dict(lineages), None
     for step, value in values:
         if value is None:
             continue
-        is_resumed = axis == "seconds" and value < last
+        lineage = lineage_by_step.get(step, last_lineage)
+        is_resumed = axis == "seconds" and (value < last or lineage != last_lineage)
         total += value if axis == "tokens" or is_resumed else value - last
-        places[step], last = total, value
+        places[step], last, last_lineage = total, value, lineage
     return places
 
 

@@ -12,7 +12,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.run_comparison import RunsComparison, compare_runs
+from agentrl.inspection.run_comparison import RunsComparison, axis_places, compare_runs
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
@@ -93,6 +93,13 @@ def test_clocks_have_their_newest_value_and_others_a_mean(pair: tuple[Path, Path
     values = {line.metric: line.values for line in compared(*pair).metrics}
     assert values["run/seconds"] == [8.0, 4.0]
     assert values["reward/mean"] == pytest.approx([0.25, 0.3])
+
+
+@pytest.mark.parametrize("slow", [1.0, 50.0])
+def test_the_seconds_of_a_resumed_run_are_added_however_long_its_first_step_takes(slow: float) -> None:
+    seconds = [(1, 10.0), (2, 20.0), (3, slow), (4, slow + 10.0)]
+    lineages = [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+    assert list(axis_places("seconds", seconds, lineages).values()) == [0.0, 10.0, 20.0, 20.0 + slow, 30.0 + slow]
 
 
 @pytest.mark.parametrize(

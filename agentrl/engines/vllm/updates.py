@@ -389,7 +389,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     async def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
         await self._inbox.fetch(weights.version)
-        read = await asyncio.to_thread(lambda: read_weights(copy_weight_files(weights, copy)))
+        read = await asyncio.to_thread(lambda: read_weights(copy_weight_files(weights, copy), is_private=True))
         return await asyncio.to_thread(self._check_full, weights, read)
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:

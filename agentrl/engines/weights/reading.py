@@ -20,6 +20,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import load_file
 from torch import nn
 
 from agentrl.core.errors import EngineStorageError, version_refused_error
@@ -79,22 +80,28 @@ class WeightFile:
     metadata: dict[str, str]
 
 
-def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
+def read_weights(weights: WeightsRef, *, config: bytes = b"", is_private: bool = False) -> WeightFile:
     """Read a version's safetensors file after checking its digest, which also covers the bytes of its `config`.
+
+    A file that `is_private`, which nobody else changes, is mapped into memory instead.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
             dtype or has a value that is not finite.
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
+    content, digest = b"", hashlib.sha256()
     try:
         with open_weights(path) as file:
-            content = file.read()
+            if is_private:
+                hashlib.file_digest(file, lambda: digest)
+            else:
+                content = file.read()
+                digest.update(content)
     except OSError as error:
         raise version_refused_error(weights, f"{error.filename or path} cannot be read ({error.strerror})") from error
     except WeightDeltaError as error:
         raise version_refused_error(weights, str(error)) from error
-    digest = hashlib.sha256(content)
     digest.update(config)
     if digest.hexdigest() != weights.sha256:
         description = f"{path} and its configuration" if config else path
@@ -102,7 +109,7 @@ def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
             weights, f"the SHA-256 digest of {description} is {digest.hexdigest()}, but {weights.sha256} was published"
         )
     try:
-        tensors = load_safetensors(content)
+        tensors = load_file(path) if is_private else load_safetensors(content)
     except SafetensorError as error:
         raise version_refused_error(weights, f"{path} is damaged ({error})") from error
     for key, tensor in tensors.items():
@@ -110,10 +117,17 @@ def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
             raise version_refused_error(
                 weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed"
             )
-        if not bool(torch.isfinite(tensor).all()):
+        if not _is_finite(tensor):
             raise version_refused_error(weights, f"{key} has values that are not finite")
+    if is_private:
+        return WeightFile(tensors, read_metadata(weights))
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors has validated the header
     return WeightFile(tensors, header.get("__metadata__") or {})
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite. `isfinite().all()` would take 30 times as long on a CPU."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 class _Header(msgspec.Struct):
@@ -257,7 +271,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
                 weights, f"{module} has shapes {shapes}, which are not of the configured rank {rank}"
             )
         matrices[module] = (pair["lora_A"], scaled_up := pair["lora_B"] * scale)
-        if not bool(scaled_up.isfinite().all()):
+        if not _is_finite(scaled_up):
             raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
         raise version_refused_error(weights, "it contains no LoRA matrices")
