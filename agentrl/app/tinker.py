@@ -432,21 +432,23 @@ class TinkerService:
             case "capabilities":
                 return {"supported_models": [self._capabilities(base) for base in self.tables.bases.values()]}
             case "sessions":
-                return {"sessions": [session for session, whose in self.tables.sessions.items() if whose == owner]}
+                sessions = [session for session, whose in self.tables.sessions.items() if whose == owner]
+                return page("sessions", sessions, request)
             case "session":
                 return describe_session(self.tables, owner, request["session_id"])
             case "sampler":
                 sampler = self.tables.sampler_of(owner, request["sampler_id"])
                 return {"sampler_id": sampler.id, "base_model": sampler.base.name, "model_path": sampler.path}
             case "models":
-                return page("training_runs", [await self._describe(model) for model in self.tables.models_of(owner)])
+                models = [await self._describe(model) for model in self.tables.models_of(owner)]
+                return page("training_runs", models, request)
             case "model":
                 return await self._describe(self.tables.model_of(owner, request["model_id"]))
             case "checkpoints":
                 return {"checkpoints": checkpoint_list(self.tables, self.tables.model_of(owner, request["model_id"]))}
             case "all_checkpoints":
                 lists = [checkpoint_list(self.tables, model) for model in self.tables.models_of(owner)]
-                return page("checkpoints", [one for checkpoints in lists for one in checkpoints])
+                return page("checkpoints", [one for checkpoints in lists for one in checkpoints], request)
             case "delete_checkpoint":
                 return await self._delete(owner, request["model_id"], request["checkpoint"])
             case "set_checkpoint_ttl":

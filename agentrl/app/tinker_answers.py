@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from agentrl.app.tinker_tables import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
 from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.tinker import NO_PROJECTS
 
 _CHECKPOINT_TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
 """Names of the kinds of saved weights in the protocol."""
+_DIGITS = re.compile(r"[0-9]{1,18}")
 
 
 def model_info(model: ClientModel) -> dict[str, Any]:
@@ -83,9 +86,24 @@ def checkpoint_list(tables: ClientTables, model: ClientModel) -> list[dict[str, 
     ]
 
 
-def page(name: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a list of everything in the protocol's form of a page."""
-    return {name: items, "cursor": {"offset": 0, "limit": len(items), "total_count": len(items)}}
+def page(name: str, items: Sequence[Any], request: Mapping[str, str]) -> dict[str, Any]:
+    """Return the part of a list that a request asks for by `offset` and `limit`; without them, all of it.
+
+    Raises:
+        RequestRefusedError: one of them is no number of items, or the request names a project.
+    """
+    if request.get("project_id"):
+        raise RequestRefusedError(f"project_id: {NO_PROJECTS}")
+    offset, limit = _number(request, "offset", 0), _number(request, "limit", len(items))
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return {name: items[offset : offset + limit], "cursor": cursor}
+
+
+def _number(request: Mapping[str, str], name: str, default: int) -> int:
+    text = request.get(name, str(default))
+    if not _DIGITS.fullmatch(text):
+        raise RequestRefusedError(f"{name}={text[:100]!r} is not a number of items")
+    return int(text)
 
 
 def _time(seconds: float) -> str:

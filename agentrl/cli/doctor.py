@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.forked_child import answers_from_forked_child
 from agentrl.cli.output import print_json
-from agentrl.cli.training import model_override, train_arguments
+from agentrl.cli.training import model_override, override_arguments, train_arguments
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, StorageError
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from agentrl.config.plans import DeviceDemand, EnginePlan
     from agentrl.config.run import RunConfig
     from agentrl.sandbox.driver import DriverName
+
+    Probe = Callable[[], "list[Check]"]
 
 Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
@@ -77,25 +79,24 @@ def doctor(options: argparse.Namespace) -> int:
         if options.file is None:
             raise InputError("--model: give a TOML file, too, whose model.path it replaces")
         overrides.append(model_override(options.model))
-    if options.file is not None:
-        config = load(options.file, overrides)
+    file = options.file or shipped_example("01_tool_use")
+    if options.file is not None or overrides:
+        config = load(file, overrides)
         needs_ray = not config.trainer_plan.in_process
-        memory: dict[str, tuple[Callable[[], list[Check]], ...]] = {"memory": (partial(memory_fit_checks, config),)}
+        memory: dict[str, tuple[Probe, ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = _with_local_models(config)
         tools = () if local_config is None else (partial(tool_checks, local_config),)
         sections = {
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported
-            **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
+            **{title: _for_run(probes, config, options.file) for title, probes in SECTIONS.items() if title != _DEMO},
             **({"Ray": (ray_import_checks,)} if needs_ray else {}),
-            f"{options.file} will use": (partial(placement_checks, config), *tools),
+            f"{options.file or 'the demo'} will use": (partial(placement_checks, config), *tools),
             **memory,
         }
     if options.suggest:
-        config = load(options.file or shipped_example("01_tool_use"), overrides)
-        sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
+        sections = {**sections, "suggested settings": (partial(suggestion_checks, load(file, overrides)),)}
     if options.sandbox:
-        config = load(options.file or shipped_example("01_tool_use"), overrides)
-        sections = {**sections, "sandboxes": (partial(sandbox_checks, config.sandbox.driver),)}
+        sections = {**sections, "sandboxes": (partial(sandbox_checks, load(file, overrides).sandbox.driver),)}
     report: dict[str, list[Check]] = {}
     with contextlib.closing(ProgressLine("examining", sys.stderr)) as progress:
         for title, checks in _results(sections, progress):
@@ -110,7 +111,8 @@ def doctor(options: argparse.Namespace) -> int:
         section_checks = {title: [asdict(check) for check in checks] for title, checks in report.items()}
         print_json({"ready": ready, "sections": section_checks})
         return 0 if ready else 1
-    command = "agentrl demo" if options.file is None else shlex.join(["agentrl", *train_arguments(options)])
+    arguments = train_arguments(options) if options.file is not None else ["demo", *override_arguments(options)]
+    command = shlex.join(["agentrl", *arguments])
     if missing:
         verdict = f"not ready: {plural(missing, 'problem')} marked ✗"
     elif unknown:
@@ -119,6 +121,15 @@ def doctor(options: argparse.Namespace) -> int:
         verdict = f"ready: try `{escape_line(command)}`"
     sys.stdout.write(f"{verdict}\n")
     return 0 if ready else 1
+
+
+def _for_run(probes: Sequence[Probe], config: RunConfig, file: str | Path | None) -> tuple[Probe, ...]:
+    """Return a section's checks for a run: of its directory, and for a file of one's own not of what the demo needs."""
+    return tuple(
+        partial(disk_checks, config.directory) if probe is disk_checks else probe
+        for probe in probes
+        if file is None or probe is not demo_checks
+    )
 
 
 def _print_section(title: str, checks: Sequence[Check]) -> None:
@@ -130,9 +141,7 @@ def _print_section(title: str, checks: Sequence[Check]) -> None:
     sys.stdout.flush()
 
 
-def _results(
-    sections: Mapping[str, Sequence[Callable[[], list[Check]]]], progress: ProgressLine
-) -> Iterator[tuple[str, list[Check]]]:
+def _results(sections: Mapping[str, Sequence[Probe]], progress: ProgressLine) -> Iterator[tuple[str, list[Check]]]:
     """Make the checks in a child process, because a library may crash when it is imported; the next child makes the
     checks that are left. A process that has imported torch makes them itself: with its threads it cannot be forked."""
 
@@ -154,7 +163,7 @@ def _results(
             yield title, [died] if checks is None else [Check(**check) for check in checks]
 
 
-def _run(probe: Callable[[], list[Check]]) -> list[Check]:
+def _run(probe: Probe) -> list[Check]:
     try:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
@@ -215,10 +224,10 @@ def gpu_checks() -> list[Check]:
     return [Check(name="GPU", result="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
 
 
-def disk_checks() -> list[Check]:
+def disk_checks(runs_directory: str = "runs") -> list[Check]:
     """Check the space for runs, for temporary files, and for Ray's shared memory."""
     try:
-        directory = Path("runs").resolve()
+        directory = Path(runs_directory).resolve()
     except FileNotFoundError:
         missing_text = "the working directory was removed"
         return [Check(name="disk for runs", result=missing_text, level="missing", fix="cd to a directory that exists")]
@@ -249,11 +258,10 @@ def shadowing_file_checks() -> list[Check]:
 
 
 def package_checks() -> list[Check]:
-    """Check the packages that the default run imports, at the versions agentrl requires."""
+    """Check the packages that runs import, at the versions agentrl requires."""
     floors = _floors()
     checks = [distribution_check(name, floors, extra="train", needed=True) for name in _TRAIN]
     checks.append(distribution_check("ray", floors, extra="ray", needed=False))
-    checks.append(distribution_check("reasoning-gym", floors, extra="calculator", needed=True))
     return checks
 
 
@@ -332,16 +340,20 @@ def _disk_space(name: str, place: Path, *, needed_gib: float, setting: str) -> C
     return Check(name=name, result=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
-def demo_model_checks() -> list[Check]:
-    """Check the model and the environment of the demo."""
+def demo_checks() -> list[Check]:
+    """Check the package that the demo's environment imports, and its model."""
+    package = distribution_check("reasoning-gym", _floors(), extra="calculator", needed=True)
+    return [package, _demo_model_check()]
+
+
+def _demo_model_check() -> Check:
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
         model_text = f"{weights} is missing or a stub"
-        return [
-            Check(name="demo model", result=model_text, level="missing", fix=f"{install_command()} --force-reinstall")
-        ]
-    return [Check(name="demo model", result=config.model.path)]
+        fix = f"{install_command()} --force-reinstall"
+        return Check(name="demo model", result=model_text, level="missing", fix=fix)
+    return Check(name="demo model", result=config.model.path)
 
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
@@ -560,9 +572,9 @@ def _cgroup_cores() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
+SECTIONS: dict[str, tuple[Probe, ...]] = {
     "this machine": (python_checks, processor_checks, memory_checks, gpu_checks, disk_checks, shadowing_file_checks),
-    "installed": (package_checks, vllm_checks, demo_model_checks),
+    "installed": (package_checks, vllm_checks, demo_checks),
     _TORCH: (torch_import_checks,),
     _DEMO: (placement_checks,),
 }

@@ -122,7 +122,7 @@ def find_run(name: str | None) -> Path:
             raise InputError(
                 f"there are no runs in {RUNS.absolute()}; name a run's directory, or make one with `agentrl train`"
             )
-        return max(runs, key=lambda path: (path / "journal").stat().st_mtime)
+        return max(runs, key=_written_at)
     path = Path(name)
     return path if path.exists() or not (RUNS / name).exists() else RUNS / name
 
@@ -132,6 +132,12 @@ def _is_run(path: Path) -> bool:
         return (path / "journal").is_dir()
     except OSError:  # such as a directory of another user
         return False
+
+
+def _written_at(run: Path) -> float:
+    """Time of the last write to a journal. A reader makes files as well: empty logs, and their indexes (`-shm`)."""
+    files = [path.stat() for path in (run / "journal").glob("*.db*") if not path.name.endswith("-shm")]
+    return max((file.st_mtime for file in files if file.st_size), default=0.0)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
 from agentrl.config.load import dump_toml, load, setting_sources
@@ -21,7 +21,7 @@ from agentrl.observe.progress import ProgressLine, spinner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from agentrl.app.resume import ReopenedRun
     from agentrl.app.training import Run
@@ -50,7 +50,10 @@ def train(options: argparse.Namespace) -> int:
 
         check_local_models(config)
     if options.dry_run:
-        return _print_plan(config, as_json=options.json)
+        from agentrl.observe.run_directory import RunDirectory
+
+        before = RunDirectory.config(Path(config.directory) / config.name) if options.resume else {}
+        return _print_plan(config, before, as_json=options.json)
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
     run = _run_training(config, sources, options, reopened)
@@ -66,8 +69,8 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print the settings of a run and what follows from them."""
+def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
+    """Print the settings of a run and what follows from them; `before`: those with which it was started."""
     from agentrl.app.plan import resolve, with_chosen_engine
     from agentrl.app.recovery import load_user_functions
     from agentrl.app.run_parts import environment_of
@@ -75,13 +78,30 @@ def _print_plan(config: RunConfig, *, as_json: bool) -> int:
 
     load_user_functions(config.trainer, config.credit, config.scorers)
     config, line = with_chosen_engine(config, {})
-    lines = [*resolve(config, environment_of(config)).lines(), *filter(None, [line]), *expected_scores(config)]
+    config, note = _with_chosen_rates(config, before)
+    lines = [*resolve(config, environment_of(config)).lines(), *filter(None, [line, note]), *expected_scores(config)]
     if as_json:
         print_json(mask_secrets({**config.model_dump(mode="json"), "plan": lines}))
     else:
         sys.stdout.write(dump_toml(config))
         sys.stdout.writelines(f"# {escape_line(line)}\n" for line in lines)
     return 0
+
+
+def _with_chosen_rates(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Choose the learning rates that are not set as a start does; if a model is not at hand, return a note instead."""
+    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.recipes import with_learning_rates
+
+    open_policies = [name for name, policy in config.trained.items() if "learning_rate" not in policy.model_fields_set]
+    try:
+        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before)
+    except (InputError, ImportError):
+        names = ", ".join(open_policies)
+        return config, f"learning_rate of {names}: chosen at the start, by the model's size" if open_policies else ""
+    rates = {name: {"learning_rate": rated.trained[name].learning_rate} for name in open_policies}
+    policies = {name: config.trained[name].model_copy(update=rate) for name, rate in rates.items()}
+    return config.model_copy(update={"policies": {**config.policies, **policies}}), ""
 
 
 def _run_training(
@@ -112,7 +132,12 @@ def _run_training(
 def train_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments of `agentrl train` with the file, model and overrides of a command."""
     model = [] if options.model is None else ["--model", str(options.model)]
-    return ["train", str(options.file), *model, *(f"--{override.lstrip('-')}" for override in options.overrides)]
+    return ["train", str(options.file), *model, *override_arguments(options)]
+
+
+def override_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the overrides of a command as its arguments."""
+    return [f"--{override.lstrip('-')}" for override in options.overrides]
 
 
 def _say_how_to_go_on(options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from agentrl.core.tokens import Completion
 from agentrl.engines.external import external_completion, read_api_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import aiohttp
 
@@ -121,9 +121,11 @@ class RemotePolicyClient:
     async def _ask(self, request: GenerateRequest, where: str) -> Completion:
         call_name = f"{where}, policy {self.policy!r} at {self.config.url}"
         async with self._places:
-            status, content = await self._send("POST", "/chat/completions", call_name, self._body(request))
-            while status == 400 and content is not None and self._adapt(content, request):
-                status, content = await self._send("POST", "/chat/completions", call_name, self._body(request))
+            body = self._body(request)
+            status, content = await self._send("POST", "/chat/completions", call_name, body)
+            while status == 400 and content is not None and self._adapt(content, body):
+                body = self._body(request)
+                status, content = await self._send("POST", "/chat/completions", call_name, body)
         if status != 200 or content is None:
             return self._not_answered(status, content, call_name)
         try:
@@ -166,14 +168,14 @@ class RemotePolicyClient:
             problem = f"{problem} ({key})"
         raise EpisodeError(problem, reason="remote_refused")
 
-    def _adapt(self, content: bytes, request: GenerateRequest) -> bool:
-        """Adapt later requests to a refusal that names a parameter; returns whether it did."""
-        if self._limit_name == "max_tokens" and b"max_completion_tokens" in content:
+    def _adapt(self, content: bytes, body: Mapping[str, Any]) -> bool:
+        """Adapt later requests to a refusal that names a parameter; returns whether the request that was refused would
+        differ now. Several may be refused for the same parameter at once."""
+        if "max_tokens" in body and b"max_completion_tokens" in content:
             self._limit_name = "max_completion_tokens"
             return True
-        without_effect = {"temperature": request.sampling.temperature, "top_p": request.sampling.top_p}
-        for name, value in without_effect.items():
-            if value == 1.0 and name not in self._left_out and name.encode() in content:
+        for name in ("temperature", "top_p"):
+            if body.get(name) == 1.0 and name.encode() in content:
                 self._left_out.add(name)
                 return True
         return False
@@ -234,7 +236,8 @@ class RemotePolicyClient:
             "top_p": sampling.top_p,
         }
         for name in self._left_out:
-            del body[name]
+            if body[name] == 1.0:  # which is without effect
+                del body[name]
         if lines and "tools" in lines[0]:
             body["tools"] = lines[0]["tools"]
         return body

@@ -267,7 +267,8 @@ class TinkerServer:
         return json_response(200, answer)
 
     async def _lookup(self, question: str, request: web.Request) -> web.StreamResponse:
-        return json_response(200, await self._backend.answer(self._owner(request), question, dict(request.match_info)))
+        parameters = {**request.query, **request.match_info}
+        return json_response(200, await self._backend.answer(self._owner(request), question, parameters))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
@@ -376,15 +377,15 @@ _LOOKUPS: Mapping[str, str] = {
     "GET /checkpoints": "all_checkpoints",
     "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}": "delete_checkpoint",
 }
-"""Questions whose parameters are in their path, by method and path."""
-_NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
+"""Questions whose parameters are in their path and query, by method and path."""
+NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
 _NO_ACCOUNTS = "keys are environment variables of the server (`keys` in its file)"
 _NO_BILLS = "nothing is billed; `agentrl run stats` shows what was computed"
 _REFUSED: Mapping[str, str] = {
-    "POST /copy_weights": _NO_PROJECTS,
-    "PUT /sessions/{session_id}/project": _NO_PROJECTS,
-    "POST /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": _NO_PROJECTS,
-    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": _NO_PROJECTS,
+    "POST /copy_weights": NO_PROJECTS,
+    "PUT /sessions/{session_id}/project": NO_PROJECTS,
+    "POST /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": NO_PROJECTS,
+    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": NO_PROJECTS,
     "POST /sessions/search": "sessions have no names here; list them",
     "GET /sessions/{session_id}/trace_export": "`agentrl run serve` shows what a session did",
     "POST /auth/token": _NO_ACCOUNTS,

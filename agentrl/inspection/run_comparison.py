@@ -434,7 +434,8 @@ def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
-    """Return the newest evaluation of each policy: its step, and the rewards by task."""
+    """Return the newest evaluation of each policy: its step, and the rewards by task. A resume may have undone later
+    steps, of an older lineage."""
     rows = reader.log.rows(
         "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
         " FROM trajectories t"
@@ -443,15 +444,15 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     )
     newest: dict[str, tuple[int, int]] = {}
     for policy, step, lineage, *_ in rows:
-        newest[policy] = max(newest.get(policy, (-1, -1)), (step, lineage))
-    newest_rows = [row for row in rows if newest[row[0]] == (row[1], row[2])]
+        newest[policy] = max(newest.get(policy, (lineage, step)), (lineage, step))
+    newest_rows = [row for row in rows if newest[row[0]] == (row[2], row[1])]
     tasks = _task_keys(reader, [(row[3], row[4]) for row in newest_rows])
     rewards: dict[str, dict[bytes, list[float]]] = {}
     for policy, _, _, episode, attempt, reward in newest_rows:
         if (key := tasks.get((episode, attempt))) is not None:
             rewards.setdefault(policy, {}).setdefault(key, []).append(float(reward))
     return {
-        policy: (newest[policy][0], {key: statistics.fmean(values) for key, values in by_task.items()})
+        policy: (newest[policy][1], {key: statistics.fmean(values) for key, values in by_task.items()})
         for policy, by_task in rewards.items()
     }
 

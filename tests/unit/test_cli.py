@@ -15,11 +15,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from agentrl.app.recipes import RECIPES
 from agentrl.cli.commands import EPISODE_COLUMNS, LIVE_SETTINGS
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.cli.main import main
+from agentrl.cli.runs import find_run
 from agentrl.config.load import live_settings
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS
@@ -97,6 +101,15 @@ def test_an_episode_may_be_named_with_its_attempt(directory: Path, capsys: pytes
     for arguments in (["e4.2"], ["e4.1", "--attempt=0"], ["e77.0"]):
         assert main(["episode", "show", "demo", *arguments]) == 2
         assert "no episode 'e" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_the_one_written_last_though_another_was_read_since(directory: Path) -> None:
+    asyncio.run(write_run(Path("runs", "old")))
+    for path in Path("runs", "old", "journal").iterdir():
+        os.utime(path, (1e9, 1e9))
+    for name in ("demo", "old"):  # a reader makes files beside the databases
+        main(["run", "view", name])
+    assert find_run(None) == Path("runs", "demo")
 
 
 def test_a_bare_noun_lists(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +269,12 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     text = capsys.readouterr().out
     assert "steps = 7" in text
     assert f'path = "{(directory / "other").resolve()}"' in text
+    assert "# learning_rate of policy: chosen at the start, by the model's size" in text  # its weights are missing
+    save_file({"weight": np.zeros(4)}, directory / "other" / "model.safetensors")
+    main(["train", "run.toml", "--model", "other", "--dry-run"])
+    text = capsys.readouterr().out
+    assert f"learning_rate = {RECIPES[0].full_learning_rate}" in text
+    assert "chosen at the start, by" not in text
     assert (
         answer(capsys, "train", "run.toml", "--trainer.loss.name=ppo", "--dry-run")["trainer"]["loss"]["name"] == "ppo"
     )

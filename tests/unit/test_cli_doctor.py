@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from agentrl.cli import doctor
 from agentrl.cli.doctor import Check
 from agentrl.cli.main import main
@@ -17,8 +19,6 @@ from agentrl.core.machine import Gpu, Memory, install_command
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +144,19 @@ def test_a_model_may_be_given_as_for_train(
     assert "give the directory of a model" in capsys.readouterr().err
     assert main(["doctor", "--model", f"{tmp_path}/none"]) == 2
     assert "give a TOML file, too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [(), (str(shipped_example("01_tool_use")),)])
+def test_a_run_is_checked_in_its_own_directory_and_only_the_demo_for_the_demo_s_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {"here": (doctor.disk_checks, doctor.demo_checks)})
+    monkeypatch.setattr(doctor, "_num_gpus", lambda: 0)
+    main(["doctor", *file, f"--directory={tmp_path}/runs", "--model.path=./nope", "--json"])
+    checks = json.loads(capsys.readouterr().out)["sections"]["here"]
+    demo = [] if file else ["reasoning-gym", "demo model"]
+    assert [check["name"] for check in checks] == ["disk for runs", "disk for temporary files", *demo]
+    assert checks[0]["result"].endswith(f"at {tmp_path}")
 
 
 def test_memory_is_listed_by_trainer_and_engine() -> None:

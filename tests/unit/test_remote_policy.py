@@ -281,6 +281,37 @@ def test_an_endpoint_that_refuses_everything_from_some_time_on_is_no_limit_eithe
     asyncio.run(main())
 
 
+def test_requests_that_are_refused_together_for_a_parameter_are_all_sent_again_without_it() -> None:
+    async def main() -> None:
+        all_arrived, bodies = asyncio.Barrier(4), list[dict[str, Any]]()
+
+        async def handler(request: web.Request) -> web.Response:
+            body = await request.json()
+            if "max_tokens" in body:
+                await all_arrived.wait()
+                return web.Response(status=400, text="use max_completion_tokens instead of max_tokens")
+            if "temperature" in body:
+                await all_arrived.wait()
+                return web.Response(status=400, text="temperature is not supported")
+            bodies.append(body)
+            return answer("yes")
+
+        async with TestServer(_app(handler)) as server:
+            config = RemotePolicy(kind="remote", url=str(server.make_url("/v1")), model="m")
+            endpoint = RemotePolicyClient(policy="judge", config=config)
+            said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
+            sampling = SamplingParams(max_tokens=9)
+            requests = [
+                GenerateRequest(request_id=f"r{n}", token_ids=said, sampling=sampling, seed=0) for n in range(4)
+            ]
+            completions = await asyncio.gather(*(endpoint.generate(request, "here") for request in requests))
+            await endpoint.close()
+        assert [completion.finish_reason for completion in completions] == ["stop"] * 4
+        assert [(body["max_completion_tokens"], body["top_p"]) for body in bodies] == [(9, 1.0)] * 4
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_compressed_answers_are_refused_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[str | None] = set()
     packed = gzip.compress(b" " * (64 << 20))

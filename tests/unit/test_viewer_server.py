@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -200,6 +201,24 @@ def test_it_shows_what_is_written_while_it_serves(tmp_path: Path) -> None:
         assert (await ask("/ask/episodes"))[1]["total"] == count + 2
 
     served(tmp_path / "run", use)
+
+
+@pytest.mark.parametrize("among_others", [False, True])
+def test_a_run_that_took_the_place_of_a_deleted_one_is_shown(tmp_path: Path, among_others: bool) -> None:
+    run = tmp_path / "runs" / "run"
+    asyncio.run(write_run(run))
+    episodes = f"/ask/episodes{'?run=run' if among_others else ''}"
+
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
+        before = (await ask(episodes))[1]["total"]
+        shutil.rmtree(run)
+        assert (await ask(episodes))[0] == 400
+        journal = SqliteJournal(run / "journal")
+        await write(journal, [spec(1)])
+        await journal.close()
+        assert before > (await ask(episodes))[1]["total"] == 1
+
+    served(run.parent if among_others else run, use)
 
 
 def test_many_may_ask_at_once(sample_run: Path) -> None:

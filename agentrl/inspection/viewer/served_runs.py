@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
@@ -32,7 +33,7 @@ class ServedRuns:
         )
         if self.is_directory and not any(_is_run(path) for path in self._place.iterdir()):
             self.is_directory = False  # so that the error names the missing journal
-        self._open: dict[str, RunReader] = {} if self.is_directory else {"": RunReader(self._place)}
+        self._open: dict[str, _OpenRun] = {} if self.is_directory else {"": _OpenRun.at(self._place)}
 
     def answer(self, question: str, parameters: Mapping[str, str]) -> bytes:
         """Answer a question of the page, as JSON. Raises as `answer_viewer_query`."""
@@ -57,20 +58,45 @@ class ServedRuns:
 
     def close(self) -> None:
         """Close all runs."""
-        for reader in self._open.values():
-            reader.close()
+        for run in self._open.values():
+            run.reader.close()
 
     def _reader(self, name: str) -> RunReader:
-        if not self.is_directory:
-            return self._open[""]
-        if name not in self._open:
-            if not name or Path(name).name != name or not _is_run(self._place / name):
+        name, path = (name, self._place / name) if self.is_directory else ("", self._place)
+        run = self._open.pop(name, None)
+        if run is not None and run.file != _control_file(path):
+            run.reader.close()  # it was deleted, and may have been made again
+            run = None
+        if run is None:
+            if self.is_directory and (not name or Path(name).name != name or not _is_run(path)):
                 raise InputError(f"{self._place}: no run {name!r}; choose one of the list")
             if len(self._open) >= MAX_COMPARED:  # close the run that was asked for first
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = RunReader(self._place / name)
-        self._open[name] = self._open.pop(name)  # the newest
-        return self._open[name]
+                self._open.pop(next(iter(self._open))).reader.close()
+            run = _OpenRun.at(path)
+        self._open[name] = run  # the newest
+        return run.reader
+
+
+class _OpenRun(NamedTuple):
+    """A run that is open, and the file that it was read from."""
+
+    reader: RunReader
+    file: tuple[int, int] | None
+
+    @staticmethod
+    def at(path: Path) -> _OpenRun:
+        """Open a run. Raises as `RunReader`."""
+        file = _control_file(path)
+        return _OpenRun(RunReader(path), file)
+
+
+def _control_file(path: Path) -> tuple[int, int] | None:
+    """Return the device and number of the file that is a run's control log now; None if there is none."""
+    for file in (path / "journal" / CONTROL_FILE, path / CONTROL_FILE):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            return status.st_dev, status.st_ino
+    return None
 
 
 def _is_run(path: Path) -> bool:
