@@ -37,7 +37,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task, Turn
 from agentrl.core.text import shorten_lines
-from agentrl.environment.context import Aliases, Endpoint, EpisodeContext
+from agentrl.environment.context import Aliases, Endpoint, EpisodeContext, LimitReachedError
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
 from agentrl.gateway.calls import RequestRefusedError
@@ -46,6 +46,8 @@ from agentrl.sandbox.file_tree import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
 from agentrl.sandbox.state import hashed_files
 
+_OUTCOME = {"output", "error"}
+"""Keys of what a command returns; `play` may return other data although it ran the command."""
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"
@@ -171,9 +173,6 @@ class HarnessEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Start the program, answer its requests, and reward it when it has ended."""
-        result: Any = None
-        error: str | None = None
-        output = ""
         try:
             async with ctx.endpoint(
                 aliases=self.aliases,
@@ -181,17 +180,11 @@ class HarnessEnvironment(Environment):
                 ignored_fields=self.ignored_fields,
                 recall=self.replay_stable,
             ) as endpoint:
-                tracebacks: list[str] = []
-                try:
-                    result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
-                except EffectError as failure:
-                    error, output = failure.error, "".join(tracebacks)
-                limit = endpoint.limit_reached()
+                result, error, output, time_limit = await self._outcome(ctx, endpoint)
+                limit = time_limit or endpoint.limit_reached()
                 refusal = endpoint.refusal
             if limit is not None:
                 ctx.truncate(limit)
-            if error is None and self._directory is not None:
-                result, error = output, _ = result["output"], result["error"]
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
@@ -224,6 +217,24 @@ class HarnessEnvironment(Environment):
             if self._directory is not None:
                 await asyncio.to_thread(_remove_tree, self._directory)
                 os.close(self._lock)
+
+    async def _outcome(
+        self, ctx: EpisodeContext, endpoint: Endpoint
+    ) -> tuple[Any, str | None, str, LimitReachedError | None]:
+        """Run the program; returns its result, its error, its output, and the time limit if that ended it. The program
+        itself is told of other limits."""
+        tracebacks: list[str] = []
+        try:
+            result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
+        except EffectError as failure:
+            return None, failure.error, "".join(tracebacks), None
+        except LimitReachedError as reached:
+            if not any(ctx.agent(seat).turns for seat in self.seats):
+                raise
+            return None, str(reached), "", reached
+        if self._directory is not None and isinstance(result, dict) and result.keys() == _OUTCOME:
+            return result["output"], result["error"], result["output"], None
+        return result, None, "", None
 
     async def _play(self, task: Task, endpoint: Endpoint, tracebacks: list[str]) -> Any:
         """Await `play`; add the traceback of its error to `tracebacks`, since an effect keeps only the message."""

@@ -26,7 +26,7 @@ from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
 from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.core.text import shorten_middle
-from agentrl.environment.context import Guarantee
+from agentrl.environment.context import Guarantee, ResourceLevel
 from agentrl.environment.harness import die_with_parent_hook
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class MCPServer:
     def name(self) -> str:
         """Command or URL, for messages."""
         return self.url or " ".join(self.command)[:300]
+
+    @property
+    def level(self) -> ResourceLevel:
+        """How the server is recalled; see `ctx.resource`."""
+        return "pinned" if self.stateful else "replay"
 
 
 class MCPToolError(Exception):

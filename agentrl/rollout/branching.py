@@ -45,9 +45,10 @@ BRANCHES_REFUSED = "branches"
 
 
 class LeveledResource(Protocol):
-    """A resource or a sandbox of an episode."""
+    """A resource, a sandbox or an MCP server of an episode."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def level(self) -> ResourceLevel:
@@ -249,7 +250,8 @@ class LiveBranches:
         """Wait for the scores of the turns so far, so that the main episode and its branches have the same ones."""
         if self._episode.scores is not None:
             try:
-                await self._episode.scores.arrived()
+                with self._episode.time_limit_paused():
+                    await self._episode.scores.arrived()
             except AgentRLError as error:
                 self._episode.journal.fail(error)  # a program that catches the error must not turn it into a reward
                 raise
@@ -289,7 +291,7 @@ class LiveBranches:
         elif pinned is not None:
             why = (
                 f"{caller} cannot copy {pinned}, which is pinned to its process; give the resource level 'replay' or "
-                "'snapshot'"
+                "'snapshot'; no stateful MCP server can be copied"
             )
         else:
             return

@@ -46,6 +46,7 @@ from agentrl.environment.context import (
 from agentrl.journal.entries import (
     EffectEntry,
     ResourceCallEntry,
+    TimeLimitEntry,
     request_hash,
 )
 from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand, mark_memoised_code
@@ -78,6 +79,12 @@ async def perform_effect(
 ) -> T:
     journal = episode.journal
     call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
+    if again and isinstance(call.recorded, TimeLimitEntry):
+        raise EpisodeError(
+            f"{name} was ended by the time limit, so what it did until then cannot be repeated",
+            reason="resource_lost",
+            begin_again=True,
+        )
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)
     if entry is None:
@@ -241,6 +248,8 @@ async def observe_tool(
         if external and not inspect.iscoroutinefunction(call):
             async with asyncio.timeout(limit_s) as timer:
                 result: Any = await in_thread(call)
+                if not isinstance(result, str) and inspect.isawaitable(result):
+                    result = await result
         else:
             result = call()
             if not isinstance(result, str) and inspect.isawaitable(result):
@@ -447,6 +456,8 @@ class _Threads(Executor):
         def run() -> None:
             try:
                 result = call(*arguments, **named)
+            except StopIteration as error:  # which asyncio's futures cannot hold
+                answer.set_exception(RuntimeError("StopIteration").with_traceback(error.__traceback__))
             except BaseException as error:  # noqa: BLE001 - handed over to the caller
                 answer.set_exception(error)
             else:

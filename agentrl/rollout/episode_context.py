@@ -99,6 +99,7 @@ class LiveEpisodeContext(EpisodeContext):
     __slots__ = (
         "_branches",
         "_fan_out",
+        "_servers",
         "_spawned",
         "agents",
         "episode",
@@ -128,6 +129,7 @@ class LiveEpisodeContext(EpisodeContext):
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
         self.sandboxes: tuple[JournaledSandbox, ...] = ()
+        self._servers: Sequence[LeveledResource] = getattr(environment, "mcp_servers", ())
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
@@ -341,7 +343,7 @@ class LiveEpisodeContext(EpisodeContext):
         await self._branches.resample(n, at, weight, self.agents, self._leveled(), has_children=bool(self._spawned))
 
     def _leveled(self) -> Sequence[LeveledResource]:
-        return [*self.resources, *self.sandboxes]
+        return [*self.resources, *self.sandboxes, *self._servers]
 
     async def roulette(self, survival: float) -> bool:
         return await play_roulette(self.episode, survival, self.agents, declared=self._roulette)

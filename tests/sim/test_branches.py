@@ -401,6 +401,16 @@ class Pinned(Retry):
         await ctx.branch(1)
 
 
+class Served(Retry):
+    """Tools whose server remembers earlier calls."""
+
+    mcp_servers = (agentrl.MCPServer(command=["server"], stateful=True),)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.branch(1)
+
+
 class TooMany(Retry):
     """More branches than declared."""
 
@@ -429,6 +439,7 @@ class Gathered(Retry):
     ("environment", "message"),
     [
         (Pinned, "cannot copy resource r.1, which is pinned to its process"),
+        (Served, "cannot copy server, which is pinned to its process.*no stateful MCP server"),
         (TooMany, "declares branches = 2, but ctx.branch asked for 2 after 1 before"),
         (TooManyProbes, "declares probes = 6, but ctx.branch asked for 3 after 4 before: .* Set probes = 7"),
         (TooEarly, "before any turn; raise credit.group_size"),

@@ -460,7 +460,7 @@ class Hung(Loop):
 
 def test_a_program_that_hangs_is_ended_by_the_time_limit() -> None:
     played = play(Hung, ["a"], episode_timeout_s=0.3)
-    assert (played.header.stop_reason, played.header.turns) == ("time_limit", 1)
+    assert (played.header.stop_reason, played.header.turns, played.header.reward) == ("time_limit", 1, -1.0)
 
 
 class Failing(Loop):
@@ -503,6 +503,20 @@ def test_a_command_line_is_an_agent() -> None:
     played = play(Command, ["yes"], data={"question": "well?"})
     assert played.header.reward == 1.0
     assert "well? (t)" in bytes(token for token in played.seen[0] if token < 256).decode()
+
+
+class Extended(Command):
+    """Returns more than the command does."""
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        return {"log": await super().play(task, endpoint), "n": 3}
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return float(episode.result["n"])
+
+
+def test_what_play_returns_may_contain_what_the_command_returned() -> None:
+    assert play(Extended, ["yes"], data={"question": "well?"}).header.reward == 3.0
 
 
 def test_a_command_that_is_killed_begins_again_with_the_same_replies() -> None:

@@ -779,3 +779,10 @@ def test_new_scripts_are_executable() -> None:
         return await lease.run(["sh", "-c", "./run; test ! -x text && echo plain"])
 
     assert in_lease(use).output == "ran\nplain\n"
+
+
+def test_processor_time_is_no_limit_of_a_command_with_several_threads() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        return await lease.run(["sh", "-c", "ulimit -t"], seconds=20)
+
+    assert int(in_lease(use).output) >= 20 * (os.cpu_count() or 1)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -172,6 +172,26 @@ class Blocking(Desk):
 def test_a_blocking_external_tool_times_out() -> None:
     told = "error: timed out after 0.05 s (its @tool(timeout_s=…))"
     assert observed(play(Blocking, [call("outside"), "42"])) == [("timeout", told)]
+
+
+class Delegating(Desk):
+    @agentrl.tool(external=True)
+    def outside(self) -> Any:
+        """Returns what has to be awaited."""
+        return self.later()
+
+    async def later(self) -> str:
+        return "done later"
+
+    @agentrl.tool(external=True, timeout_s=30.0)
+    def first(self) -> str:
+        """Finds none."""
+        return next(text for text in list[str]())
+
+
+def test_an_external_tool_may_return_an_awaitable_or_raise_what_no_future_holds() -> None:
+    said = observed(play(Delegating, [call("outside"), call("first"), "42"]))
+    assert said == [("ok", "done later"), ("error", "error: RuntimeError: StopIteration")]
 
 
 class Waiting(Desk):
