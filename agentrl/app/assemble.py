@@ -411,6 +411,7 @@ def _release(
             to_go=credit.turn_credit == "to_go",
             history=history,
             weights=credit.reward_weights,
+            root_tasks=parts.resume_state.root_tasks,
         )
     return FirstFinishersRelease(
         trained,
@@ -419,6 +420,8 @@ def _release(
         freeze=parts.store.record,
         frozen=parts.resume_state.baselines,
         compares=credit.advantage.name == "leave_one_out",
+        to_go=credit.turn_credit == "to_go",
+        root_tasks=parts.resume_state.root_tasks,
     )
 
 

@@ -46,7 +46,7 @@ from agentrl.core.records import (
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
-from agentrl.credit.release import reward_history_from_journal
+from agentrl.credit.release import reward_history_from_journal, root_tasks_of
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
@@ -313,6 +313,8 @@ class ResumeState:
     """Scores by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are completely trained or dropped."""
+    root_tasks: Mapping[str, str] = field(default_factory=dict)
+    """Tasks of the root episodes of `ended` and `unfinished`, by episode id."""
     results: Callable[[], Sequence[GroupResult]] = tuple
     """Reads the results of the root groups that will not change, in the order of their ends."""
     selection_bias: Mapping[str, SelectionBiasTracker] = field(default_factory=dict)
@@ -351,8 +353,13 @@ def read_resume_state(
     ended_members = tuple(log.members(open_groups))
     baselines, group_scores = log.baselines(), log.group_scores()
 
+    root_tasks = root_tasks_of(unfinished_specs)
+    roots = {spec.episode_id.partition("~")[0] for spec in (*(spec for spec, _ in ended_members), *unfinished_specs)}
+
     def members() -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         for spec, header in log.members():
+            if spec.episode_id in roots:
+                root_tasks[spec.episode_id] = spec.task.id
             yield spec, add_group_scores(header, group_scores.get(spec.group_id, ()), weights or {})
 
     sizes = step_sizes or {}
@@ -361,6 +368,9 @@ def read_resume_state(
     episode_ids = {spec.episode_id for spec, _ in (*ended_members, *recent_dispatches)}
     drops = log.resolved_units(consumed_through, episode_ids)
     drop_reasons = {(policy, name): reason for (name, _, policy), reason in drops.items()}
+    history = RewardHistory()
+    if baselines or with_history:
+        history = reward_history_from_journal(members(), open_groups, root_tasks)
     return ResumeState(
         ended=ended_members,
         metrics=log.episode_metrics([spec.episode_id for spec, _ in ended_members]),
@@ -374,7 +384,8 @@ def read_resume_state(
         proposals=log.proposals(num_proposals),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
         group_scores={name: group_scores[name] for name in open_groups & group_scores.keys()},
-        history=reward_history_from_journal(members(), open_groups) if baselines or with_history else RewardHistory(),
+        history=history,
+        root_tasks=root_tasks,
         results=lambda: group_results_from_journal(members(), open_groups, group_size=group_size),
         selection_bias=selection_bias_from_journal(sizes, recent_dispatches, drop_reasons),
     )

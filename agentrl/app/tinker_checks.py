@@ -136,7 +136,7 @@ def _check_step(adam: messages.Adam) -> None:
         "learning_rate": adam.learning_rate >= 0,
         "beta1": 0 <= adam.beta1 < 1,
         "beta2": 0 <= adam.beta2 < 1,
-        "eps": adam.eps >= 0,
+        "eps": adam.eps > 0,  # with 0, a gradient of 0 makes its weight NaN, as in a new adapter
         "weight_decay": adam.weight_decay >= 0,
     }
     for name, is_valid in ranges.items():

@@ -80,10 +80,12 @@ RANK_MODULES = (
     "agentrl.learn.experts",
     "agentrl.learn.exchange",
     "agentrl.learn.ranks",
+    "agentrl.learn.recurrence",
     "agentrl.learn.trainer",
     "agentrl.learn.learner",
-    "agentrl.credit.advantages",
+    "agentrl.credit.advantages.gae",
     "agentrl.credit.samples",
+    "agentrl.core.tokens",
     "agentrl.journal.rows",
     "agentrl.journal.routing",
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from agentrl.core import ids
@@ -113,6 +114,30 @@ class GroupReleasePolicy(Protocol):
         ...
 
 
+class _RootTasks:
+    """The tasks of the root episodes of running episodes.
+
+    Args:
+        ended: tasks of root episodes that ended in a previous attempt of the run.
+    """
+
+    def __init__(self, ended: Mapping[str, str]) -> None:
+        self._ended = ended
+        self._tasks: dict[str, str | None] = {}
+
+    def record_start(self, spec: EpisodeSpec) -> str | None:
+        """Return the id of the task of an episode's root; None if it is unknown."""
+        task: str | None = spec.task.id
+        if spec.parent_id is not None:
+            task = self._tasks.get(spec.parent_id) or self._ended.get(_root_of(spec))
+        self._tasks[spec.episode_id] = task
+        return task
+
+    def record_end(self, spec: EpisodeSpec) -> None:
+        """Forget an episode, whose children have ended."""
+        self._tasks.pop(spec.episode_id, None)
+
+
 class WholeGroupRelease:
     """Releases all members at once, when the last one has ended.
 
@@ -122,6 +147,7 @@ class WholeGroupRelease:
         to_go: whether a turn's reward counts for that turn and earlier turns only.
         history: mean rewards of earlier groups, for estimators that use them; None: not used.
         weights: weights of named rewards, for estimators that use them separately.
+        root_tasks: tasks of root episodes that ended in a previous attempt of the run, for their children.
     """
 
     def __init__(
@@ -132,6 +158,7 @@ class WholeGroupRelease:
         to_go: bool = False,
         history: RewardHistory | None = None,
         weights: Mapping[str, float] | None = None,
+        root_tasks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
@@ -139,20 +166,19 @@ class WholeGroupRelease:
         self._to_go = to_go
         self._history = history
         self._weights = weights or {}
-        self._tasks: dict[str, str | None] = {}
+        self._tasks = _RootTasks(root_tasks)
         self.compares = advantage is not no_baseline
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
         if self._history is not None:
-            task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
-            self._tasks[spec.episode_id] = task
+            task = self._tasks.record_start(spec)
             if not group.size:
                 group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release the whole group, or no member."""
-        self._tasks.pop(spec.episode_id, None)
+        self._tasks.record_end(spec)
         if group.running:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
@@ -282,6 +308,8 @@ class FirstFinishersRelease:
         freeze: called with every baseline set before any unit compared with it is ready.
         frozen: baseline sets that a previous attempt of the run fixed, by group.
         compares: whether rewards are compared; if not, they are their own advantages.
+        to_go: whether a turn's reward counts for that turn and earlier turns only; not if rewards are compared.
+        root_tasks: tasks of root episodes that ended in a previous attempt of the run, for their children.
     """
 
     def __init__(
@@ -293,19 +321,22 @@ class FirstFinishersRelease:
         freeze: Callable[[FrozenGroupBaselines], None],
         frozen: Mapping[str, FrozenGroupBaselines],
         compares: bool = True,
+        to_go: bool = False,
+        root_tasks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        assert not (compares and to_go), "the means of earlier groups are of whole episodes"
         self._trainable = frozenset(trainable)
         self._rule = rule
         self._history = history
         self._freeze = freeze
         self._frozen = dict(frozen)
         self.compares = compares
-        self._tasks: dict[str, str | None] = {}
+        self._to_go = to_go
+        self._tasks = _RootTasks(root_tasks)
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
-        task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
-        self._tasks[spec.episode_id] = task
+        task = self._tasks.record_start(spec)
         if group.size:
             return
         group.task = task
@@ -314,7 +345,7 @@ class FirstFinishersRelease:
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release no member, or all waiting members that can be compared with the frozen baseline set."""
-        self._tasks.pop(spec.episode_id, None)
+        self._tasks.record_end(spec)
         if group.running and len(group.headers) < self._rule.waited_for(group.size):
             return (), {}
         committed = {header.episode_id: header for header in group.committed}
@@ -378,7 +409,10 @@ class FirstFinishersRelease:
                 value, baseline = (
                     shrunk_advantage(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
                 )
-                credit = TrajectoryCredit(trajectory.seat, trajectory.index, reward, value, baseline)
+                turns: tuple[float, ...] = ()
+                if self._to_go and trajectory.turn_rewards:
+                    (turns,) = advantages_to_go(no_baseline, [reward], [trajectory.turn_rewards], [header.episode_id])
+                credit = TrajectoryCredit(trajectory.seat, trajectory.index, reward, value, baseline, turns)
                 yield (header.episode_id, trajectory.seat, trajectory.index), credit
 
     def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[RewardInRole]:
@@ -450,16 +484,28 @@ def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[
     )
 
 
+def _root_of(spec: EpisodeSpec) -> str:
+    return spec.episode_id.partition("~")[0]
+
+
+def root_tasks_of(specs: Iterable[EpisodeSpec]) -> dict[str, str]:
+    """Return the tasks of the root episodes among some, by episode id."""
+    return {spec.episode_id: spec.task.id for spec in specs if spec.parent_id is None}
+
+
 def reward_history_from_journal(
-    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]
+    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]],
+    open_groups: Collection[str],
+    root_tasks: Mapping[str, str] = MappingProxyType({}),
 ) -> RewardHistory:
     """Fold the mean rewards of earlier groups from a journal.
 
     Args:
         members: every committed training episode, in order of commit.
         open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
+        root_tasks: tasks of root episodes that are not committed yet.
     """
-    tasks: dict[str, str] = {}
+    tasks = dict(root_tasks)
     groups: dict[str, list[tuple[str, RewardInRole]]] = {}
     parents: dict[str, str] = {}
     for spec, header in members:
@@ -473,7 +519,7 @@ def reward_history_from_journal(
             role = SeatRole(trajectory.policy, spec.environment, trajectory.seat)
             rewards.append((spec.episode_id, RewardInRole(role, trajectory.reward or 0.0)))
         groups[spec.group_id] = rewards
-        parents[spec.group_id] = spec.episode_id.partition("~")[0]
+        parents[spec.group_id] = _root_of(spec)
     history = RewardHistory()
     for group_id, rewards in groups.items():
         rewards.sort(key=lambda member: ids.episode_sort_key(member[0]))  # as `record_end` adds them

@@ -28,7 +28,7 @@ from agentrl.core.errors import ConfigError, InputError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import ClientRow, TrainingSample
 from agentrl.learn.learner import Learner
-from agentrl.learn.models import LoadedBase, PolicyModel
+from agentrl.learn.models import ROUTERS, LoadedBase, PolicyModel
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
@@ -193,14 +193,17 @@ class ClientTrainer:
         self.vocabulary = int(self._base.model.config.get_text_config().vocab_size)
 
     def layers(self, *, attention: bool, mlp: bool) -> tuple[str, ...]:
-        """Return the layers of an adapter on the attention, the other layers, or both.
+        """Return the layers of an adapter on the attention, the other layers, or both; without those that choose
+        experts.
 
         Raises:
             ConfigError: there are none.
         """
-        chosen = tuple(name for name in self._base.adaptable if (attention if _in_attention(name) else mlp))
+        layers = (name for name in self._base.adaptable if not ROUTERS.intersection(name.split(".")))
+        chosen = tuple(name for name in layers if (attention if _in_attention(name) else mlp))
         if not chosen:
-            raise ConfigError("an adapter needs layers: set train_attn or train_mlp")
+            part = "that part of this model has none that can have one: set both" if attention or mlp else "set"
+            raise ConfigError(f"an adapter needs layers; {part} train_attn or train_mlp")
         return () if attention and mlp else chosen
 
     def add(self, name: str, lora: LoraConfig | None, seed: int | None) -> None:

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 _CHECK_LENGTH = 11
 """Number of tokens at the end of each row of the check whose log-probabilities are compared."""
 
-_ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
+ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
 """Name parts of modules that choose experts, or the keys of sparse attention; adapted only if named explicitly."""
 
 _REASON_LENGTH = 300
@@ -936,7 +936,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
             )
     layer_names = {name for layers in matches.values() for name in layers}
     if not matches:
-        layer_names = {name for name in can if not _ROUTERS.intersection(name.split("."))}
+        layer_names = {name for name in can if not ROUTERS.intersection(name.split("."))}
     return [name for name in can if name in layer_names]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentrl.cluster.trainer_pool import RANK_MODULES, RayTrainerPool, refuse_monkeypatches
 from agentrl.core.errors import ConfigError
+from agentrl.credit.advantages import gae
 from agentrl.learn import forward, loss_batch, losses, trainer
 from tests.sim.small_run import config_for
 
 
 def test_nothing_is_refused_where_nothing_was_replaced() -> None:
     assert {losses.__name__, trainer.__name__} <= set(RANK_MODULES)
+    for name in RANK_MODULES:
+        module = importlib.import_module(name)
+        assert any(getattr(part, "__module__", "") == name for part in vars(module).values()), (
+            f"{name} computes nothing"
+        )
     refuse_monkeypatches()
     assert ALL_ATTENTION_FUNCTIONS[forward.ATTENTION] is forward.tree_attention, "a copy was left registered"
 
@@ -32,6 +39,7 @@ def mine(*_: object, **__: object) -> torch.Tensor:
         (trainer, "make_loss", mine),
         (loss_batch, "LOG_RATIO_LIMIT", 5.0),
         (trainer.PolicyTrainer, "_accumulate", mine),
+        (gae, "generalized_advantages", mine),
     ],
 )
 def test_a_replacement_is_refused_under_ray(

@@ -1,0 +1,80 @@
+"""The release of groups: rewards of turns, and the tasks of children after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agentrl.core.records import FrozenGroupBaselines, Task
+from agentrl.credit.advantages.group_baselines import no_baseline
+from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
+from agentrl.credit.release import (
+    FirstFinishersRelease,
+    GroupReleasePolicy,
+    GroupReleaseRule,
+    WholeGroupRelease,
+    reward_history_from_journal,
+)
+from agentrl.orchestrator.buffer import EpisodeBuffer
+from tests.support.builders import make_episode_header, make_spec
+
+
+def test_turns_have_their_rewards_to_go_however_an_episode_is_released() -> None:
+    whole = WholeGroupRelease(["policy"], no_baseline, to_go=True)
+    first = FirstFinishersRelease(
+        ["policy"],
+        GroupReleaseRule(share=0.0),
+        history=RewardHistory(),
+        freeze=lambda baselines: None,
+        frozen={},
+        compares=False,
+        to_go=True,
+    )
+    header = make_episode_header(make_spec(), reward=3.0)
+    trajectories = tuple(replace(each, turn_rewards=((0, 1.0), (1, 2.0))) for each in header.trajectories)
+    header = replace(header, trajectories=trajectories)
+
+    def credited(policy: GroupReleasePolicy) -> object:
+        buffer = EpisodeBuffer(["policy"], policy)
+        buffer.admit(make_spec())
+        buffer.record_end(make_spec(), header)
+        (ready,) = buffer.pop_ready("policy", 1)
+        return ready.unit.credits
+
+    assert credited(whole) == credited(first)
+    assert "(3.0, 2.0, 0.0)" in str(credited(first))
+
+
+CHILD = make_spec("e0~r#1.0", group_id="e0~r#1", parent_id="e0", task=Task(id="child", data={}))
+ROOT = make_spec("e0", task=Task(id="root", data={}))
+ROLE = SeatRole("policy", ROOT.environment, "agent")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_child_whose_root_ended_before_a_resume_is_compared_with_the_root_s_task(is_late: bool) -> None:
+    history, frozen = RewardHistory(), list[FrozenGroupBaselines]()
+    for task, reward in (("root", 1.0), ("another", 0.0)):
+        history.add(task, [RewardInRole(ROLE, reward)])
+    root_tasks = {"e0": "root"}
+    policy: GroupReleasePolicy = WholeGroupRelease(["policy"], no_baseline, history=history, root_tasks=root_tasks)
+    if is_late:
+        policy = FirstFinishersRelease(
+            ["policy"], GroupReleaseRule(), history=history, freeze=frozen.append, frozen={}, root_tasks=root_tasks
+        )
+    buffer = EpisodeBuffer(["policy"], policy)
+    buffer.admit(CHILD)
+    buffer.record_end(CHILD, make_episode_header(CHILD, reward=0.0))
+    if is_late:
+        assert frozen[0].earlier[0].mean == pytest.approx(1.0)
+    after = history.mean(ROLE, "root")
+    assert after is not None
+    assert after < 1.0, "its reward is one of the root's task"
+
+
+def test_the_groups_of_an_unfinished_root_are_folded_under_its_task() -> None:
+    members = [(CHILD, make_episode_header(CHILD, reward=0.25))]
+    assert reward_history_from_journal(members, ()).mean(ROLE, "root") == 0.25  # of the environment
+    others = [(make_spec("e9", group_id="g9", task=Task(id="another", data={})), make_episode_header(reward=1.0))]
+    folded = reward_history_from_journal([*members, *others], (), {"e0": "root"})
+    assert folded.mean(ROLE, "root") == pytest.approx(0.25)
