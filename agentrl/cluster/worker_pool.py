@@ -139,6 +139,8 @@ class WorkerPool:
         """Processes that were ready at least once, among which `max_in_flight` is divided."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that commit episodes and answer workers."""
+        self._requests: set[asyncio.Task[None]] = set()
+        """Those that answer workers."""
         self._idle = asyncio.Event()
         """Set when the last episode in flight ends."""
         self._is_cancelling = False
@@ -254,6 +256,9 @@ class WorkerPool:
             self._is_cancelling = False
 
     async def _wait_until_settled(self) -> None:
+        """Wait for commits. What episodes asked for ends with them: a branch may wait for others of them to end."""
+        for request in tuple(self._requests):
+            request.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -397,9 +402,9 @@ class WorkerPool:
                 on_end = partial(self._child_ended, episode, message.attempt, message.call)
                 self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end)
             case wire.StartBranches():
-                self._start(self._branch(process, episode.spec, message))
+                self._requests.add(self._start(self._branch(process, episode.spec, message)))
             case wire.RememberProposal():
-                self._start(self._remember(process, episode.spec, message))
+                self._requests.add(self._start(self._remember(process, episode.spec, message)))
             case wire.AttemptStarted():
                 episode.spec = replace(episode.spec, attempt=message.attempt)
                 self._host.readmit(episode.spec)
@@ -429,13 +434,15 @@ class WorkerPool:
 
     # --- what takes time ----------------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._requests.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 

@@ -89,6 +89,8 @@ class Process:
         await asyncio.sleep(0.1)
         if children := [Task(id=name, data=child) for child in data.get("children", ())]:
             await self._spawn(start, children)
+        if data.get("asks"):
+            self._say(wire.RememberProposal(call=1, number=start.number, call_id="r#0", key="", structure=""))
         is_moved = start.resume
         while disk[name] < ACTS and not self._dead.is_set():
             if disk[name] == data.get("kills_at"):
@@ -215,6 +217,10 @@ class Machine:
 
     def record_episode_metrics(self, *_: object) -> None: ...
 
+    async def remember(self, *_: object) -> None:
+        """Never answers, as while a tree waits for a version that another one holds."""
+        await asyncio.Event().wait()
+
     def spawn(
         self,
         parent: EpisodeSpec,
@@ -266,6 +272,19 @@ def test_two_deaths_from_outside_hold_nothing_back(simulated_loop: SeededSimulat
         assert late < 2 * ACT_S + 10.0  # twice the act it was in, and a process's start
 
     simulated_loop.run(main, seeds=SEEDS)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_an_episode_asked_for_ends_with_it(simulated_loop: SeededSimulation, closes: bool) -> None:
+    async def main() -> None:
+        at = await machine()
+        at.submit("e0", asks=True)
+        await asyncio.sleep(ACT_S / 2)
+        async with asyncio.timeout(100.0):
+            await (at.pool.close() if closes else at.pool.cancel())
+        assert at.failure is None
+
+    simulated_loop.run(main, seeds=1)
 
 
 def test_deaths_from_outside_drop_nobody_that_gets_on_in_between(simulated_loop: SeededSimulation) -> None:
