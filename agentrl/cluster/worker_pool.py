@@ -140,7 +140,9 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that commit episodes and answer workers."""
         self._requests: set[asyncio.Task[None]] = set()
-        """Those that answer workers."""
+        """Those that answer workers, or wait for an engine."""
+        self._awaited: set[AddressableEngine] = set()
+        """Engines without addresses, which are waited for."""
         self._idle = asyncio.Event()
         """Set when the last episode in flight ends."""
         self._is_cancelling = False
@@ -427,6 +429,19 @@ class WorkerPool:
     def _engine_moved(self) -> None:
         for process in self.processes:
             self._tell_addresses(process)
+        for engine in self._engines:
+            if not engine.addresses and engine not in self._awaited:
+                self._awaited.add(engine)
+                self._requests.add(self._start(self._await_engine(engine)))
+
+    async def _await_engine(self, engine: AddressableEngine) -> None:
+        """Report an engine that takes no calls any more: the workers, which call it, only wait for its addresses."""
+        try:
+            await engine.ping()
+        except EngineError as error:
+            self._on_failure(error)
+        finally:
+            self._awaited.discard(engine)
 
     def _tell_addresses(self, process: WorkerProcess) -> None:
         for base, engine in enumerate(self._engines):

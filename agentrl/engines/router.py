@@ -104,6 +104,8 @@ class Fleet:
         self._reminder_task: asyncio.Task[None] | None = None
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
+        self._busy_before = 0.0
+        """Seconds that replicas which joined have not computed, and which count nevertheless."""
 
     @property
     def engines(self) -> list[Engine]:
@@ -113,7 +115,9 @@ class Fleet:
     def add(self, engine: Engine, number: int) -> None:
         """Use one more replica, of equal capabilities, once it serves the requested versions."""
         replica = Replica(number, engine, is_fenced=True, why="it starts")
+        busy = self.busy_seconds()
         self._replicas.append(replica)
+        self._busy_before += busy - self.busy_seconds()
         if isinstance(engine, AddressableEngine):
             engine.on_move(self._moved)
         self._follow(replica)
@@ -405,8 +409,19 @@ class Fleet:
                     self._tell(f"engine replica {replica.number} still gets no calls: {why}; {self._count()}")
 
     async def ping(self) -> None:
-        """Return once one replica takes calls."""
-        await self._available()
+        """Return once one replica takes calls, and its process serves.
+
+        Raises:
+            EngineFailedError: all replicas have failed for good.
+        """
+        while True:
+            replica = (await self._available())[0]
+            try:
+                await replica.engine.ping()
+            except (EngineLostError, EngineFailedError) as error:
+                self.replica_lost(replica, error)
+            else:
+                return
 
     def abort(self, request_id: str) -> None:
         for replica in self._replicas:
@@ -424,8 +439,9 @@ class Fleet:
                 self.replica_lost(replica, error)
 
     def busy_seconds(self) -> float:
-        """Return the mean of the replicas' seconds in forward passes."""
-        return sum(replica.engine.busy_seconds() for replica in self._replicas) / len(self._replicas)
+        """Return the mean of the replicas' seconds in forward passes; a replica that joins does not lower it."""
+        seconds = sum(replica.engine.busy_seconds() for replica in self._replicas)
+        return self._busy_before + seconds / len(self._replicas)
 
     async def close(self) -> None:
         self._closed = True

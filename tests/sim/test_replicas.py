@@ -227,6 +227,10 @@ def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() 
         await engine.serve([weights(2)])
         assert added.updates[-1] == PolicyVersion("solver", 0, 2)
         assert told == ["engine replica 2 has caught up"]
+        before = engine.busy_seconds()
+        assert before > 0
+        engine.add(Engine())
+        assert engine.busy_seconds() == pytest.approx(before)
         await engine.close()
 
     simulate(main, seed=0)
@@ -522,6 +526,20 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
             await engine.serve([weights(2)])
         with pytest.raises(EngineFailedError, match=why):
             engine.open("d", "solver")
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_an_engine_whose_replicas_failed_without_a_call_does_not_answer() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(2)]
+        engine = EngineRouter(engines)
+        for each in engines:
+            await engine.ping()
+            each.has_failed = True
+        with pytest.raises(EngineFailedError, match="all replicas of the engine are lost"):
+            await engine.ping()
         await engine.close()
 
     simulate(main, seed=0)

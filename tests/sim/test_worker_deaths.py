@@ -15,6 +15,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
+from agentrl.core.errors import EngineFailedError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
 from agentrl.core.rpc import send
@@ -204,7 +205,13 @@ class Machine:
 
     async def close(self) -> None: ...
 
-    def on_move(self, moved: Callable[[], None]) -> None: ...
+    def on_move(self, moved: Callable[[], None]) -> None:
+        self.moved = moved
+
+    async def ping(self) -> None:
+        """Fails after a while, as an engine that is not started again."""
+        await asyncio.sleep(30.0)
+        raise EngineFailedError("it is not started again")
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
@@ -283,6 +290,20 @@ def test_what_an_episode_asked_for_ends_with_it(simulated_loop: SeededSimulation
         async with asyncio.timeout(100.0):
             await (at.pool.close() if closes else at.pool.cancel())
         assert at.failure is None
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_an_engine_that_failed_for_good_is_heard_of_though_only_workers_call_it(
+    simulated_loop: SeededSimulation,
+) -> None:
+    async def main() -> None:
+        at = await machine(4)
+        for _ in range(3):
+            at.moved()
+        with pytest.raises(EngineFailedError, match="not started again"):
+            await at.drained()
+        await at.pool.close()
 
     simulated_loop.run(main, seeds=1)
 

@@ -507,6 +507,14 @@ class AddressableEngine(Protocol):
         """Register a callback for changes of the addresses."""
         ...
 
+    async def ping(self) -> None:
+        """Wait for a process that takes calls.
+
+        Raises:
+            EngineFailedError: there will be none.
+        """
+        ...
+
 
 class EngineClient:
     """Samples from the engine processes of another process. Their owner decides the versions. A call for
