@@ -130,7 +130,7 @@ class ProgressedEpisodes(rpc.Reply, frozen=True):
 
 Question = Flush | TakeOverAttempt | FindProgressedEpisodes
 ToReceiver = StartReceiver | GrantPartition | RevokePartition
-ToRun = PartitionGranted | ReceiverHeartbeat
+ToRun = PartitionGranted | ReceiverHeartbeat | rpc.ErrorReply
 FromWorker = Append | RemovePartials | Question
 ToWorker = rpc.Acknowledgement | AttemptTakenOver | ProgressedEpisodes | rpc.ErrorReply
 TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
@@ -277,7 +277,7 @@ class JournalReceiver:
 
         Raises:
             EngineLostError: the receiver died during the call; another is started.
-            AgentRLError: the receiver died too often and is not restarted.
+            AgentRLError: the worker's partition cannot be opened, or the receiver died too often.
         """
         await self.supervisor.serving()
         if self._connection is None:
@@ -404,10 +404,14 @@ class _Receiver:
     async def handle(self, message: ToReceiver) -> None:
         match message:
             case GrantPartition(worker=worker):
-                if worker not in self._partitions:
-                    self._partitions[worker] = _Partition(await self._open(worker), self._count)
-                address = await self._partitions[worker].grant(self._host)
-                self._run.send(PartitionGranted(call=message.call, address=address))
+                try:
+                    if worker not in self._partitions:
+                        self._partitions[worker] = _Partition(await self._open(worker), self._count)
+                    address = await self._partitions[worker].grant(self._host)
+                except AgentRLError as error:  # such as a damaged partition, of which the run tells the user
+                    self._run.send(rpc.error_reply(message.call, error))
+                else:
+                    self._run.send(PartitionGranted(call=message.call, address=address))
             case RevokePartition(worker=worker) if worker in self._partitions:
                 self._partitions[worker].revoke()
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.cluster.journal_stream import JournalReceiver, StreamedTurnLog
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EngineLostError, EpisodeError
+from agentrl.core.errors import EngineLostError, EpisodeError, StorageError
 from agentrl.core.tokens import ExpertRouting
 from agentrl.journal.entries import JournalEntry, encode_body
 from agentrl.journal.reader import TurnLogReader
@@ -69,6 +69,19 @@ def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: P
             second.append(entry(4, b"x" * (MAX_VALUE_BYTES + 1)))
         await second.close()
         await first.close()
+        await receiver.close()
+        await journal.close()
+
+    asyncio.run(run())
+
+
+def test_a_partition_that_cannot_be_opened_is_named_to_the_run(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal, receiver = await receiving(tmp_path)
+        (tmp_path / "turns-0.db").write_bytes(b"no database" * 1000)
+        with pytest.raises(StorageError, match=r"turns-0\.db"):
+            await receiver.grant(0)
+        assert await receiver.grant(1)
         await receiver.close()
         await journal.close()
 
