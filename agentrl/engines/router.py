@@ -67,6 +67,8 @@ class Replica:
     why: str = ""
     """Reason for the fence."""
     is_lost: bool = False
+    has_joined: bool = True
+    """Whether the replica has served the requested versions once."""
     failure: EngineError | None = None
     """Error with which the replica failed for good."""
 
@@ -89,10 +91,12 @@ class Fleet:
     def __init__(
         self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None, first_number: int = 0
     ) -> None:
-        self.capabilities = _combine_replicas([engine.capabilities for engine in engines])
+        self.on_growth: Callable[[], None] = lambda: None
+        """Called when a replica that was added has changed the capabilities."""
         self.versions = VersionRow()
         """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
+        self._combine()
         self._refused: dict[PolicyVersion, EngineError] = {}
         """Versions that were withdrawn from the request because no replica accepts them, until they are requested
         again."""
@@ -114,13 +118,18 @@ class Fleet:
 
     def add(self, engine: Engine, number: int) -> None:
         """Use one more replica, of equal capabilities, once it serves the requested versions."""
-        replica = Replica(number, engine, is_fenced=True, why="it starts")
+        replica = Replica(number, engine, is_fenced=True, why="it starts", has_joined=False)
         busy = self.busy_seconds()
         self._replicas.append(replica)
         self._busy_before += busy - self.busy_seconds()
         if isinstance(engine, AddressableEngine):
             engine.on_move(self._moved)
         self._follow(replica)
+
+    def _combine(self) -> None:
+        engines = [replica.engine for replica in self._replicas if replica.has_joined]
+        self.capabilities = _combine_replicas([engine.capabilities for engine in engines])
+        self.on_growth()
 
     def statuses(self) -> list[ProcessStatus]:
         return [
@@ -360,6 +369,9 @@ class Fleet:
             self._changed.set()
         if replica.is_fenced and replica.failure is None and not self._is_behind(replica):
             replica.is_fenced = False
+            if not replica.has_joined:
+                replica.has_joined = True
+                self._combine()
             self._tell(f"engine replica {replica.number} has caught up")
             self._moved()
 
@@ -598,8 +610,15 @@ class EngineRouter(SamplerRouter[Fleet]):
             if isinstance(engines, Mapping)
             else self.fleets[0],
             external or {},
-            _combine_fleets([fleet.capabilities for fleet in self.fleets]) if self.fleets else ALL_EXTERNAL,
+            ALL_EXTERNAL,
         )
+        for fleet in self.fleets:
+            fleet.on_growth = self._combine
+        self._combine()
+
+    def _combine(self) -> None:
+        if self.fleets:
+            self.capabilities = _combine_fleets([fleet.capabilities for fleet in self.fleets])
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         if policy in self.reward_models:

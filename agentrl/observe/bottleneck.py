@@ -336,7 +336,8 @@ class BottleneckWatch:
         self._max_staleness = max(max_staleness.values(), default=0)
         self._is_overlapping = min(max_staleness.values(), default=0) > 0
         self._num_steps = 2 * len(max_staleness)
-        self._places = places
+        self.places = places
+        """See `find_bottleneck`; engines that join change it."""
         self._start: Mapping[str, float] = {}
         self._first_step: Mapping[str, float] | None = None
         """Reading at the begin of the first step, if sampling for it only fills the pipeline."""
@@ -388,7 +389,7 @@ class BottleneckWatch:
             before,
             now,
             max_staleness=self._max_staleness,
-            places=self._places,
+            places=self.places,
             period=period,
             filled=self._first_step if is_filled else None,
         )

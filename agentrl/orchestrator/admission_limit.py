@@ -48,7 +48,8 @@ class AdmissionController:
                 'max_in_flight = "auto" needs an engine of the run that says how many turns it samples at once; remote '
                 "endpoints and bots do not, so set a number"
             )
-        self._places = places
+        self.places = places
+        """Number of turns that the engine samples at once; engines that join change it."""
         self._least = least
         self.limit = max(places, least)
         self.reason = f", the limit at first, since the engine samples {plural(places, 'turn')} at once"
@@ -76,16 +77,16 @@ class AdmissionController:
             return False
         engine, memory = ((totals.get(key, 0.0) - before.get(key, 0.0)) / (now - since) for key in ("engine", "memory"))
         self._before = (now, totals)
-        limit, queued = self.limit, engine - self._places
+        limit, queued = self.limit, engine - self.places
         if in_flight > limit:  # an earlier fall has not taken its full effect
             return False
         if memory > MOST_WITHOUT_ROOM * in_flight or queued > MOST_QUEUED * in_flight:
             self.limit = max(int(in_flight * FALL), self._least)
             waiting, what = max((memory, "room in the KV cache"), (queued, "a place in the engine"))
             self.reason = f", the limit since {waiting:.2g} of {in_flight} waited for {what}"
-        elif is_held and memory < MOST_WITHOUT_ROOM / 2 * in_flight and engine < BUSY * self._places:
+        elif is_held and memory < MOST_WITHOUT_ROOM / 2 * in_flight and engine < BUSY * self.places:
             self.limit = int(limit * RISE) + 1
-            self.reason = f", the limit since the engine sampled {engine:.2g} turns at once of {self._places} possible"
+            self.reason = f", the limit since the engine sampled {engine:.2g} turns at once of {self.places} possible"
         return self.limit != limit
 
 

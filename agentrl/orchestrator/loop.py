@@ -406,6 +406,7 @@ class Orchestrator:
             why = self.scheduler.why_not(self.demand())
             in_flight, is_held = self.buffer.ledger.in_flight, _held_activity(why) == "held/max_in_flight"
             totals = self.dispatcher.worker.activity()
+            admission.places = self.versions.engine.capabilities.places
             if admission.look(self.clock.monotonic(), totals, in_flight, is_held=is_held):
                 self.limit(admission.limit, admission.reason)
 
@@ -445,6 +446,7 @@ class Orchestrator:
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
+                self._bottleneck.places = self.versions.engine.capabilities.places
                 self._bottleneck.step_begins()
                 with self.activity.during("step"):
                     taken = await self._step_with(policy, ready_units)

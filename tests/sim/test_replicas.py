@@ -214,10 +214,14 @@ def test_what_replicas_hold_and_compute_adds_up() -> None:
 def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() -> None:
     async def main() -> None:
         told: list[str] = []
-        engine, added = EngineRouter([Engine(), Engine()], tell=told.append), Engine()
+        engines = [Engine() for _ in range(3)]
+        for each in engines:
+            each.capabilities = replace(each.capabilities, places=8)
+        engine, added = EngineRouter(engines[:2], tell=told.append), engines[2]
         await engine.serve([weights(1)])
         added.update_s = 5.0
         engine.add(added)
+        assert engine.capabilities.places == 16
         assert await turns(engine, "a") == {1}
         assert not added.asked
         await asyncio.sleep(added.update_s)
@@ -227,6 +231,7 @@ def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() 
         await engine.serve([weights(2)])
         assert added.updates[-1] == PolicyVersion("solver", 0, 2)
         assert told == ["engine replica 2 has caught up"]
+        assert engine.capabilities.places == 24
         before = engine.busy_seconds()
         assert before > 0
         engine.add(Engine())
