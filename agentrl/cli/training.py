@@ -190,6 +190,10 @@ def evaluate(options: argparse.Namespace) -> int:
     journal = options.journal or _new_run(
         Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"
     )
+    compared_journal = journal.with_name(f"{journal.name}-compared")
+    other_weights = _weights(options.compare) if options.compare and options.compare != ["base"] else None
+    if options.compare and (compared_journal / "journal").exists():  # refused before the first evaluation
+        raise InputError(f"{compared_journal} exists, where --compare puts its episodes: remove it, or set --journal")
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     tasks = sum(count for _, _, count in config.evaluation.splits)
@@ -201,8 +205,6 @@ def evaluate(options: argparse.Namespace) -> int:
         progress("starting")
         metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:
-            other_weights = _weights(options.compare) if options.compare != ["base"] else None
-            compared_journal = journal.with_name(f"{journal.name}-compared")
             other_evaluation = run_evaluation(config, other_weights, journal=compared_journal, on_progress=on_progress)
             other_metrics = {
                 name.replace("evaluation/", "compared/", 1): value for name, value in other_evaluation.items()

@@ -251,3 +251,7 @@ def test_two_versions_are_compared_task_by_task(
     assert {"evaluation/pass_at/1", "evaluation/pass_at/2", "compared/pass_at_error/2"} <= found.keys()
     assert main([*given, "--compare", "base"]) == 0
     assert json.loads(capsys.readouterr().out)["difference/reward"] == 0.0, "the same weights, tasks and seeds"
+    Path("kept-compared", "journal").mkdir(parents=True)
+    assert main([*given, "--compare", "base", "--journal", "kept"]) == 2
+    assert "kept-compared exists" in capsys.readouterr().err
+    assert not Path("kept").exists(), "it is refused before the first evaluation"
