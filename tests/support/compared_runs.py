@@ -55,32 +55,36 @@ async def _write(
         mean = sum(rewards.values()) / len(rewards)
         journal.record(MetricRow("solver", newest, {"evaluation/reward": mean, "evaluation/reward_error": 0.05}))
 
-    async def play(number: int, task: str, reward: float) -> None:
-        spec = EpisodeSpec(
-            episode_id=f"e{number}",
-            environment="calculator",
-            task=Task(id=task, data={"question": task}),
-            seed=number,
-            seats={"solver": SeatBinding("solver", PolicyVersion("solver", 0, newest))},
-            group_id=f"g{number}",
-            purpose="evaluate",
-        )
-        journal.admit(spec)
-        header = EpisodeHeader(
-            episode_id=spec.episode_id,
-            group_id=spec.group_id,
-            attempt=0,
-            purpose="evaluate",
-            parent_id=None,
-            stop_reason="completed",
-            drop_reason=None,
-            turns=1,
-            tokens=1,
-            seconds=0.1,
-            trajectories=(TrajectoryHeader("solver", 0, "solver", reward, 1, newest, 0),),
-            location=EpisodeDataLocation("turns-w0.db", 0),
-        )
-        await journal.commit_episode(spec, header, b"", {})
-
-    await asyncio.gather(*(play(number, task, reward) for number, (task, reward) in enumerate(rewards.items())))
+    version = PolicyVersion("solver", 0, newest)
+    plays = (play(journal, number, task, reward, version) for number, (task, reward) in enumerate(rewards.items()))
+    await asyncio.gather(*plays)
     await journal.close()
+
+
+async def play(journal: SqliteJournal, number: int, task: str, reward: float, version: PolicyVersion) -> None:
+    """Commit a held-out episode of a version."""
+    spec = EpisodeSpec(
+        episode_id=f"e{number}",
+        environment="calculator",
+        task=Task(id=task, data={"question": task}),
+        seed=number,
+        seats={"solver": SeatBinding("solver", version)},
+        group_id=f"g{number}",
+        purpose="evaluate",
+    )
+    journal.admit(spec)
+    header = EpisodeHeader(
+        episode_id=spec.episode_id,
+        group_id=spec.group_id,
+        attempt=0,
+        purpose="evaluate",
+        parent_id=None,
+        stop_reason="completed",
+        drop_reason=None,
+        turns=1,
+        tokens=1,
+        seconds=0.1,
+        trajectories=(TrajectoryHeader("solver", 0, "solver", reward, 1, version.step, version.lineage),),
+        location=EpisodeDataLocation("turns-w0.db", 0),
+    )
+    await journal.commit_episode(spec, header, b"", {})

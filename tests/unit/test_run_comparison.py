@@ -11,12 +11,15 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
+from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import RunsComparison, axis_places, compare_runs
 from agentrl.inspection.statistics import run_state
+from agentrl.journal.port import VersionPublication
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
-from tests.support.compared_runs import write_compared_run
+from tests.journal_cases import weights
+from tests.support.compared_runs import play, write_compared_run
 
 pytestmark = pytest.mark.damages_journal  # the runs have curves and held-out episodes, and nothing else
 
@@ -52,6 +55,20 @@ def test_the_difference_is_paired_by_task_so_difficulty_cancels(pair: tuple[Path
 def test_evaluations_of_different_steps_are_named(pair: tuple[Path, Path]) -> None:
     assert compared(*pair).notes == ["solver: b was evaluated after step 2, a after step 4, so they differ in training"]
     assert compared(pair[0], pair[0]).notes == []
+
+
+def test_an_evaluation_that_a_resume_undid_is_not_compared(pair: tuple[Path, Path]) -> None:
+    async def resume() -> None:
+        journal = SqliteJournal(pair[0] / "journal")
+        journal.record(VersionPublication(weights("solver", 1, 3), PolicyVersion("solver", 0, 2)))
+        for number, task in enumerate(TASKS, 100):
+            await play(journal, number, task, 0.5, PolicyVersion("solver", 1, 3))
+        await journal.close()
+
+    asyncio.run(resume())
+    (line,) = compared(*pair).paired
+    assert line.steps == [2, 3], "not after step 4, which was taken before"
+    assert line.difference == pytest.approx(sum(at / 20 + 0.2 for at in range(20)) / 20 - 0.5)
 
 
 def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
