@@ -67,7 +67,8 @@ class Loop(Doubles, agentrl.HarnessEnvironment):
         parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
         tools = [{"type": "function", "function": {"name": "double", "parameters": parameters}}]
         while True:
-            reply = await client.chat.completions.create(model="solver", messages=messages, tools=tools, stop=["!"])
+            asked = dict(model="solver", messages=messages, tools=tools, stop=["end", "!"])
+            reply = await client.chat.completions.create(**asked)
             assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (20, 5)
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
@@ -114,7 +115,7 @@ def doubles(body: Mapping[str, Any]) -> web.Response:
     *_, last = body["messages"]
     if last["role"] == "tool":
         assert last["tool_call_id"] == body["messages"][-2]["tool_calls"][0]["id"]
-        return said(last["content"] + "!")
+        return said(last["content"] + "! The end")
     number = int(last["content"][-1])
     return said("", ("double", {"a": number if number < 3 else 0}))
 
