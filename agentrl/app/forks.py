@@ -41,6 +41,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
@@ -71,6 +72,8 @@ class ForkParent:
     """Entries before the fork point."""
     turns: Sequence[TurnEntry]
     """Turns up to and including the one at the fork point."""
+    pins: Mapping[str, PolicyVersion]
+    """Versions at which policies were fixed, such as a past opponent's."""
     ancestors: Mapping[str, str]
     """Journal directories of the parent and its ancestors, keyed by episode id."""
 
@@ -223,8 +226,27 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnCho
         point=point,
         prefix=[body for body in bodies[:place] if not isinstance(body, BeginEntry)],
         turns=[body for body in bodies[: place + 1] if isinstance(body, TurnEntry)],
+        pins=_pins(directories),
         ancestors=directories,
     )
+
+
+def _pins(directories: Mapping[str, str]) -> Mapping[str, PolicyVersion]:
+    """Return the versions at which an episode, or the nearest of its ancestors with any, fixed policies.
+
+    Args:
+        directories: journal directories of the episode and its ancestors, keyed by episode id, the nearest first.
+    """
+    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
+    for episode_id, directory in directories.items():
+        log = SqliteRunLog(Path(directory))
+        try:
+            rows = log.rows(f"SELECT {columns} FROM admissions WHERE episode = ? ORDER BY attempt DESC", episode_id)
+        finally:
+            log.close()
+        if rows and (pins := decode_admission_row(rows[0]).pins):
+            return pins
+    return {}
 
 
 def _turn_of_last_tool_error(entries: Sequence[JournalEntry], bodies: Sequence[EntryBody]) -> int | None:
@@ -345,8 +367,8 @@ def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | P
 def weights_at_fork_point(
     parent: ForkParent, learners: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
-    """Return the weights that each policy had last used at the turn; for learning policies that had not acted, the
-    newest at that time.
+    """Return the weights that each policy had last used at the turn; for policies that had not acted, those at which
+    the episode fixed them, or the newest at that time of learning policies.
 
     Raises:
         InputError: weights are no longer on disk.
@@ -356,6 +378,9 @@ def weights_at_fork_point(
         for turn in parent.turns
         if turn.tokens.spans and turn.policy not in leave_out
     }
+    for policy, version in parent.pins.items():
+        if policy not in leave_out:
+            versions.setdefault(policy, version)
     for policy in learners:
         newest = None if policy in versions else _newest(parent, policy)
         if newest is not None:

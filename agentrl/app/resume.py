@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel
+
 from agentrl.app.hub import is_hub_name
 from agentrl.app.model_files import with_kept_models
 from agentrl.config.load import SettingDifference, SettingSources, changed_config, check_settings_unchanged, overlap
@@ -103,5 +105,14 @@ def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], sources: S
         with contextlib.suppress(InputError):  # recorded by another version, or by someone else
             new, differences = changed_config(config, path, action.now)
             if all(change.path == path and change.rule.is_live for change in differences):
-                config = new
+                config = _with_setting_of(new, path, config)
     return config
+
+
+def _with_setting_of(new: RunConfig, path: tuple[str, ...], config: RunConfig) -> RunConfig:
+    """Return a configuration with one setting of another, in which all settings count as set by the user."""
+    first, *rest = path
+    value, section = getattr(new, first), getattr(config, first)
+    if isinstance(section, BaseModel):
+        value = section.model_copy(update={rest[0]: getattr(value, rest[0])})
+    return config.model_copy(update={first: value})

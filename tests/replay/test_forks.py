@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -137,7 +138,12 @@ class World:
         assert all(header.drop_reason is None for header in headers), self.dispatcher.worker.last_failure
         return headers
 
-    async def play(self, environment: type[agentrl.Environment], episode_id: str = "e0") -> None:
+    async def play(
+        self,
+        environment: type[agentrl.Environment],
+        episode_id: str = "e0",
+        pins: Mapping[str, PolicyVersion] = MappingProxyType({}),
+    ) -> None:
         spec = EpisodeSpec(
             episode_id=episode_id,
             environment=name_of(environment),
@@ -146,6 +152,7 @@ class World:
             seats={seat: SeatBinding("policy") for seat in environment.seats},
             group_id="g",
             purpose="train",
+            pins=dict(pins),
         )
         self.dispatcher.restore((), [spec])
         self.store.admit(spec)
@@ -303,6 +310,26 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     shutil.rmtree(given)
     with pytest.raises(InputError, match=r"the weights of policy@-1\.\d+ are not on disk"):
         weights_at_fork_point(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3))
+
+
+def test_a_past_opponent_that_has_not_acted_plays_the_version_that_the_episode_fixed(tmp_path: Path) -> None:
+    Walk.level = "snapshot"
+    run, forks, drawn = tmp_path / "run", tmp_path / "run" / "forks", PolicyVersion("policy", 0, 3)
+    published = run / "versions" / "policy" / "0.3"
+    published.mkdir(parents=True)
+
+    async def play(world: World) -> None:
+        weights = WeightsRef(version=drawn, path=str(published), kind="adapter", sha256="00")
+        world.store.record(VersionPublication(weights, None))
+        await world.play(Walk, pins={"past": drawn})
+
+    within(run, play)
+    parent = find_parent(run / "journal", "e0", None, 1)
+    (weights,) = weights_at_fork_point(parent)
+    assert (weights.version, weights.path) == (PolicyVersion("past", 0, 3), str(published))
+    assert weights_at_fork_point(parent, leave_out=["past"]) == []
+    within(forks, lambda world: world.fork(parent, Walk))
+    assert find_parent(forks / "journal", "f0", None, 3).pins == {"past": drawn}, "also for a fork of the fork"
 
 
 def test_a_version_without_a_lineage_is_that_of_the_newest(tmp_path: Path) -> None:

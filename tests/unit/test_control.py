@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.app.control import RunControl, serve_control
 from agentrl.app.plan import resolve
+from agentrl.app.recipes import with_learning_rates
 from agentrl.app.resume import with_recorded_changes
 from agentrl.config.load import SettingSources, load, setting_sources
 from agentrl.config.run import RunConfig
@@ -50,6 +51,16 @@ async def changed(
         return dict(store.info())
     finally:
         await store.close()
+
+
+@pytest.mark.parametrize("setting", ["steps=60", "evaluation.every=7"])
+def test_only_the_changed_setting_counts_as_set_after_a_resume(tmp_path: Path, setting: str) -> None:
+    config = config_for(policies={"guesser": {}})
+    assert "learning_rate" not in config.trained["guesser"].model_fields_set
+    resumed = with_recorded_changes(config, asyncio.run(changed(tmp_path, config, setting)), SettingSources())
+    assert (resumed.steps, resumed.evaluation.every) in ((60, config.evaluation.every), (config.steps, 7))
+    before = {"policies": {"guesser": {"learning_rate": 0.25}}}
+    assert with_learning_rates(resumed, before).trained["guesser"].learning_rate == 0.25, "as the run began"
 
 
 def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
