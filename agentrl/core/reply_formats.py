@@ -17,7 +17,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 from agentrl.core.records import ToolCall, ToolSpec
@@ -351,6 +351,11 @@ def _after_name(name: str, raw: str) -> NamedCall:
     return name.strip()[:MAX_NAME_CHARACTERS], arguments_object(raw)
 
 
+def _cut_call(name: str) -> NamedCall:
+    """Return a call that ends before its arguments do, so that it is not taken for one with fewer."""
+    return name.strip()[:MAX_NAME_CHARACTERS], None
+
+
 _MISTRAL_CALL = re.compile(r'(.*?)(?:\[ARGS\](.*)|([{"].*))?', re.DOTALL)
 
 
@@ -362,29 +367,31 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     assert match is not None
     head, body, direct = match.groups()
     name, _, call_id = head.partition("[CALL_ID]")
-    return [(*_after_name(name, body or direct or "")[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
+    named_call = _after_name(name, arguments) if (arguments := (body or direct or "").strip()) else _cut_call(name)
+    return [(*named_call[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `function<｜tool▁sep｜>NAME`, followed by JSON in a fence."""
     name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
     body = body.strip()
-    if not body.startswith("```json"):
-        return [(name.strip()[:MAX_NAME_CHARACTERS], None)]
-    return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip())]
+    is_fenced = body.startswith("```json")
+    body = body.removeprefix("```json").removesuffix("```").strip()
+    return [_after_name(name, body) if is_fenced and body else _cut_call(name)]
 
 
 def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME<｜tool▁sep｜>{…}`."""
     name, _, body = raw.partition("<｜tool▁sep｜>")
-    return [_after_name(name, body.strip())]
+    return [_after_name(name, body.strip()) if body.strip() else _cut_call(name)]
 
 
 def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
     call_name, _, body = raw.partition("<|tool_call_argument_begin|>")
     name = call_name.strip().removeprefix("functions.").rpartition(":")[0] or call_name
-    return [(*_after_name(name, body.strip())[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
+    named_call = _after_name(name, body.strip()) if body.strip() else _cut_call(name)
+    return [(*named_call[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
@@ -552,8 +559,10 @@ def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     calls: list[NamedCall] = []
     for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
         name, _, body = part.partition(">")
-        pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
-        calls.append(_tagged_call(name, ((key, _unwrap(value)) for key, value in pairs), tools))
+        body, end, _ = body.partition("</function>")
+        pairs = _pairs(body, "<parameter=", ">", "</parameter>")
+        values = ((key, _unwrap(value)) for key, value in pairs)
+        calls.append(_tagged_call(name, values, tools) if end else _cut_call(name))
     return calls or [("", None)]
 
 
@@ -564,9 +573,9 @@ def _invokes(prefix: str) -> Reader:
         calls: list[NamedCall] = []
         for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
             name, _, body = part.partition('">')
-            body = body.partition(f"</{prefix}invoke>")[0]
+            body, end, _ = body.partition(f"</{prefix}invoke>")
             pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
-            calls.append(_tagged_call(name, pairs, tools))
+            calls.append(_tagged_call(name, pairs, tools) if end else _cut_call(name))
         return calls or [("", None)]
 
     return read
@@ -579,6 +588,33 @@ def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
     values = ((key, value.lstrip().removeprefix("<arg_value>")) for key, value in pairs)
     return [_tagged_call(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
+
+
+def parse_glm(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+    """Parse `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`, any number. Without the
+    end mark, the last call is cut: nothing else tells it from one with fewer arguments.
+
+    Example:
+        >>> parse_glm("<tool_call>look\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n")[1][0].arguments
+        'look\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>'
+    """
+    content, calls = _blocks(text, (OPEN, CLOSE), _glm, tools)
+    last = text.rpartition(OPEN)[2]
+    if calls and CLOSE not in last and len(calls) < MAX_CALLS:
+        calls = (*calls[:-1], replace(calls[-1], arguments=last.strip()))
+    return content, calls
+
+
+def parse_qwen3_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+    """Parse `<tool_call><function=NAME>…</function></tool_call>`, any number; models leave out the first mark.
+
+    Example:
+        >>> parse_qwen3_coder("<function=look><parameter=a>1</parameter></function></tool_call>")[1][0].name
+        'look'
+    """
+    if OPEN not in text and (start := text.find("<function=")) >= 0:
+        text = f"{text[:start]}{OPEN}{text[start:]}"
+    return _blocks(text, (OPEN, CLOSE), _functions, tools)
 
 
 # --- calls in Python and alike ----------------------------------------------------------------------------------------
@@ -704,14 +740,14 @@ def parse_harmony(text: str) -> ReplyParts:
     if "<|message|>" not in text:
         return ReplyParts("", "" if text.lstrip().startswith("<|channel|>") else text, ())
     for message in text.split("<|start|>"):
-        head, _, body = message.partition("<|message|>")
+        head, has_body, body = message.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
             body = body.partition(end)[0]
         recipient = head.partition("to=functions.")[2]
         if recipient and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
             raw = body.strip()
-            calls.append(_call(len(calls), raw, _after_name(name, raw)))
+            calls.append(_call(len(calls), raw, _after_name(name, raw) if has_body else _cut_call(name)))
         elif "analysis" in head:
             thinking.append(body)
         else:
@@ -771,8 +807,8 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
     reply_format.name: reply_format
     for reply_format in (
         ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
-        _format("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", OPEN, CLOSE, _functions),
-        _format("glm45", "GLM-4.5 and later", OPEN, CLOSE, _glm),
+        ReplyFormat("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", parse_qwen3_coder, (OPEN, CLOSE)),
+        ReplyFormat("glm45", "GLM-4.5 and later", parse_glm, (OPEN, CLOSE)),
         _format("deepseek_v3", "DeepSeek-V3, -R1", *_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
         _format("deepseek_v31", "DeepSeek-V3.1", *_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
         _format(

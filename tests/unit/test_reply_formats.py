@@ -254,6 +254,24 @@ def test_a_call_that_breaks_off_is_malformed_and_keeps_its_text(name: str) -> No
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_a_call_has_all_its_arguments_wherever_the_reply_is_cut(name: str) -> None:
+    text = CALLS[name]
+    for length in range(len(text)):
+        if text[:length].endswith("<|message|>"):  # in channels, an empty message is a call without arguments
+            continue
+        calls = REPLY_FORMATS[name].read(text[:length], None, [WEATHER]).tool_calls
+        read = [call.arguments for call in calls if not isinstance(call.arguments, str)]
+        assert all(arguments in (FIRST, SECOND) for arguments in read), text[:length]
+
+
+def test_a_call_of_qwen3_coder_may_lack_its_first_mark() -> None:
+    text = f"I look.\n\n{CALLS['qwen3_coder'].removeprefix('<tool_call>').partition('<tool_call>')[0]}"
+    reply = REPLY_FORMATS["qwen3_coder"].read(text, None, [WEATHER])
+    assert reply.content == "I look."
+    assert [call.arguments for call in reply.tool_calls] == [FIRST]
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
 def test_plain_text_is_content_and_the_empty_reply_is_empty(name: str) -> None:
     for text in ("", "The answer is {5}, [or 6].", "a < b; f(x)"):
         assert REPLY_FORMATS[name].read(text, THINKING[0]) == ("", text, ())
@@ -362,6 +380,7 @@ def test_values_without_types_are_read_as_the_tool_s_schema_says() -> None:
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
         for key, value in {"text": "5", "number": "5", "any": "5", "maybe": "null", "flag": "true", "bad": "x"}.items()
     )
+    text += "</tool_call>"
     schema = {
         "text": {"type": "string"},
         "number": {"type": "number"},
