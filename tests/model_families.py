@@ -19,7 +19,7 @@ from torch.nn import functional
 from agentrl.config.policies import AnyPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.tokens import TrainingSample
-from agentrl.engines.models import language_model_class
+from agentrl.engines.models import language_model_class, native_attention
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.packing import pack
@@ -534,9 +534,11 @@ def logprobs_of(model: PreTrainedModel, rows: Sequence[TrainingSample]) -> list[
 
 
 def plain_model(directory: Path) -> PreTrainedModel:
-    """The model of a directory as transformers loads its released class."""
+    """The model of a directory as transformers loads its released class; its `sdpa` ignores Gemma 2's cap of scores."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    model: PreTrainedModel = language_model_class(config).from_pretrained(directory, dtype=torch.float32)
+    attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+    load = language_model_class(config).from_pretrained
+    model: PreTrainedModel = load(directory, dtype=torch.float32, attn_implementation=attention)
     return model
 
 
@@ -588,7 +590,7 @@ def forward_as(model: PreTrainedModel, *, tree: bool) -> Iterator[None]:
     """Within the context, a model loaded for trees forwards padded rows unless `tree`."""
     before = model.config._attn_implementation
     if not tree:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        model.set_attn_implementation(native_attention(model))
     try:
         yield
     finally:

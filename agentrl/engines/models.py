@@ -300,8 +300,25 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
     _check_report(path, report)
     module: nn.Module = model
     module.requires_grad_(False).train(False)
+    keep_cap_of_scores(model)
     fix_rotary_positions(model, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
     return model
+
+
+def native_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention with which a model computes padded rows."""
+    return "sdpa" if model._supports_sdpa and not _caps_scores(model) else "eager"
+
+
+def keep_cap_of_scores(model: PreTrainedModel) -> None:
+    """Make a model compute with the cap of attention scores that its configuration names (Gemma 2): `sdpa` ignores
+    it."""
+    if _caps_scores(model):
+        model.set_attn_implementation("eager")
+
+
+def _caps_scores(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
 
 
 @contextmanager

@@ -29,12 +29,12 @@ from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.tokens import TrainingSample
 from agentrl.engines.meta import runnable_on_meta
-from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers
+from agentrl.engines.models import LayerKinds, dtype_name, native_attention, outermost_layers
 from agentrl.engines.weights.reading import device_memory
 from agentrl.learn.context import ContextGroup
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
-from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention
+from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
 

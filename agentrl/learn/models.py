@@ -52,6 +52,7 @@ from agentrl.engines.models import (
     context_length_thresholds,
     lacks_initial_state,
     model_dtype,
+    native_attention,
     num_layers_with_state,
     outermost_layers,
     quote_first_names,
@@ -1050,11 +1051,6 @@ def _add_adapter(
             "policies.NAME.lora.target_modules"
         ) from error
     return peft_model
-
-
-def native_attention(model: PreTrainedModel) -> str:
-    """Return the name of the attention with which a model computes padded rows."""
-    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def why_unshared(model: PreTrainedModel, max_context: int) -> str:

@@ -41,6 +41,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, We
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
+from agentrl.engines.models import native_attention
 from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.context import ContextGroup
@@ -55,7 +56,6 @@ from agentrl.learn.models import (
     PolicyModel,
     load_models,
     load_references,
-    native_attention,
     rows_are_exact,
     why_compiled_attention_fails,
 )

@@ -22,6 +22,7 @@ from agentrl.app.policies import check_vllm_models
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.model_layers import check_slot_layers
+from agentrl.engines.embedded.forward import load_model
 from agentrl.engines.models import check_sparse_attention, read_model
 from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.recurrence import RecurrencePlan
@@ -40,6 +41,7 @@ from tests.model_families import (
     logprobs_of,
     long_run,
     plain_logprobs,
+    sharp_model,
     trained_logprobs,
     ways,
     write_family,
@@ -55,6 +57,26 @@ def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Pat
     for way in ways(policy):
         found = np.concatenate(trained_logprobs(policy, rows, way=way))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=way)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "VaultGemma"])
+def test_scores_are_capped_in_training_and_sampling(tmp_path: Path, name: str) -> None:
+    path, rows = tmp_path / "model", family_rows()
+    config = family_config(name)
+    config.update({"attn_logit_softcapping": 0.5, "sliding_window": MAX_CONTEXT})
+    sharp_model(config).save_pretrained(path)
+    expected = plain_logprobs(path, rows)
+    policy = load_models(long_run(path).trainer_plan, torch.device("cpu"))["policy"]
+    found = np.concatenate(trained_logprobs(policy, rows, way="padded"))
+    np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-4, rtol=0)
+    sampled = load_model(str(path), max_context=MAX_CONTEXT, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        found = np.concatenate([each.numpy() for each in logprobs_of(sampled, rows)])
+    np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-4, rtol=0)
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "attn_logit_softcapping": None}))
+    uncapped = np.concatenate(plain_logprobs(path, rows))
+    assert np.abs(uncapped - np.concatenate(expected)).max() > 0.1, "the cap has an effect"
 
 
 @pytest.mark.parametrize(

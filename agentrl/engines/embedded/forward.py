@@ -36,6 +36,7 @@ from agentrl.engines.models import (
     check_finite_logits,
     computing_in_float32,
     context_length_thresholds,
+    keep_cap_of_scores,
     kv_bytes_per_token,
     read_model,
     state_bytes_per_slot,
@@ -79,6 +80,7 @@ def prepare_for_sampling(model: PreTrainedModel, device: str | torch.device) -> 
     """
     module: nn.Module = model
     module.to(device).requires_grad_(False).train(False)
+    keep_cap_of_scores(model)
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         AttentionInterface.register(_ATTENTION_NAME, _grouped_attention)
         model.set_attn_implementation(_ATTENTION_NAME)
