@@ -372,11 +372,27 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
             model: PreTrainedModel = make(config, trust_remote_code=False, **options)
         if dtype is not None:
             model.config.dtype = dtype
+        keep_float32(model)
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
     _check_positions(config, max_context, path, stretched=False)  # vLLM does not apply position scaling here
     return model
+
+
+def keep_float32(model: PreTrainedModel) -> None:
+    """Give a model that was made without a checkpoint the dtypes with which `from_pretrained` loads one."""
+    names = float32_names(model, model.dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and names.search(name):
+            tensor.data = tensor.data.float()
+
+
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Return a pattern of the names of tensors that stay in float32 in a model of another dtype, such as the biases by
+    which DeepSeek's routers choose experts."""
+    parts = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
+    return re.compile("|".join(parts) if parts else "(?!)")
 
 
 @contextmanager

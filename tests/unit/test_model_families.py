@@ -23,7 +23,7 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.model_layers import check_slot_layers
 from agentrl.engines.embedded.forward import load_model
-from agentrl.engines.models import check_sparse_attention, read_model
+from agentrl.engines.models import check_sparse_attention, read_meta_model, read_model
 from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.recurrence import RecurrencePlan
 from benchmarks.families import shape_digest, vllm_classes
@@ -45,6 +45,7 @@ from tests.model_families import (
     trained_logprobs,
     ways,
     write_family,
+    write_released,
 )
 from tests.planted_errors import PlantedErrors, missed
 
@@ -57,6 +58,18 @@ def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Pat
     for way in ways(policy):
         found = np.concatenate(trained_logprobs(policy, rows, way=way))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=way)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-V3", "GLM-4.5", "Dots 1", "ERNIE 4.5 MoE"])
+def test_an_engine_expects_the_dtypes_that_a_trainer_loads(tmp_path: Path, name: str) -> None:
+    path = write_released(name, tmp_path / "model")
+    trained = read_model(path, dtype=torch.bfloat16, max_context=MAX_CONTEXT, to_sample=False).state_dict()
+    served = read_meta_model(path, max_context=MAX_CONTEXT, dtype=torch.bfloat16).state_dict()
+    assert {name: tensor.dtype for name, tensor in served.items()} == {
+        name: tensor.dtype for name, tensor in trained.items()
+    }
+    kept = {name for name, tensor in served.items() if tensor.dtype == torch.float32}
+    assert bool(kept) == (name != "Qwen3")
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "VaultGemma"])

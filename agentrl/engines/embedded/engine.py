@@ -57,7 +57,13 @@ from agentrl.engines.embedded.forward import (
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.experts import compute_row_by_row
-from agentrl.engines.models import dtype_name, fix_rotary_positions, language_model_class, model_dtype
+from agentrl.engines.models import (
+    dtype_name,
+    fix_rotary_positions,
+    keep_float32,
+    language_model_class,
+    model_dtype,
+)
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
@@ -519,6 +525,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         with torch.random.fork_rng(devices=[]):
             make = language_model_class(template.config).from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
+        keep_float32(model)
         model = prepare_for_sampling(model, template.device)
         fix_rotary_positions(model, self._engine.capabilities.max_context)
         if self._fixed_shapes:
