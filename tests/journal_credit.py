@@ -46,11 +46,11 @@ trajectories in the same state, counted individually (0 if there is only one, or
 With `release = "late"` or `"episode"`, the group has a row in `baselines`. A member is compared with the first m - 1 of
 the `finishers` other than itself, where m is their number. Let O be their rewards of the policy in the seat, and V the
 mean in `earlier` for policy and seat (κ = 3 if present, otherwise κ = 0 and V = 0). Then b = (ΣO + κV) / (|O| + κ) and
-the advantage is R - b; without both, b = R and it is 0. (With `advantage = "none"`, `"gae"` or `"role_mean"`: b = 0,
-R.) m is half of the group, rounded up, and at least 2 (`late`), or 1 (`episode`). V is a running mean over groups that
-had ended before this one was admitted: w ← .98 w + 1, t ← .98 t + R for each reward, V = t/w, of the policy in the seat
-on the root's task, or else in the environment. It cannot be recomputed from the journal, which does not record the
-order in which groups ended.
+the advantage is R - b; without both, b = R and it is 0. (With `advantage = "none"`, `"gae"` or `"role_mean"`: b = 0, R;
+with `"to_go"`, a trajectory with `turn_rewards` has `turn_advantages` by itself.) m is half of the group, rounded up,
+and at least 2 (`late`), or 1 (`episode`). V is a running mean over groups that had ended before this one was admitted:
+w ← .98 w + 1, t ← .98 t + R for each reward, V = t/w, of the policy in the seat on the root's task, or else in the
+environment. It cannot be recomputed from the journal, which does not record the order in which groups ended.
 
 `role_mean`: each (policy, environment, seat) has a mean t/w after each step with rows of it. t and w begin at 0; the n
 rewards of the step's rows enter together: t ← d t + ΣR, w ← d w + n with d = 0.8. Each agent is

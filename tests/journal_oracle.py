@@ -746,8 +746,9 @@ class _Judge:
                     json.loads(row["turn_advantages"] or "null"),
                 )
             )
-        if credit.get("release", "group") == "group":
-            return self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
+        is_whole, to_go = credit.get("release", "group") == "group", credit.get("turn_credit") == "to_go"
+        if is_whole or estimator in ("none", "gae"):
+            return self.whole_groups(committed, estimator, to_go=to_go, is_alone=not is_whole)
         return self.first_finishers(committed)
 
     def compared(self, committed: Mapping[Attempt, Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -799,10 +800,13 @@ class _Judge:
             found[agent_of(row)] = (*by_turn[0], None if is_alone else [value for value, _ in by_turn])
         return found
 
-    def whole_groups(self, committed: Mapping[Attempt, Row], estimator: str, *, to_go: bool) -> _Expected:
+    def whole_groups(
+        self, committed: Mapping[Attempt, Row], estimator: str, *, to_go: bool, is_alone: bool = False
+    ) -> _Expected:
         found: dict[Any, Credit] = {}
         forks = self.branches(committed)
-        for members in self.compared(committed).values():
+        groups = list(self.compared(committed).values())
+        for members in [[row] for group in groups for row in group] if is_alone else groups:
             if any(row["episode"] in forks for row in members):
                 found |= self.of_trees(members, forks, estimator, to_go=to_go)
                 continue

@@ -46,7 +46,7 @@ from agentrl.core.records import (
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
-from agentrl.credit.release import reward_history_from_journal, root_tasks_of
+from agentrl.credit.release import reward_history_from_journal, root_of, root_tasks_of
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
@@ -353,13 +353,13 @@ def read_resume_state(
     ended_members = tuple(log.members(open_groups))
     baselines, group_scores = log.baselines(), log.group_scores()
 
-    root_tasks = root_tasks_of(unfinished_specs)
-    roots = {spec.episode_id.partition("~")[0] for spec in (*(spec for spec, _ in ended_members), *unfinished_specs)}
+    open_specs = [*(spec for spec, _ in ended_members), *unfinished_specs]
+    root_tasks, roots = root_tasks_of(open_specs), set(map(root_of, open_specs))
+    if roots - root_tasks.keys():  # roots that ended, with children in groups that did not
+        root_tasks |= root_tasks_of(spec for spec, _ in log.members() if spec.episode_id in roots)
 
     def members() -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         for spec, header in log.members():
-            if spec.episode_id in roots:
-                root_tasks[spec.episode_id] = spec.task.id
             yield spec, add_group_scores(header, group_scores.get(spec.group_id, ()), weights or {})
 
     sizes = step_sizes or {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
@@ -35,6 +36,8 @@ class ReopenedRun(NamedTuple):
     """Data of the configuration without these changes, and without the settings of the command line."""
     conclusion: str = ""
     """A sentence for the user if the run has ended and has no step left."""
+    before: Mapping[str, Any] = MappingProxyType({})
+    """Data of the configuration with which it was started; empty if it ended before it had chosen its settings."""
 
 
 def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> ReopenedRun:
@@ -69,15 +72,16 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> Reopen
                 f"the run has taken {plural(taken, 'step')}{of_policy}; {place}: add --{option}={before} (what it ran "
                 f"with), or {'a larger number' if before <= taken else f'another number of at least {taken}'}"
             )
+    before = recorded if "bases" in info else {}
     counts = {name: newest.get(name, 0) for name in live.trained}
     is_over = counts and all(count >= live.steps_of(name) for name, count in counts.items())
     if not is_over or read_process_state(path) != "finished":
-        return ReopenedRun(live, configured)
+        return ReopenedRun(live, configured, before=before)
     steps_taken = f"{min(counts.values())} steps"
     if len(set(counts.values())) > 1:
         steps_taken = f"steps ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
     conclusion = f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
-    return ReopenedRun(live, configured, conclusion)
+    return ReopenedRun(live, configured, conclusion, before)
 
 
 def _is_open(difference: SettingDifference) -> bool:

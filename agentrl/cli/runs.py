@@ -136,8 +136,13 @@ def _is_run(path: Path) -> bool:
 
 def _written_at(run: Path) -> float:
     """Time of the last write to a journal. A reader makes files as well: empty logs, and their indexes (`-shm`)."""
-    files = [path.stat() for path in (run / "journal").glob("*.db*") if not path.name.endswith("-shm")]
-    return max((file.st_mtime for file in files if file.st_size), default=0.0)
+    times = [0.0]
+    for path in (run / "journal").glob("*.db*"):
+        with contextlib.suppress(OSError):  # SQLite removes the logs when a run ends
+            file = path.stat()
+            if file.st_size and not path.name.endswith("-shm"):
+                times.append(file.st_mtime)
+    return max(times)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

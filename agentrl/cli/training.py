@@ -16,6 +16,7 @@ from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_s
 from agentrl.config.load import dump_toml, load, setting_sources
 from agentrl.core.errors import InputError
 from agentrl.core.masking import mask_secrets
+from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import ProgressLine, spinner
 
@@ -50,10 +51,7 @@ def train(options: argparse.Namespace) -> int:
 
         check_local_models(config)
     if options.dry_run:
-        from agentrl.observe.run_directory import RunDirectory
-
-        before = RunDirectory.config(Path(config.directory) / config.name) if options.resume else {}
-        return _print_plan(config, before, as_json=options.json)
+        return _print_plan(config, {} if reopened is None else reopened.before, as_json=options.json)
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
     run = _run_training(config, sources, options, reopened)
@@ -77,19 +75,24 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     from agentrl.app.scoring import expected_scores
 
     load_user_functions(config.trainer, config.credit, config.scorers)
-    config, line = with_chosen_engine(config, {})
-    config, note = _with_chosen_rates(config, before)
-    lines = [*resolve(config, environment_of(config)).lines(), *filter(None, [line, note]), *expected_scores(config)]
+    config, line = with_chosen_engine(config, before)
+    config, open_settings = _with_chosen_rates(config, before)
+    lines = [*resolve(config, environment_of(config)).lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:
-        print_json(mask_secrets({**config.model_dump(mode="json"), "plan": lines}))
+        settings = config.model_dump(mode="json")
+        for path in open_settings:
+            set_value(settings, path, None)
+        print_json(mask_secrets({**settings, "plan": lines}))
     else:
-        sys.stdout.write(dump_toml(config))
+        sys.stdout.write(dump_toml(config, without=open_settings))
+        lines += [f"{'.'.join(path)}: chosen at the start, by the model's size" for path in open_settings]
         sys.stdout.writelines(f"# {escape_line(line)}\n" for line in lines)
     return 0
 
 
-def _with_chosen_rates(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
-    """Choose the learning rates that are not set as a start does; if a model is not at hand, return a note instead."""
+def _with_chosen_rates(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, list[tuple[str, ...]]]:
+    """Choose the learning rates that are not set as a start does; if a model is not at hand, return the settings that
+    stay open."""
     from agentrl.app.hub import with_downloaded_models
     from agentrl.app.recipes import with_learning_rates
 
@@ -97,11 +100,10 @@ def _with_chosen_rates(config: RunConfig, before: Mapping[str, Any]) -> tuple[Ru
     try:
         rated = with_learning_rates(with_downloaded_models(config, before, download=False), before)
     except (InputError, ImportError):
-        names = ", ".join(open_policies)
-        return config, f"learning_rate of {names}: chosen at the start, by the model's size" if open_policies else ""
+        return config, [("policies", name, "learning_rate") for name in open_policies]
     rates = {name: {"learning_rate": rated.trained[name].learning_rate} for name in open_policies}
     policies = {name: config.trained[name].model_copy(update=rate) for name, rate in rates.items()}
-    return config.model_copy(update={"policies": {**config.policies, **policies}}), ""
+    return config.model_copy(update={"policies": {**config.policies, **policies}}), []
 
 
 def _run_training(
@@ -193,7 +195,9 @@ def evaluate(options: argparse.Namespace) -> int:
     compared_journal = journal.with_name(f"{journal.name}-compared")
     other_weights = _weights(options.compare) if options.compare and options.compare != ["base"] else None
     if options.compare and (compared_journal / "journal").exists():  # refused before the first evaluation
-        raise InputError(f"{compared_journal} exists, where --compare puts its episodes: remove it, or set --journal")
+        raise InputError(
+            f"--compare writes its episodes to {compared_journal}, which has a journal: remove it, or set --journal"
+        )
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     tasks = sum(count for _, _, count in config.evaluation.splits)

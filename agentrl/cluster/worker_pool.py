@@ -140,9 +140,9 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that commit episodes and answer workers."""
         self._requests: set[asyncio.Task[None]] = set()
-        """Those that answer workers, or wait for an engine."""
-        self._awaited: set[AddressableEngine] = set()
-        """Engines without addresses, which are waited for."""
+        """Those that answer workers."""
+        self._awaited: dict[AddressableEngine, asyncio.Task[None]] = {}
+        """Tasks that wait for engines without addresses."""
         self._idle = asyncio.Event()
         """Set when the last episode in flight ends."""
         self._is_cancelling = False
@@ -182,6 +182,8 @@ class WorkerPool:
         """End the processes. Idempotent."""
         for engine in self._engines:
             engine.on_move(lambda: None)
+        for task in self._awaited.values():
+            task.cancel()
         self._on_failure = lambda error: None
         self._is_cancelling = True
         await asyncio.gather(*(process.close() for process in self.processes))
@@ -258,7 +260,7 @@ class WorkerPool:
             self._is_cancelling = False
 
     async def _wait_until_settled(self) -> None:
-        """Wait for commits. What episodes asked for ends with them: a branch may wait for others of them to end."""
+        """Wait for commits. Cancel requests first: a branch may wait for episodes that were just cancelled."""
         for request in tuple(self._requests):
             request.cancel()
         while self._tasks:
@@ -430,18 +432,15 @@ class WorkerPool:
         for process in self.processes:
             self._tell_addresses(process)
         for engine in self._engines:
+            # Workers, which call the engine, only wait for its addresses; this hears if there will be none.
             if not engine.addresses and engine not in self._awaited:
-                self._awaited.add(engine)
-                self._requests.add(self._start(self._await_engine(engine)))
+                task = self._awaited[engine] = asyncio.get_running_loop().create_task(engine.ping())
+                task.add_done_callback(partial(self._on_answer, engine))
 
-    async def _await_engine(self, engine: AddressableEngine) -> None:
-        """Report an engine that takes no calls any more: the workers, which call it, only wait for its addresses."""
-        try:
-            await engine.ping()
-        except EngineError as error:
+    def _on_answer(self, engine: AddressableEngine, task: asyncio.Task[None]) -> None:
+        del self._awaited[engine]
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
-        finally:
-            self._awaited.discard(engine)
 
     def _tell_addresses(self, process: WorkerProcess) -> None:
         for base, engine in enumerate(self._engines):

@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -174,11 +174,14 @@ def validate_section(data: Mapping[str, Any], source: str | Path, model: type[S]
     return read
 
 
-def dump_toml(config: BaseModel) -> str:
-    """Write the resolved configuration as TOML; `load` of the text gives an equal configuration, but for
-    masked secrets."""
+def dump_toml(config: BaseModel, *, without: Iterable[tuple[str, ...]] = ()) -> str:
+    """Write the resolved configuration as TOML, without some settings; `load` of the text gives an equal configuration,
+    but for masked secrets."""
     lines: list[str] = []
-    _dump(mask_secrets(config.model_dump(mode="json", exclude_none=True)), (), lines)
+    data = config.model_dump(mode="json", exclude_none=True)
+    for *section, key in without:
+        value_at(data, *section).pop(key)
+    _dump(mask_secrets(data), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 

@@ -31,7 +31,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
@@ -47,7 +47,7 @@ from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
 from agentrl.sandbox.state import hashed_files
 
 _OUTCOME = {"output", "error"}
-"""Keys of what a command returns; `play` may return other data although it ran the command."""
+"""Keys of the result of a command. An extended `play` may return other data."""
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"
@@ -76,6 +76,17 @@ _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
 
+class _Outcome(NamedTuple):
+    """The end of a program."""
+
+    result: Any
+    error: str | None = None
+    output: str = ""
+    """What it wrote, for messages."""
+    time_limit: LimitReachedError | None = None
+    """The time limit, if that ended it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessEpisode:
     """The outcome of a program, passed to `reward`."""
@@ -83,13 +94,14 @@ class HarnessEpisode:
     turns: Mapping[str, Sequence[Turn]]
     """Turns of each seat, in order."""
     result: Any
-    """Return value of `play`; for a command, the end of its output."""
+    """Return value of `play`; for a command, the end of its output. None if the time limit ended the program."""
     error: str | None
     """Why the program failed; None if it ended by itself (a command: with exit status 0)."""
     directory: Path | None
-    """Working directory of a command; it is removed after `reward`."""
+    """Working directory of a command; it is removed after `reward`. Files in a sandbox are lost with a program that the
+    time limit ended."""
     truncated: bool
-    """Whether a limit of turns, context or time refused a request."""
+    """Whether a limit of turns, context or time refused a request, or the time limit ended the program."""
 
 
 class HarnessEnvironment(Environment):
@@ -127,8 +139,9 @@ class HarnessEnvironment(Environment):
     """Whether the program may be run again from its beginning with the recorded replies. If not, an interrupted episode
     restarts with new replies."""
     failed_reward: ClassVar[float | None] = None
-    """Reward of an episode whose program fails after it got a reply; `reward` is then not called. None: the failure is
-    an error of the environment and is retried, as is every failure before the first reply."""
+    """Reward of an episode whose program fails after it got a reply; `reward` is then not called, unless a limit was
+    reached. None: the failure is an error of the environment and is retried, as is every failure before the first
+    reply."""
 
     sandbox: ClassVar[Sandbox | None] = None
     """Sandbox in which `command` runs, in /box, with `network="gateway"`: it then reaches nothing but the endpoint. Its
@@ -218,23 +231,20 @@ class HarnessEnvironment(Environment):
                 await asyncio.to_thread(_remove_tree, self._directory)
                 os.close(self._lock)
 
-    async def _outcome(
-        self, ctx: EpisodeContext, endpoint: Endpoint
-    ) -> tuple[Any, str | None, str, LimitReachedError | None]:
-        """Run the program; returns its result, its error, its output, and the time limit if that ended it. The program
-        itself is told of other limits."""
+    async def _outcome(self, ctx: EpisodeContext, endpoint: Endpoint) -> _Outcome:
+        """Run the program. Of limits, that of time ends it; the others refuse its requests."""
         tracebacks: list[str] = []
         try:
             result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
         except EffectError as failure:
-            return None, failure.error, "".join(tracebacks), None
+            return _Outcome(None, failure.error, "".join(tracebacks))
         except LimitReachedError as reached:
-            if not any(ctx.agent(seat).turns for seat in self.seats):
-                raise
-            return None, str(reached), "", reached
+            if self._directory is not None:
+                await asyncio.to_thread(_remove_specials, self._directory)
+            return _Outcome(None, str(reached), "", reached)
         if self._directory is not None and isinstance(result, dict) and result.keys() == _OUTCOME:
-            return result["output"], result["error"], result["output"], None
-        return result, None, "", None
+            return _Outcome(result["output"], result["error"], result["output"])
+        return _Outcome(result)
 
     async def _play(self, task: Task, endpoint: Endpoint, tracebacks: list[str]) -> Any:
         """Await `play`; add the traceback of its error to `tracebacks`, since an effect keeps only the message."""

@@ -434,8 +434,8 @@ def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
-    """Return the newest evaluation of each policy: its step, and the rewards by task. A resume may have undone later
-    steps, of an older lineage."""
+    """Return the newest evaluation of each policy: its step, and the rewards by task. The newest is of the newest
+    lineage, since a resume may have undone later steps of an older one."""
     rows = reader.log.rows(
         "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
         " FROM trajectories t"

@@ -202,8 +202,10 @@ class ClientTrainer:
         layers = (name for name in self._base.adaptable if not ROUTERS.intersection(name.split(".")))
         chosen = tuple(name for name in layers if (attention if _in_attention(name) else mlp))
         if not chosen:
-            part = "that part of this model has none that can have one: set both" if attention or mlp else "set"
-            raise ConfigError(f"an adapter needs layers; {part} train_attn or train_mlp")
+            raise ConfigError(
+                "an adapter needs layers, and there are none that can have one in the chosen parts of this model: set "
+                "train_attn and train_mlp"
+            )
         return () if attention and mlp else chosen
 
     def add(self, name: str, lora: LoraConfig | None, seed: int | None) -> None:

@@ -291,7 +291,7 @@ class LiveBranches:
         elif pinned is not None:
             why = (
                 f"{caller} cannot copy {pinned}, which is pinned to its process; give the resource level 'replay' or "
-                "'snapshot'; no stateful MCP server can be copied"
+                "'snapshot'. Stateful MCP servers cannot be copied"
             )
         else:
             return

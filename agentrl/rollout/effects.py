@@ -81,9 +81,8 @@ async def perform_effect(
     call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     if again and isinstance(call.recorded, TimeLimitEntry):
         raise EpisodeError(
-            f"{name} was ended by the time limit, so what it did until then cannot be repeated",
+            f"the effect {name!r} was ended by the time limit, so what it did until then cannot be repeated",
             reason="resource_lost",
-            begin_again=True,
         )
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)

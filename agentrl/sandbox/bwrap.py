@@ -289,7 +289,7 @@ def _limit(lease: Lease, options: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: lease.limits["disk_mb"] << 20,
         resource.RLIMIT_NOFILE: 512,
-        resource.RLIMIT_CPU: (int(options["seconds"]) + 2) * (os.cpu_count() or 1),  # of all threads of a process
+        resource.RLIMIT_CPU: (int(options["seconds"]) + 2) * (os.cpu_count() or 1),  # threads add up
         resource.RLIMIT_MEMLOCK: 1 << 16,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_DATA: options["memory_mb"] << 20,

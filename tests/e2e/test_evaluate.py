@@ -253,5 +253,5 @@ def test_two_versions_are_compared_task_by_task(
     assert json.loads(capsys.readouterr().out)["difference/reward"] == 0.0, "the same weights, tasks and seeds"
     Path("kept-compared", "journal").mkdir(parents=True)
     assert main([*given, "--compare", "base", "--journal", "kept"]) == 2
-    assert "kept-compared exists" in capsys.readouterr().err
+    assert "kept-compared, which has a journal" in capsys.readouterr().err
     assert not Path("kept").exists(), "it is refused before the first evaluation"

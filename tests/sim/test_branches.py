@@ -439,7 +439,7 @@ class Gathered(Retry):
     ("environment", "message"),
     [
         (Pinned, "cannot copy resource r.1, which is pinned to its process"),
-        (Served, "cannot copy server, which is pinned to its process.*no stateful MCP server"),
+        (Served, "cannot copy server, which is pinned to its process.*Stateful MCP servers"),
         (TooMany, "declares branches = 2, but ctx.branch asked for 2 after 1 before"),
         (TooManyProbes, "declares probes = 6, but ctx.branch asked for 3 after 4 before: .* Set probes = 7"),
         (TooEarly, "before any turn; raise credit.group_size"),

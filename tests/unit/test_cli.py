@@ -269,7 +269,8 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     text = capsys.readouterr().out
     assert "steps = 7" in text
     assert f'path = "{(directory / "other").resolve()}"' in text
-    assert "# learning_rate of policy: chosen at the start, by the model's size" in text  # its weights are missing
+    assert "# policies.policy.learning_rate: chosen at the start, by the model's size" in text  # weights are missing
+    assert "\nlearning_rate = " not in text, "a file of this text leaves it open, too"
     save_file({"weight": np.zeros(4)}, directory / "other" / "model.safetensors")
     main(["train", "run.toml", "--model", "other", "--dry-run"])
     text = capsys.readouterr().out

@@ -146,17 +146,28 @@ def test_a_model_may_be_given_as_for_train(
     assert "give a TOML file, too" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("file", [(), (str(shipped_example("01_tool_use")),)])
-def test_a_run_is_checked_in_its_own_directory_and_only_the_demo_for_the_demo_s_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        ((), ["reasoning-gym", "demo model"]),
+        ((str(shipped_example("01_tool_use")),), ["reasoning-gym"]),
+        ((str(shipped_example("01_tool_use")), "--environment.id=tictactoe"), []),
+    ],
+)
+def test_a_run_is_checked_for_what_it_needs_in_its_own_directory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    more: list[str],
 ) -> None:
-    monkeypatch.setattr(doctor, "SECTIONS", {"here": (doctor.disk_checks, doctor.demo_checks)})
+    checks = (doctor.disk_checks, doctor.calculator_checks, doctor.demo_model_checks)
+    monkeypatch.setattr(doctor, "SECTIONS", {"here": checks})
     monkeypatch.setattr(doctor, "_num_gpus", lambda: 0)
-    main(["doctor", *file, f"--directory={tmp_path}/runs", "--model.path=./nope", "--json"])
-    checks = json.loads(capsys.readouterr().out)["sections"]["here"]
-    demo = [] if file else ["reasoning-gym", "demo model"]
-    assert [check["name"] for check in checks] == ["disk for runs", "disk for temporary files", *demo]
-    assert checks[0]["result"].endswith(f"at {tmp_path}")
+    main(["doctor", *arguments, f"--directory={tmp_path}/runs", "--model.path=./nope", "--json"])
+    found = json.loads(capsys.readouterr().out)["sections"]["here"]
+    assert [check["name"] for check in found] == ["disk for runs", "disk for temporary files", *more]
+    assert found[0]["result"].endswith(f"at {tmp_path}")
 
 
 def test_memory_is_listed_by_trainer_and_engine() -> None:

@@ -83,7 +83,7 @@ class WeightFile:
 def read_weights(weights: WeightsRef, *, config: bytes = b"", is_private: bool = False) -> WeightFile:
     """Read a version's safetensors file after checking its digest, which also covers the bytes of its `config`.
 
-    A file that `is_private`, which nobody else changes, is mapped into memory instead.
+    No other process writes a private file, so it is mapped into memory.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong

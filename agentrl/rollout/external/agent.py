@@ -336,8 +336,7 @@ class ExternalAgent(TurnRecorder):
                 else dataclasses.replace(tool_call, id=self._tool_call_id(call.call_id, n))
                 for n, tool_call in enumerate(calls)
             )
-        found_stops = [(start, stop) for stop in request.stop if (start := text.find(stop)) >= 0]
-        stop_text = min(found_stops)[1] if found_stops else None
+        stop_text = min((stop for stop in request.stop if stop in text), key=text.find, default=None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
         self._tree.answer(placement, token_ids, completion.finish_reason, message)
