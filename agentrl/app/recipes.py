@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = (
-    Recipe(1e7, 2e-3, 3e-4, 8, 8, 64, "examples/01, 05 and 06: 0.84 M parameters"),
+    Recipe(1e7, 2e-3, 3e-4, 8, 8, 64, "examples/01 and 05: 0.84 M parameters"),
     Recipe(3e8, 3e-4, 3e-5, 8, 8, 64, "examples/07: SmolLM2-135M, held-out reward 0.15 to 0.98"),
     Recipe(1.2e9, 3e-5, 3e-6, 16, 16, 128, "prime-rl examples/basic/reverse-text: Qwen3-0.6B, full weights, 3e-6"),
     Recipe(5e9, 1e-5, 1e-6, 32, 16, 256, "prime-rl examples/basic/alphabet-sort: Qwen3-4B, rank 32, 1e-5"),

@@ -246,8 +246,8 @@ class PettingZooEnvironment(GameEnvironment):
         return str(action)
 
     def parse(self, text: str, env: Turns) -> Any:
-        """Return the action that a turn's text names, or None. Default: the legal action whose name the text
-        contains."""
+        """Return the action that a turn's text names, or None. Default: the legal action whose name is the whole text;
+        case, and a full stop at the end, are ignored."""
         action_text = text.strip().removesuffix(".").lower()
         matches = (
             action for action in legal_actions(env) or () if self.action_name(action, env).lower() == action_text

@@ -73,12 +73,12 @@ def register(id: str, environment: type) -> None:
     Raises:
         EnvironmentDefinitionError: the name is taken by another class, or the class is no environment.
     """
-    registered_class = _environments_by_id.get(id)
-    if registered_class is not None and registered_class is not environment:
+    environment_class, registered_class = as_environment(environment, where=id), _environments_by_id.get(id)
+    if registered_class is not None and registered_class is not environment_class:
         raise EnvironmentDefinitionError(
             f"environment {id!r} is already registered as {registered_class.__module__}:{registered_class.__qualname__}"
         )
-    _environments_by_id[id] = as_environment(environment, where=id)
+    _environments_by_id[id] = environment_class
 
 
 def registered_environments() -> list[EnvironmentSpec]:

@@ -372,9 +372,9 @@ class EnvironmentReport:
         if not left_out:
             return ""
         return (
-            f" Left out, because episodes are slow and the check plays for about {PLAYING_S:g} s: "
-            f"{' and '.join(left_out)}. Each resume repeats the episode's tool calls, also in training, except those "
-            "of @agentrl.tool(external=True)."
+            f" Left out, because the check plays for about {PLAYING_S:g} s, and kills an episode at most {MAX_CUTS} "
+            f"times: {' and '.join(left_out)}. Each resume repeats the episode's tool calls, also in training, except "
+            "those of @agentrl.tool(external=True)."
         )
 
     @property
@@ -430,7 +430,7 @@ def check_environment(
         import_module(module)  # an episode needs it, and its import would block the event loop
     report.on_progress("listing and comparing its tasks", "")
     count = max(episodes, FORMAT_TASKS)
-    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
+    chosen_tasks = _chosen_tasks(tasks, report) or _tasks(environment_class, count, report, options)
     if tasks is None and report.passed:
         _compare_splits(environment_class, count, report, options)
     with asyncio.Runner() as runner:
@@ -705,7 +705,7 @@ def replay_from_every_entry(
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     environment_class = resolve(environment)
     script = random_policy(environment_class)
-    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
+    chosen_tasks = _chosen_tasks(tasks, report) or _tasks(environment_class, episodes, report)
     for number, task in enumerate(chosen_tasks[:episodes]):
         spec = _spec(environment_class, task, number, 0)
 
@@ -810,6 +810,13 @@ def _has_failed(outcome: ExecutedEpisode) -> bool:
         body.error is not None or (isinstance(body.value, Mapping) and body.value.get("error") is not None)
         for body in results
     )
+
+
+def _chosen_tasks(tasks: Sequence[Task] | None, report: EnvironmentReport) -> list[Task]:
+    """Return the tasks that the caller chose, if any; an empty choice is a fault."""
+    if tasks is not None and not len(tasks):
+        report.findings.append("tasks is empty, so nothing was checked; leave it out to play the first training tasks")
+    return list(tasks or ())
 
 
 def _tasks(
@@ -997,7 +1004,7 @@ async def resume_at_every_entry(
     `part`. An episode with more than `max_cuts` entries is killed at evenly spaced ones."""
     entries = first.entries
     cuts = _cuts(len(entries), min(max_cuts, MAX_CUTS))
-    report.untried_kills += min(len(entries), MAX_CUTS) - len(cuts)
+    report.untried_kills += len(entries) - len(cuts)
     for before, cut in enumerate(cuts):
         report.on_progress(
             _PLAYING, f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"

@@ -13,7 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError, format_foreign_error
+from agentrl.core.errors import (
+    AgentRLError,
+    EffectError,
+    EnvironmentDefinitionError,
+    InfrastructureError,
+    format_foreign_error,
+)
 from agentrl.core.ids import random_stream, seeded_uuid4
 from agentrl.core.records import (
     REWARD,
@@ -110,6 +116,21 @@ class PlayedAgent(Agent):
         return self._messages
 
 
+async def _acted(name: str, function: Callable[[], Any]) -> Any:
+    """Return what a call outside the program returns.
+
+    Raises:
+        EffectError: it raised, as in a run.
+    """
+    try:
+        value = function()
+        return await value if inspect.isawaitable(value) else value
+    except AgentRLError:
+        raise
+    except Exception as error:
+        raise EffectError(f"{name} failed", error=format_foreign_error(error)) from error
+
+
 class PlayedResource(Resource):
     """A stateful object, called directly."""
 
@@ -118,8 +139,7 @@ class PlayedResource(Resource):
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method."""
-        value = getattr(self._object, method)(*arguments)
-        return await value if inspect.isawaitable(value) else value
+        return await _acted(f"{method} of a resource", lambda: getattr(self._object, method)(*arguments))
 
 
 class PlayedContext(EpisodeContext):
@@ -168,8 +188,7 @@ class PlayedContext(EpisodeContext):
         reconcile: Reconcile[T] | None = None,
     ) -> T:
         """Act on the outside world."""
-        value = function()
-        result: T = await value if inspect.isawaitable(value) else value
+        result: T = await _acted(f"effect {name!r}", function)
         return result
 
     def resource(

@@ -58,8 +58,12 @@ def test_a_file_is_learned_and_then_the_best_of_a_run_of_one_s_own(tmp_path: Pat
         episode = reader.episodes("", limit=1)[0].episode
         assert [act.text.partition("<")[0] for act in reader_acts(reader, episode)] == [SAID[1]]
 
-    sampled = config(tmp_path, "sampled", {"id": CALCULATOR}, steps=1, credit={"group_size": 2})
+    sampled = config(
+        tmp_path, "sampled", {"id": CALCULATOR}, steps=1, credit={"group_size": 2}, evaluation={"tasks": 2}
+    )
     first = agentrl.train(sampled, quiet=True)
+    with contextlib.closing(RunReader(first.path)) as reader:
+        assert len(reader.episodes("purpose = evaluate")) >= 2, "of held-out tasks, which are not imitated"
     chosen = Imitation.tasks("train", path=str(first.path), best=1, tools_of=CALCULATOR)
     assert len(chosen) == 2, "one episode of each of two tasks"
     again = agentrl.train(

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -19,7 +20,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing import check, malformed_reply_check, play
-from agentrl.testing.check import check_environment
+from agentrl.testing.check import EnvironmentReport, check_environment, replay_from_every_entry
 
 HASHING = """
 import agentrl
@@ -408,6 +409,13 @@ class Rambling(Adder):
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         while True:
             await ctx.agent("agent").act(agentrl.user("and?"))
+
+
+@pytest.mark.parametrize("check", [check_environment, replay_from_every_entry])
+def test_a_choice_of_no_tasks_does_not_pass(check: Callable[..., EnvironmentReport]) -> None:
+    report = check("calculator", tasks=[], episodes=1)
+    assert not report.passed
+    assert "tasks is empty, so nothing was checked" in report.text
 
 
 def test_what_the_check_cuts_is_said() -> None:

@@ -30,6 +30,16 @@ class Mine(agentrl.Environment):
         ctx.agent("agent").reward(1.0)
 
 
+class AsInTrl:
+    """For the registry, too."""
+
+    def reset(self, **task: object) -> str:
+        return "?"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 def test_the_installed_entry_point_is_found() -> None:
     assert resolve("calculator") is Calculator
     assert spec("calculator").entry_point.endswith("environments.calculator:Calculator")
@@ -44,6 +54,8 @@ def test_registered_classes_have_their_name() -> None:
     assert "mine" in [entry.id for entry in registered_environments()]
     with pytest.raises(EnvironmentDefinitionError, match="registered"):
         register("mine", Calculator)
+    register("as in TRL", AsInTrl)
+    register("as in TRL", AsInTrl)
 
 
 def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
