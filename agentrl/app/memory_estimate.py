@@ -151,6 +151,7 @@ def estimate_memory(engine: EnginePlan, trainer: TrainerPlan) -> MemoryEstimate:
         parts += _reward_model(scorer, section, devices)
     if devices.gpus:
         gpu_indices = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
+        gpu_indices |= {at for at in devices.reward_models.values() if at is not None}
         free = sum(devices.gpus[at].memory.free for at in gpu_indices)
         gpu_parts = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)

@@ -149,8 +149,9 @@ MEANINGS = {
     f"{MIN_EPISODES} held-out episodes before training all got the same reward",
     "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far or "
     f"at {1 - FLAT:g} to 1",
-    "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
-    "not if a step trained on episodes begun before the last resume",
+    "staleness": "the mean staleness exceeds `max_staleness` (with `credit.release = late` or `episode`, half a step "
+    "more) by more than a quarter of it and more than 0.25 steps; not if a step trained on episodes begun before the "
+    "last resume",
     "max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume",
     "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the environment gave "
     f"replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
@@ -233,7 +234,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
         else:
             if not about_format:
                 alarms += _nothing_taught(policy, window)
-            alarms += _staleness(policy, window)
+            alarms += _staleness(policy, window, state.plan.late_staleness)
             alarms += _mismatch(policy, window)
         alarms += _lost_routing(policy, window)
         alarms += _selection_bias(policy)
@@ -492,11 +493,11 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
     )
 
 
-def _staleness(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _staleness(policy: PolicyMetricHistory, window: Sequence[Values], late: float) -> Iterator[Alarm]:
     if any(window_metric_values(window, "staleness/before_resume")):
         return
     lags, bound = window_metric_values(window, "staleness/mean"), policy.max_staleness
-    if lags and bound is not None and mean_of(lags) > bound + max(0.25, 0.25 * bound):
+    if lags and bound is not None and mean_of(lags) > bound + late + max(0.25, 0.25 * bound):
         yield Alarm(
             "staleness",
             policy.name,

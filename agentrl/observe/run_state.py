@@ -154,6 +154,8 @@ class RunDisplaySettings:
     """Policies that learn in phases."""
     opponent_pools: Mapping[str, str] = field(default_factory=dict)
     """Policies that are opponent pools, with the policy whose earlier versions they contain."""
+    late_staleness: float = 0.0
+    """Steps by which late members of groups may raise the mean staleness above its bound."""
 
     def steps_of(self, policy: str) -> int:
         """Return the number of steps a policy takes; 0 if unknown."""
@@ -280,6 +282,7 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
         opponent_pools={
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
         },
+        late_staleness=0.0 if _mapping(config.get("credit")).get("release", "group") == "group" else 0.5,
         max_staleness={
             name: _integer(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()

@@ -15,7 +15,14 @@ from agentrl.observe.alarms import MEANINGS, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_screen import render_run_screen
-from agentrl.observe.run_state import MirrorStatus, RunDisplaySettings, RunSnapshot, RunState, record_mirror
+from agentrl.observe.run_state import (
+    MirrorStatus,
+    RunDisplaySettings,
+    RunSnapshot,
+    RunState,
+    display_settings_from_config,
+    record_mirror,
+)
 
 PLAN = RunDisplaySettings(steps=40, max_staleness={"solver": 1})
 HEALTHY = {
@@ -234,6 +241,14 @@ def test_children_that_nobody_proposed_may_all_succeed() -> None:
 def test_one_odd_step_raises_nothing() -> None:
     odd = {"format__broken_turns": 0.9, "advantage__zero_share": 1.0, "staleness__mean": 1.6, "k3": 0.1}
     assert names(a_run(1, before=10, **odd)) == []
+
+
+@pytest.mark.parametrize(("release", "raised"), [("group", ["staleness"]), ("late", []), ("episode", [])])
+def test_late_members_may_be_half_a_step_staler(release: str, raised: list[str]) -> None:
+    config = {"steps": 40, "policies": {"solver": {"max_staleness": 1}}, "credit": {"release": release}}
+    state = a_run(6, staleness__mean=1.5)
+    state.plan = display_settings_from_config(config)
+    assert names(state) == raised
 
 
 def test_episodes_from_before_a_resume_raise_no_staleness_alarm() -> None:
