@@ -69,6 +69,7 @@ class PlayedAgent(Agent):
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
+        self.on_restart: Callable[[], None] = lambda: None
 
     async def act(
         self,
@@ -92,6 +93,7 @@ class PlayedAgent(Agent):
     def restart(self, *messages: Message) -> None:
         """Begin again from these messages."""
         self._messages, self._pending = [], messages
+        self.on_restart()
 
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Add to the agent's rewards, each with weight 1."""

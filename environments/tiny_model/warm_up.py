@@ -162,25 +162,29 @@ def build_tiny_model(
 
 
 class _Expert:
-    """Speaks the replies of `demonstrate` in one conversation."""
+    """Speaks the replies of `demonstrate` in the conversations of one agent: one, and one more from each restart on."""
 
     def __init__(
         self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
     ) -> None:
-        self.messages: list[Message] = []
+        self.conversations: list[list[Message]] = [[]]
         self._replies = DemonstratedReplies(environment, task, seat, index, seed)
         self._calls = calls
         """Number of calls after which it answers with the last tool result; None: when the demonstration does."""
         self.spoken: list[Reply] = []
 
+    def restart(self) -> None:
+        """Begin another conversation."""
+        self.conversations.append([])
+
     async def __call__(self, new: Sequence[Message]) -> str:
         """Return the next reply, as the policy would write it."""
-        self.messages += new
+        self.conversations[-1] += new
         answer = "\n".join(message.content for message in new)
         reply: Reply = answer if len(self.spoken) == self._calls else self._replies.next(answer)
         self.spoken.append(reply)
         text = format_reply(reply)
-        self.messages.append(Message(role="assistant", content=text))
+        self.conversations[-1].append(Message(role="assistant", content=text))
         return text
 
 
@@ -199,17 +203,25 @@ class _ShownContext(PlayedContext):
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlayedAgent:
         """Return the agent of a seat, which speaks the demonstration."""
-        if (seat, index) not in self.agents:
-            expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)
-            self.shown.append((expert, tools))
-            self._speakers = {**self._speakers, seat: expert}
-        return super().agent(seat, index, tools=tools)
+        if (seat, index) in self.agents:
+            return self.agents[seat, index]
+        expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)
+        self.shown.append((expert, tools))
+        self._speakers = {**self._speakers, seat: expert}
+        new_agent = super().agent(seat, index, tools=tools)
+        new_agent.on_restart = expert.restart
+        return new_agent
 
     def demonstrations(self) -> list[Demonstration]:
         """Return the recorded conversations."""
         from agentrl.environments.tiny_model.model import Demonstration
 
-        return [Demonstration(tuple(expert.messages), tuple(tools)) for expert, tools in self.shown if expert.messages]
+        return [
+            Demonstration(tuple(messages), tuple(tools))
+            for expert, tools in self.shown
+            for messages in expert.conversations
+            if messages
+        ]
 
 
 def _shown(environment: type[Environment], task: Task, seed: int, early: float) -> tuple[list[Demonstration], float]:

@@ -1,10 +1,34 @@
-"""What `agentrl.environments.tiny_model` says of demonstrations that earn nothing."""
+"""The demonstrations of `agentrl.environments.tiny_model`, and what it says of those that earn nothing."""
 
 from __future__ import annotations
 
-from agentrl.core.records import Message
+import random
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EffectError
+from agentrl.core.records import Message, Task
 from agentrl.environments.tiny_model.model import Demonstration
-from agentrl.environments.tiny_model.warm_up import _failed_demonstration
+from agentrl.environments.tiny_model.warm_up import _failed_demonstration, _shown
+
+
+class Forgetful(agentrl.Environment):
+    """Begins again after the first turn; what it asks outside fails."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("one?"))
+        agent.restart(agentrl.system("fresh"))
+        await agent.act(agentrl.user("two?"))
+        await agent.act(agentrl.user("three?"))
+        with pytest.raises(EffectError, match="ZeroDivisionError"):
+            await ctx.effect("divide", lambda: 1 // 0)
+        agent.reward(1.0)
+
+    @classmethod
+    def demonstrate(cls, task: Task, random: random.Random) -> list[str]:  # type: ignore[override]
+        return ["1", "2", "3"]
 
 
 def shown(*messages: tuple[str, str]) -> Demonstration:
@@ -19,3 +43,10 @@ def test_the_first_demonstration_that_fails_is_shown() -> None:
     )
     assert _failed_demonstration([good, good]) == "  user: 2 + 2?\n  assistant: 4", "else the first"
     assert len(_failed_demonstration([shown(("user", "x" * 9000))])) < 400
+
+
+def test_a_restart_begins_another_demonstration_as_it_begins_another_row() -> None:
+    demonstrations, reward = _shown(Forgetful, Task(id="t", data={}), 0, 0.0)
+    written = [[message.content for message in each.messages] for each in demonstrations]
+    assert written == [["one?", "1"], ["fresh", "two?", "2", "three?", "3"]]
+    assert reward == 1.0
