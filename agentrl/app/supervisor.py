@@ -379,7 +379,7 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
 
 async def _drop_cut_evaluations(store: SqliteJournal) -> None:
     """Drop the evaluation episodes that an earlier process left in flight."""
-    detail = "its process ended during the evaluation, which then started over"
+    detail = "its process ended during the evaluation"
     cut = [(spec, dropped_header(spec, "evaluation_cut")) for spec in store.unfinished("evaluate")]
     await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
 
@@ -450,7 +450,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
-            message += "; the evaluation starts over, and its episodes until now are dropped"
+            message += "; the evaluation has no result, and its episodes are dropped. One before training starts over"
         setup.observer.warn(message)
     if is_suspicious and num_workers == 1:
         cause = (
