@@ -185,7 +185,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
         reopened = (
             resume if isinstance(resume, ReopenedRun) else await asyncio.to_thread(reopen_run, config, path, sources)
         )
-        config, configured, conclusion = reopened
+        config, configured, conclusion, _ = reopened
         if conclusion:
             return _ended_run(path, "" if quiet else conclusion)
     else:
