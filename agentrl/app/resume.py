@@ -109,14 +109,10 @@ def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], sources: S
         with contextlib.suppress(InputError):  # recorded by another version, or by someone else
             new, differences = changed_config(config, path, action.now)
             if all(change.path == path and change.rule.is_live for change in differences):
-                config = _with_setting_of(new, path, config)
+                # Not all of `new`, in which every setting counts as set by the user.
+                first, *rest = path
+                value, section = getattr(new, first), getattr(config, first)
+                if isinstance(section, BaseModel):
+                    value = section.model_copy(update={rest[0]: getattr(value, rest[0])})
+                config = config.model_copy(update={first: value})
     return config
-
-
-def _with_setting_of(new: RunConfig, path: tuple[str, ...], config: RunConfig) -> RunConfig:
-    """Return a configuration with one setting of another, in which all settings count as set by the user."""
-    first, *rest = path
-    value, section = getattr(new, first), getattr(config, first)
-    if isinstance(section, BaseModel):
-        value = section.model_copy(update={rest[0]: getattr(value, rest[0])})
-    return config.model_copy(update={first: value})

@@ -35,7 +35,7 @@ from agentrl.observe.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.app.memory_estimate import MemoryEstimate
     from agentrl.config.plans import DeviceDemand, EnginePlan
@@ -86,9 +86,12 @@ def doctor(options: argparse.Namespace) -> int:
         memory: dict[str, tuple[Probe, ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = _with_local_models(config)
         tools = () if local_config is None else (partial(tool_checks, local_config),)
+        others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
+        left_out = set() if options.file is None else {demo_model_checks}
+        left_out |= set() if "calculator" in str(config.environment.id) else {calculator_checks}
         sections = {
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported
-            **{title: _for_run(probes, config, options.file) for title, probes in SECTIONS.items() if title != _DEMO},
+            **{title: _of_run(probes, config.directory, left_out) for title, probes in others.items()},
             **({"Ray": (ray_import_checks,)} if needs_ray else {}),
             f"{options.file or 'the demo'} will use": (partial(placement_checks, config), *tools),
             **memory,
@@ -123,15 +126,10 @@ def doctor(options: argparse.Namespace) -> int:
     return 0 if ready else 1
 
 
-def _for_run(probes: Sequence[Probe], config: RunConfig, file: str | Path | None) -> tuple[Probe, ...]:
-    """Return the checks of a section that concern a run; the demo's model concerns no run of a file."""
-    left_out = set() if file is None else {demo_model_checks}
-    if "calculator" not in str(config.environment.id):
-        left_out.add(calculator_checks)
+def _of_run(probes: Sequence[Probe], directory: str, left_out: Collection[Probe]) -> tuple[Probe, ...]:
+    """Return the checks of a section that concern a run, of its own directory."""
     return tuple(
-        partial(disk_checks, config.directory) if probe is disk_checks else probe
-        for probe in probes
-        if probe not in left_out
+        partial(disk_checks, directory) if probe is disk_checks else probe for probe in probes if probe not in left_out
     )
 
 

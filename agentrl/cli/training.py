@@ -69,14 +69,25 @@ def train(options: argparse.Namespace) -> int:
 
 def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the settings of a run and what follows from them; `before`: those with which it was started."""
+    from agentrl.app.hub import with_downloaded_models
     from agentrl.app.plan import resolve, with_chosen_engine
+    from agentrl.app.recipes import with_learning_rates
     from agentrl.app.recovery import load_user_functions
     from agentrl.app.run_parts import environment_of
     from agentrl.app.scoring import expected_scores
 
     load_user_functions(config.trainer, config.credit, config.scorers)
     config, line = with_chosen_engine(config, before)
-    config, open_settings = _with_chosen_rates(config, before)
+    open_settings = [
+        ("policies", name, "learning_rate")
+        for name, policy in config.trained.items()
+        if "learning_rate" not in policy.model_fields_set
+    ]
+    with contextlib.suppress(InputError, ImportError):  # a model is not at hand, so its size is unknown
+        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before).trained
+        rates = {name: {"learning_rate": policy.learning_rate} for name, policy in rated.items()}
+        policies = {name: policy.model_copy(update=rates[name]) for name, policy in config.trained.items()}
+        config, open_settings = config.model_copy(update={"policies": {**config.policies, **policies}}), []
     lines = [*resolve(config, environment_of(config)).lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:
         settings = config.model_dump(mode="json")
@@ -88,22 +99,6 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
         lines += [f"{'.'.join(path)}: chosen at the start, by the model's size" for path in open_settings]
         sys.stdout.writelines(f"# {escape_line(line)}\n" for line in lines)
     return 0
-
-
-def _with_chosen_rates(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, list[tuple[str, ...]]]:
-    """Choose the learning rates that are not set as a start does; if a model is not at hand, return the settings that
-    stay open."""
-    from agentrl.app.hub import with_downloaded_models
-    from agentrl.app.recipes import with_learning_rates
-
-    open_policies = [name for name, policy in config.trained.items() if "learning_rate" not in policy.model_fields_set]
-    try:
-        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before)
-    except (InputError, ImportError):
-        return config, [("policies", name, "learning_rate") for name in open_policies]
-    rates = {name: {"learning_rate": rated.trained[name].learning_rate} for name in open_policies}
-    policies = {name: config.trained[name].model_copy(update=rate) for name, rate in rates.items()}
-    return config.model_copy(update={"policies": {**config.policies, **policies}}), []
 
 
 def _run_training(
