@@ -72,10 +72,8 @@ class ForkParent:
     """Entries before the fork point."""
     turns: Sequence[TurnEntry]
     """Turns up to and including the one at the fork point."""
-    pins: Mapping[str, PolicyVersion]
-    """Versions at which policies were fixed, such as a past opponent's."""
-    ancestors: Mapping[str, str]
-    """Journal directories of the parent and its ancestors, keyed by episode id."""
+    ancestors: Sequence[ForkPoint]
+    """Journal directories and attempts of the parent and its ancestors, the nearest first; call ids are ignored."""
 
     @property
     def spec(self) -> EpisodeSpec:
@@ -219,34 +217,14 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnCho
         raise InputError(f"episode {episode_id} has {plural(len(places), 'turn')}, so it cannot be forked at turn {at}")
     entry = all_entries[place]
     point = replace(points[entry.episode_id], call_id=entry.call_id)
-    directories = {name: point_of_name.journal for name, point_of_name in points.items()}
     return ForkParent(
         begin=begin,
         task=Task(id=begin.task_id, data=begin.task),
         point=point,
         prefix=[body for body in bodies[:place] if not isinstance(body, BeginEntry)],
         turns=[body for body in bodies[: place + 1] if isinstance(body, TurnEntry)],
-        pins=_pins(directories),
-        ancestors=directories,
+        ancestors=tuple(points.values()),
     )
-
-
-def _pins(directories: Mapping[str, str]) -> Mapping[str, PolicyVersion]:
-    """Return the versions at which an episode, or the nearest of its ancestors with any, fixed policies.
-
-    Args:
-        directories: journal directories of the episode and its ancestors, keyed by episode id, the nearest first.
-    """
-    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
-    for episode_id, directory in directories.items():
-        log = SqliteRunLog(Path(directory))
-        try:
-            rows = log.rows(f"SELECT {columns} FROM admissions WHERE episode = ? ORDER BY attempt DESC", episode_id)
-        finally:
-            log.close()
-        if rows and (pins := decode_admission_row(rows[0]).pins):
-            return pins
-    return {}
 
 
 def _turn_of_last_tool_error(entries: Sequence[JournalEntry], bodies: Sequence[EntryBody]) -> int | None:
@@ -334,6 +312,7 @@ def fork_policies(
     other_weights = weights_at_fork_point(
         parent,
         [name for name, policy in known.items() if isinstance(policy, PolicyConfig) and name not in weights_by_policy],
+        _usable_pins(parent, known, {**parent.begin.seats, **seats}.values()),
         leave_out=weights_by_policy,
     )
     for weights in other_weights:
@@ -364,11 +343,54 @@ def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | P
     return seat, source
 
 
+def _usable_pins(
+    parent: ForkParent, known: Mapping[str, AnyPolicy], holders: Collection[str]
+) -> Mapping[str, PolicyVersion]:
+    """Return the versions at which the episode fixed policies, such as past opponents; without those that are gone, if
+    the policy holds no seat.
+
+    Raises:
+        InputError: the weights of a policy that holds a seat are no longer on disk.
+    """
+    usable: dict[str, PolicyVersion] = {}
+    for policy, version in _pins(parent).items():
+        if policy not in known:
+            continue
+        try:
+            _weights(parent, version)
+            usable[policy] = version
+        except InputError as error:
+            if policy in holders:
+                pool = known[policy]
+                other = f", or --policy SEAT={pool.of}@STEP" if isinstance(pool, OpponentPoolPolicy) else ""
+                raise InputError(f"{policy} played {version}: {error}{other}") from None
+    return usable
+
+
+def _pins(parent: ForkParent) -> Mapping[str, PolicyVersion]:
+    """Return the versions at which the episode, or the nearest of its ancestors with any, fixed policies."""
+    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
+    for point in parent.ancestors:
+        log = SqliteRunLog(Path(point.journal))
+        try:
+            statement = f"SELECT {columns} FROM admissions WHERE episode = ? AND attempt = ?"
+            rows = log.rows(statement, point.episode_id, point.attempt)
+        finally:
+            log.close()
+        if rows and (pins := decode_admission_row(rows[0]).pins):
+            return pins
+    return {}
+
+
 def weights_at_fork_point(
-    parent: ForkParent, learners: Collection[str] = (), *, leave_out: Collection[str] = ()
+    parent: ForkParent,
+    learners: Collection[str] = (),
+    pins: Mapping[str, PolicyVersion] = MappingProxyType({}),
+    *,
+    leave_out: Collection[str] = (),
 ) -> list[WeightsRef]:
-    """Return the weights that each policy had last used at the turn; for policies that had not acted, those at which
-    the episode fixed them, or the newest at that time of learning policies.
+    """Return the weights that each policy had last used at the turn; for policies that had not acted, those of `pins`,
+    or the newest at that time of learning policies.
 
     Raises:
         InputError: weights are no longer on disk.
@@ -378,7 +400,7 @@ def weights_at_fork_point(
         for turn in parent.turns
         if turn.tokens.spans and turn.policy not in leave_out
     }
-    for policy, version in parent.pins.items():
+    for policy, version in pins.items():
         if policy not in leave_out:
             versions.setdefault(policy, version)
     for policy in learners:
@@ -409,8 +431,8 @@ def _newest_row(parent: ForkParent, policy: str, newest: str, value: float) -> t
     """Return lineage and step of the newest version of a policy that a run of the episode published, by a condition on
     `value` and an order; None without one. Lineages below 0 are weights that a user gave."""
     statement = f"SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND {newest} DESC LIMIT 1"
-    for directory in parent.ancestors.values():
-        log = SqliteRunLog(Path(directory))
+    for point in parent.ancestors:
+        log = SqliteRunLog(Path(point.journal))
         try:
             rows = log.rows(statement, policy, value)
         finally:
@@ -426,8 +448,8 @@ def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
     Raises:
         InputError: the weights are no longer on disk.
     """
-    for directory in parent.ancestors.values():
-        log = SqliteRunLog(Path(directory))
+    for point in parent.ancestors:
+        log = SqliteRunLog(Path(point.journal))
         try:
             weights = log.published(version, outside=True)
         finally:
@@ -435,7 +457,7 @@ def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
         if weights is not None and Path(weights.path).is_dir():
             return weights
     if version.step > 0:
-        run = Path(directory).parent
+        run = Path(parent.ancestors[-1].journal).parent
         raise InputError(
             f"the weights of {version} are not on disk (or were removed); give --policy a directory, such as "
             f"{run}/policies/{version.policy}, or a version that `agentrl step list {run_argument(run)}` shows and "
@@ -569,10 +591,10 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
 def ended_child_episodes(parent: ForkParent) -> dict[str, EpisodeHeader]:
     """Return the headers of the ended children of an episode and its ancestors."""
     headers: dict[str, EpisodeHeader] = {}
-    for episode_id, directory in parent.ancestors.items():
-        log = SqliteRunLog(Path(directory))
+    for point in parent.ancestors:
+        log = SqliteRunLog(Path(point.journal))
         try:
-            headers.update(log.ended_children({episode_id}))
+            headers.update(log.ended_children({point.episode_id}))
         finally:
             log.close()
     return headers

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import pytest
 
 import agentrl
@@ -324,12 +325,19 @@ def test_a_past_opponent_that_has_not_acted_plays_the_version_that_the_episode_f
         await world.play(Walk, pins={"past": drawn})
 
     within(run, play)
+    policies = {"policy": {}, "past": {"kind": "past", "of": "policy"}}
+    known = config_for(policies=policies).policies
     parent = find_parent(run / "journal", "e0", None, 1)
-    (weights,) = weights_at_fork_point(parent)
+    (weights,) = fork_policies(known, parent, [], ReceivedRun(run)).weights
     assert (weights.version, weights.path) == (PolicyVersion("past", 0, 3), str(published))
-    assert weights_at_fork_point(parent, leave_out=["past"]) == []
     within(forks, lambda world: world.fork(parent, Walk))
-    assert find_parent(forks / "journal", "f0", None, 3).pins == {"past": drawn}, "also for a fork of the fork"
+    again = find_parent(forks / "journal", "f0", None, 3)
+    assert [each.version for each in fork_policies(known, again, [], ReceivedRun(run)).weights] == [weights.version]
+    shutil.rmtree(published)
+    assert fork_policies(known, parent, [], ReceivedRun(run)).weights == [], "it holds no seat"
+    held = replace(parent, begin=msgspec.structs.replace(parent.begin, seats={"agent": "past"}))
+    with pytest.raises(InputError, match=r"past played policy@0\.3: .* not on disk .*--policy SEAT=policy@STEP"):
+        fork_policies(known, held, [], ReceivedRun(run))
 
 
 def test_a_version_without_a_lineage_is_that_of_the_newest(tmp_path: Path) -> None:
