@@ -17,7 +17,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from agentrl.core.records import ToolCall, ToolSpec
@@ -230,9 +230,16 @@ def _call(number: int, raw: str, named_call: NamedCall) -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
-def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> ParsedReply:
+def _blocks(
+    text: str,
+    marks: tuple[str, str],
+    read: Reader,
+    tools: Sequence[ToolSpec],
+    is_cut: Callable[[str], bool] = lambda raw: False,
+) -> ParsedReply:
     """Parse any number of blocks between marks, with text around them. An unclosed block ends with the text, or at the
-    next block if the format has no end mark."""
+    next block if the format has no end mark. If `is_cut` says so, its last call is malformed: in some formats nothing
+    else tells a call that breaks off from one with fewer arguments."""
     begin, end = marks
     at = text.find(begin)
     if at < 0:
@@ -245,6 +252,8 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
         after = len(text) if stop < 0 else stop + len(end)
         raw = text[start : stop if stop >= 0 else len(text)].strip()
         block_calls = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
+        if stop < 0 and is_cut(raw):
+            block_calls = [*block_calls[:-1], (block_calls[-1][0], None)]
         calls += [
             _call(n, raw, named_call) for n, named_call in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))
         ]
@@ -255,11 +264,27 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
     return "".join(content).strip(), tuple(calls)
 
 
-def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = ()) -> Callable[..., ParsedReply]:
+def _is_cut_before(end: str) -> Callable[[str], bool]:
+    """Tell unclosed blocks that do not end with a closing tag."""
+    return lambda raw: not raw.endswith(end)
+
+
+def _is_cut_after(mark: str) -> Callable[[str], bool]:
+    """Tell unclosed blocks without arguments after a mark."""
+    return lambda raw: not raw.partition(mark)[2].strip("` \n")
+
+
+def _in_blocks(
+    begin: str,
+    end: str,
+    read: Reader,
+    left_out: tuple[str, ...] = (),
+    is_cut: Callable[[str], bool] = lambda raw: False,
+) -> Callable[..., ParsedReply]:
     """Make a parser of blocks between two marks; marks in `left_out` are removed from the content."""
 
     def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        content, calls = _blocks(text, (begin, end), read, tools)
+        content, calls = _blocks(text, (begin, end), read, tools, is_cut)
         for mark in left_out:
             if mark in content:
                 content = content.replace(mark, "").strip()
@@ -351,11 +376,6 @@ def _after_name(name: str, raw: str) -> NamedCall:
     return name.strip()[:MAX_NAME_CHARACTERS], arguments_object(raw)
 
 
-def _cut_call(name: str) -> NamedCall:
-    """Return a call that ends before its arguments do, so that it is not taken for one with fewer."""
-    return name.strip()[:MAX_NAME_CHARACTERS], None
-
-
 _MISTRAL_CALL = re.compile(r'(.*?)(?:\[ARGS\](.*)|([{"].*))?', re.DOTALL)
 
 
@@ -367,31 +387,34 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     assert match is not None
     head, body, direct = match.groups()
     name, _, call_id = head.partition("[CALL_ID]")
-    named_call = _after_name(name, arguments) if (arguments := (body or direct or "").strip()) else _cut_call(name)
-    return [(*named_call[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
+    return [(*_after_name(name, body or direct or "")[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
+
+
+def _is_cut_mistral(raw: str) -> bool:
+    """Tell the last call, which no mark ends, if it has no arguments yet."""
+    return not any(start in raw for start in ("{", '"', "null"))
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `function<｜tool▁sep｜>NAME`, followed by JSON in a fence."""
     name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
     body = body.strip()
-    is_fenced = body.startswith("```json")
-    body = body.removeprefix("```json").removesuffix("```").strip()
-    return [_after_name(name, body) if is_fenced and body else _cut_call(name)]
+    if not body.startswith("```json"):
+        return [(name.strip()[:MAX_NAME_CHARACTERS], None)]
+    return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip())]
 
 
 def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME<｜tool▁sep｜>{…}`."""
     name, _, body = raw.partition("<｜tool▁sep｜>")
-    return [_after_name(name, body.strip()) if body.strip() else _cut_call(name)]
+    return [_after_name(name, body.strip())]
 
 
 def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
     call_name, _, body = raw.partition("<|tool_call_argument_begin|>")
     name = call_name.strip().removeprefix("functions.").rpartition(":")[0] or call_name
-    named_call = _after_name(name, body.strip()) if body.strip() else _cut_call(name)
-    return [(*named_call[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
+    return [(*_after_name(name, body.strip())[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
@@ -559,10 +582,8 @@ def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     calls: list[NamedCall] = []
     for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
         name, _, body = part.partition(">")
-        body, end, _ = body.partition("</function>")
-        pairs = _pairs(body, "<parameter=", ">", "</parameter>")
-        values = ((key, _unwrap(value)) for key, value in pairs)
-        calls.append(_tagged_call(name, values, tools) if end else _cut_call(name))
+        pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
+        calls.append(_tagged_call(name, ((key, _unwrap(value)) for key, value in pairs), tools))
     return calls or [("", None)]
 
 
@@ -573,9 +594,9 @@ def _invokes(prefix: str) -> Reader:
         calls: list[NamedCall] = []
         for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
             name, _, body = part.partition('">')
-            body, end, _ = body.partition(f"</{prefix}invoke>")
+            body = body.partition(f"</{prefix}invoke>")[0]
             pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
-            calls.append(_tagged_call(name, pairs, tools) if end else _cut_call(name))
+            calls.append(_tagged_call(name, pairs, tools))
         return calls or [("", None)]
 
     return read
@@ -590,31 +611,17 @@ def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return [_tagged_call(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
 
 
-def parse_glm(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-    """Parse `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`, any number. Without the
-    end mark, the last call is cut: nothing else tells it from one with fewer arguments.
-
-    Example:
-        >>> parse_glm("<tool_call>look\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n")[1][0].arguments
-        'look\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>'
-    """
-    content, calls = _blocks(text, (OPEN, CLOSE), _glm, tools)
-    last = text.rpartition(OPEN)[2]
-    if calls and CLOSE not in last and len(calls) < MAX_CALLS:
-        calls = (*calls[:-1], replace(calls[-1], arguments=last.strip()))
-    return content, calls
-
-
 def parse_qwen3_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-    """Parse `<tool_call><function=NAME>…</function></tool_call>`, any number; models leave out the first mark.
+    """Parse `<tool_call><function=NAME>…</function></tool_call>`, any number; models leave out a reply's first mark.
 
     Example:
         >>> parse_qwen3_coder("<function=look><parameter=a>1</parameter></function></tool_call>")[1][0].name
         'look'
     """
-    if OPEN not in text and (start := text.find("<function=")) >= 0:
-        text = f"{text[:start]}{OPEN}{text[start:]}"
-    return _blocks(text, (OPEN, CLOSE), _functions, tools)
+    before, mark, after = text.partition("<function=")
+    if OPEN not in before and "</function>" in after:
+        text = f"{before}{OPEN}{mark}{after}"
+    return _blocks(text, (OPEN, CLOSE), _functions, tools, _is_cut_before("</function>"))
 
 
 # --- calls in Python and alike ----------------------------------------------------------------------------------------
@@ -740,14 +747,17 @@ def parse_harmony(text: str) -> ReplyParts:
     if "<|message|>" not in text:
         return ReplyParts("", "" if text.lstrip().startswith("<|channel|>") else text, ())
     for message in text.split("<|start|>"):
-        head, has_body, body = message.partition("<|message|>")
+        head, _, body = message.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
             body = body.partition(end)[0]
         recipient = head.partition("to=functions.")[2]
         if recipient and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
             raw = body.strip()
-            calls.append(_call(len(calls), raw, _after_name(name, raw) if has_body else _cut_call(name)))
+            named_call = _after_name(name, raw)
+            if not raw and "<|call|>" not in message:  # it breaks off before its arguments
+                raw, named_call = head.strip(), (named_call[0], None)
+            calls.append(_call(len(calls), raw, named_call))
         elif "analysis" in head:
             thinking.append(body)
         else:
@@ -795,9 +805,10 @@ def _format(
     read: Reader,
     left_out: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
+    is_cut: Callable[[str], bool] = lambda raw: False,
 ) -> ReplyFormat:
     markup = tuple(mark for mark in (begin, end, *left_out, *also) if mark)
-    return ReplyFormat(name, models, _in_blocks(begin, end, read, left_out), markup)
+    return ReplyFormat(name, models, _in_blocks(begin, end, read, left_out, is_cut), markup)
 
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -808,18 +819,37 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
     for reply_format in (
         ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
         ReplyFormat("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", parse_qwen3_coder, (OPEN, CLOSE)),
-        ReplyFormat("glm45", "GLM-4.5 and later", parse_glm, (OPEN, CLOSE)),
-        _format("deepseek_v3", "DeepSeek-V3, -R1", *_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
-        _format("deepseek_v31", "DeepSeek-V3.1", *_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+        _format("glm45", "GLM-4.5 and later", OPEN, CLOSE, _glm, is_cut=lambda raw: True),
+        _format(
+            "deepseek_v3",
+            "DeepSeek-V3, -R1",
+            *(*_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",), _is_cut_after("```json")),
+        ),
+        _format(
+            "deepseek_v31",
+            "DeepSeek-V3.1",
+            *(*_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",), _is_cut_after("<｜tool▁sep｜>")),
+        ),
         _format(
             "deepseek_v32",
             "DeepSeek-V3.2",
             "<｜DSML｜function_calls>",
             "</｜DSML｜function_calls>",
             _invokes("｜DSML｜"),
+            is_cut=_is_cut_before("</｜DSML｜invoke>"),
         ),
-        _format("deepseek_v4", "DeepSeek-V4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _invokes("｜DSML｜")),
-        _format("mistral", "Mistral, Magistral", "[TOOL_CALLS]", "", _mistral, (), ("[ARGS]", "[CALL_ID]")),
+        _format(
+            "deepseek_v4",
+            "DeepSeek-V4",
+            "<｜DSML｜tool_calls>",
+            "</｜DSML｜tool_calls>",
+            _invokes("｜DSML｜"),
+            is_cut=_is_cut_before("</｜DSML｜invoke>"),
+        ),
+        _format(
+            *("mistral", "Mistral, Magistral", "[TOOL_CALLS]", "", _mistral, (), ("[ARGS]", "[CALL_ID]")),
+            is_cut=_is_cut_mistral,
+        ),
         ReplyFormat("openai", "gpt-oss", _harmony, _HARMONY, ("<|return|>", "<|call|>")),
         _format(
             "kimi_k2",
@@ -829,8 +859,16 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             _kimi,
             ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ("<|tool_call_argument_begin|>",),
+            _is_cut_after("<|tool_call_argument_begin|>"),
         ),
-        _format("minimax_m2", "MiniMax-M2", "<minimax:tool_call>", "</minimax:tool_call>", _invokes("")),
+        _format(
+            "minimax_m2",
+            "MiniMax-M2",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            _invokes(""),
+            is_cut=_is_cut_before("</invoke>"),
+        ),
         _format("granite", "Granite 3", "<|tool_call|>", "", _json_list),
         _format("phi4_mini_json", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>", _json_list),
         _format(
@@ -853,12 +891,18 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             (),
             ("<escape>",),
         ),
-        _format("seed_oss", "Seed-OSS", "<seed:tool_call>", "</seed:tool_call>", _functions),
+        _format(
+            *("seed_oss", "Seed-OSS", "<seed:tool_call>", "</seed:tool_call>", _functions),
+            is_cut=_is_cut_before("</function>"),
+        ),
         _format("internlm", "InternLM 2.5", "<|action_start|>", "<|action_end|>", _internlm, ("<|plugin|>",)),
         _format("jamba", "Jamba, Hunyuan A13B", "<tool_calls>", "</tool_calls>", _json_list),
         _format("apertus", "Apertus", "<|tools_prefix|>", "<|tools_suffix|>", _apertus_list),
         _format("longcat", "LongCat-Flash", "<longcat_tool_call>", "</longcat_tool_call>", _json_object),
-        _format("muse_glimmer", "Muse Glimmer", "<atem:function_calls>", "</atem:function_calls>", _invokes("atem:")),
+        _format(
+            *("muse_glimmer", "Muse Glimmer", "<atem:function_calls>", "</atem:function_calls>", _invokes("atem:")),
+            is_cut=_is_cut_before("</atem:invoke>"),
+        ),
         ReplyFormat("llama3_json", "Llama 3.1 to 3.3", parse_llama, (PYTHON_TAG,)),
         ReplyFormat("llama4_pythonic", "Llama 4", parse_pythonic, ("<|python_start|>", "<|python_end|>")),
     )
@@ -878,9 +922,9 @@ def guess_reply_parts(text: str, called: Collection[str] = ()) -> ReplyParts:
         called: names of the tool calls that the episode recorded, if any. GLM's format reads any text as the name of a
             call without arguments, so such a call counts only if it was recorded.
     """
-    text = _END_TOKENS.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
         return parse_harmony(text)
+    text = _END_TOKENS.sub("", text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
     is_open = marks[1] in text and marks[0] not in text.partition(marks[1])[0]  # the prompt may have begun it
     best: ReplyParts | None = None

@@ -257,18 +257,35 @@ def test_a_call_that_breaks_off_is_malformed_and_keeps_its_text(name: str) -> No
 def test_a_call_has_all_its_arguments_wherever_the_reply_is_cut(name: str) -> None:
     text = CALLS[name]
     for length in range(len(text)):
-        if text[:length].endswith("<|message|>"):  # in channels, an empty message is a call without arguments
-            continue
         calls = REPLY_FORMATS[name].read(text[:length], None, [WEATHER]).tool_calls
         read = [call.arguments for call in calls if not isinstance(call.arguments, str)]
         assert all(arguments in (FIRST, SECOND) for arguments in read), text[:length]
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "arguments"),
+    [
+        ("qwen3_coder", "<tool_call><function=x><parameter=a>b</parameter></tool_call>", {"a": "b"}),
+        ("minimax_m2", '<minimax:tool_call><invoke name="x"></minimax:tool_call>', {}),
+        ("kimi_k2", "<|tool_call_begin|>functions.x:0<|tool_call_argument_begin|><|tool_call_end|>", {}),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>x<｜tool▁sep｜><｜tool▁call▁end｜>", {}),
+        ("openai", "<|channel|>commentary to=functions.x<|message|><|call|>", {}),
+        ("glm45", "<tool_call>x</tool_call>", {}),
+    ],
+)
+def test_a_call_with_its_end_is_not_cut(name: str, written: str, arguments: Mapping[str, Any]) -> None:
+    (call,) = REPLY_FORMATS[name].read(written, None, [WEATHER]).tool_calls
+    assert (call.name, call.arguments) == ("x", arguments)
+
+
 def test_a_call_of_qwen3_coder_may_lack_its_first_mark() -> None:
-    text = f"I look.\n\n{CALLS['qwen3_coder'].removeprefix('<tool_call>').partition('<tool_call>')[0]}"
-    reply = REPLY_FORMATS["qwen3_coder"].read(text, None, [WEATHER])
-    assert reply.content == "I look."
-    assert [call.arguments for call in reply.tool_calls] == [FIRST]
+    text = CALLS["qwen3_coder"].removeprefix("<tool_call>")
+    for both in (text, text.partition("<tool_call>")[0]):
+        reply = REPLY_FORMATS["qwen3_coder"].read(f"I look.\n\n{both}", None, [WEATHER])
+        assert reply.content == "I look."
+        assert [call.arguments for call in reply.tool_calls] == ([FIRST, SECOND] if both is text else [FIRST])
+    said = "Use <function=foo> in XML."
+    assert REPLY_FORMATS["qwen3_coder"].read(said, None, [WEATHER]) == ("", said, ())
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)
