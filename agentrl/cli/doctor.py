@@ -48,6 +48,8 @@ Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
 
 _DEMO = "the demo will use"
+_CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
+"""Names of the demo's environment."""
 _TORCH = "torch"
 _FIXES = {_TORCH: f"{install_command('train')} --force-reinstall"}
 """What to do if a section's process dies, keyed by title."""
@@ -88,7 +90,9 @@ def doctor(options: argparse.Namespace) -> int:
         tools = () if local_config is None else (partial(tool_checks, local_config),)
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
-        left_out |= set() if "calculator" in str(config.environment.id) else {calculator_checks}
+        names = [config.environment.id] if isinstance(config.environment.id, str) else config.environment.id
+        if not any(name.partition("@")[0] in _CALCULATOR for name in names):
+            left_out.add(calculator_checks)
         sections = {
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported
             **{title: _of_run(probes, config.directory, left_out) for title, probes in others.items()},

@@ -381,18 +381,12 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
 
 
 def keep_float32(model: PreTrainedModel) -> None:
-    """Give a model that was made without a checkpoint the dtypes with which `from_pretrained` loads one."""
-    names = float32_names(model, model.dtype)
+    """Give a model that was made without a checkpoint the dtypes with which `from_pretrained` loads one: some tensors
+    stay in float32, such as the biases by which DeepSeek's routers choose experts."""
+    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(model.dtype)]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and names.search(name):
+        if tensor.is_floating_point() and any(re.search(pattern, name) for pattern in patterns):
             tensor.data = tensor.data.float()
-
-
-def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
-    """Return a pattern of the names of tensors that stay in float32 in a model of another dtype, such as the biases by
-    which DeepSeek's routers choose experts."""
-    parts = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
-    return re.compile("|".join(parts) if parts else "(?!)")
 
 
 @contextmanager

@@ -50,7 +50,6 @@ from agentrl.engines.models import (
     check_sparse_attention,
     computing_in_float32,
     context_length_thresholds,
-    float32_names,
     lacks_initial_state,
     model_dtype,
     native_attention,
@@ -285,7 +284,7 @@ class PolicyModel:
     @torch.no_grad()
     def _publish_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Gather a tensor, and add the product of the adapter's matrices if there is one to be merged."""
-        whole = gather_tensor(tensor, self._published_dtype(name, tensor))
+        whole = gather_tensor(tensor, self._published_dtype(tensor))
         layer = self._merged_layers.get(name)
         if layer is None:
             return whole
@@ -380,22 +379,17 @@ class PolicyModel:
                 break
         return list(pieces.values())
 
-    def _published_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+    def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
         published in its compute dtype."""
         rounds = self._sharded_forward is not None and self.kind == "full" and tensor.is_floating_point()
-        rounds = rounds and isinstance(tensor, DTensor) and not self._float32_names.search(name)
-        return self.dtype if rounds else tensor.dtype
-
-    @cached_property
-    def _float32_names(self) -> re.Pattern[str]:
-        return float32_names(self.model, self.dtype)
+        return self.dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors without data that have the names, shapes and dtypes of the published ones."""
         named_tensors = {name: tensors[name] for name in names}
         return {
-            name: torch.empty(tensor.shape, dtype=self._published_dtype(name, tensor), device="meta")
+            name: torch.empty(tensor.shape, dtype=self._published_dtype(tensor), device="meta")
             for name, tensor in named_tensors.items()
         }
 

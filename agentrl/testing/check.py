@@ -430,7 +430,9 @@ def check_environment(
         import_module(module)  # an episode needs it, and its import would block the event loop
     report.on_progress("listing and comparing its tasks", "")
     count = max(episodes, FORMAT_TASKS)
-    chosen_tasks = _chosen_tasks(tasks, report) or _tasks(environment_class, count, report, options)
+    if _is_empty_choice(tasks, report):
+        return report
+    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
     if tasks is None and report.passed:
         _compare_splits(environment_class, count, report, options)
     with asyncio.Runner() as runner:
@@ -705,7 +707,9 @@ def replay_from_every_entry(
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     environment_class = resolve(environment)
     script = random_policy(environment_class)
-    chosen_tasks = _chosen_tasks(tasks, report) or _tasks(environment_class, episodes, report)
+    if _is_empty_choice(tasks, report):
+        return report
+    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
     for number, task in enumerate(chosen_tasks[:episodes]):
         spec = _spec(environment_class, task, number, 0)
 
@@ -812,11 +816,12 @@ def _has_failed(outcome: ExecutedEpisode) -> bool:
     )
 
 
-def _chosen_tasks(tasks: Sequence[Task] | None, report: EnvironmentReport) -> list[Task]:
-    """Return the tasks that the caller chose, if any; an empty choice is a fault."""
-    if tasks is not None and not len(tasks):
-        report.findings.append("tasks is empty, so nothing was checked; leave it out to play the first training tasks")
-    return list(tasks or ())
+def _is_empty_choice(tasks: Sequence[Task] | None, report: EnvironmentReport) -> bool:
+    """Whether the caller chose no tasks, which is a fault."""
+    if tasks is None or len(tasks):
+        return False
+    report.findings.append("tasks is empty, so nothing was checked; leave it out to play the first training tasks")
+    return True
 
 
 def _tasks(

@@ -130,7 +130,7 @@ def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[
         has_restarts = reader.config().get("model", {}).get("history") != "fork"
         by_task: dict[str, list[Any]] = defaultdict(list)
         if reader.purpose() == "train":  # its evaluations are of held-out tasks
-            where = f"purpose = train and ({where})" if where else "purpose = train"
+            where = f"purpose != evaluate and ({where})" if where.strip() else "purpose != evaluate"
         for line in reader.episodes(where, sort="reward", limit=MAX_EPISODES):
             if line.stop_reason is not None:
                 by_task[line.task].append(line)

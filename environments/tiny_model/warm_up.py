@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.evaluation import evaluate
 from agentrl.app.run_parts import task_source
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, describe_user_code_error
+from agentrl.core.errors import AgentRLError, CheckFailedError, EffectError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import describe_malformed_call, parse_hermes
@@ -240,13 +240,17 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
     context = _ShownContext(environment, task, seed, calls)
     try:
         asyncio.run(environment().run(context))
+    except EffectError as error:
+        raise _demonstration_error(task, error.__cause__ or error) from error
     except AgentRLError:
         raise
     except Exception as error:
-        raise CheckFailedError(
-            f"the demonstration of task {task.id!r} raised {describe_user_code_error(error)}"
-        ) from error
+        raise _demonstration_error(task, error) from error
     return context
+
+
+def _demonstration_error(task: Task, error: BaseException) -> CheckFailedError:
+    return CheckFailedError(f"the demonstration of task {task.id!r} raised {describe_user_code_error(error)}")
 
 
 class _DemonstrationSource:

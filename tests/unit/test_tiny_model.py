@@ -7,7 +7,7 @@ import random
 import pytest
 
 import agentrl
-from agentrl.core.errors import EffectError
+from agentrl.core.errors import CheckFailedError, EffectError
 from agentrl.core.records import Message, Task
 from agentrl.environments.tiny_model.model import Demonstration
 from agentrl.environments.tiny_model.warm_up import _failed_demonstration, _shown
@@ -50,3 +50,18 @@ def test_a_restart_begins_another_demonstration_as_it_begins_another_row() -> No
     written = [[message.content for message in each.messages] for each in demonstrations]
     assert written == [["one?", "1"], ["fresh", "two?", "2", "three?", "3"]]
     assert reward == 1.0
+
+
+class Failing(Forgetful):
+    """Does not expect that what it asks outside fails."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("agent").act(agentrl.user("one?"))
+        await ctx.effect("divide", lambda: 1 // 0)
+
+
+def test_a_demonstration_whose_effect_fails_is_named_with_the_line() -> None:
+    with pytest.raises(
+        CheckFailedError, match=r"the demonstration of task 't' raised ZeroDivisionError.*test_tiny_mod"
+    ):
+        _shown(Failing, Task(id="t", data={}), 0, 0.0)
