@@ -41,7 +41,6 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
@@ -346,8 +345,8 @@ def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | P
 def _usable_pins(
     parent: ForkParent, known: Mapping[str, AnyPolicy], holders: Collection[str]
 ) -> Mapping[str, PolicyVersion]:
-    """Return the versions at which the episode fixed policies, such as past opponents; without those that are gone, if
-    the policy holds no seat.
+    """Return the versions at which the episode fixed policies, such as past opponents. A version that is gone is left
+    out if its policy holds no seat.
 
     Raises:
         InputError: the weights of a policy that holds a seat are no longer on disk.
@@ -369,16 +368,14 @@ def _usable_pins(
 
 def _pins(parent: ForkParent) -> Mapping[str, PolicyVersion]:
     """Return the versions at which the episode, or the nearest of its ancestors with any, fixed policies."""
-    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     for point in parent.ancestors:
         log = SqliteRunLog(Path(point.journal))
         try:
-            statement = f"SELECT {columns} FROM admissions WHERE episode = ? AND attempt = ?"
-            rows = log.rows(statement, point.episode_id, point.attempt)
+            spec = log.admitted(point.episode_id, point.attempt)
         finally:
             log.close()
-        if rows and (pins := decode_admission_row(rows[0]).pins):
-            return pins
+        if spec is not None and spec.pins:
+            return spec.pins
     return {}
 
 
@@ -389,8 +386,8 @@ def weights_at_fork_point(
     *,
     leave_out: Collection[str] = (),
 ) -> list[WeightsRef]:
-    """Return the weights that each policy had last used at the turn; for policies that had not acted, those of `pins`,
-    or the newest at that time of learning policies.
+    """Return the weights that each policy had last used at the turn. A policy that had not acted gets its version in
+    `pins`; a learning policy without one gets the newest version at that time.
 
     Raises:
         InputError: weights are no longer on disk.

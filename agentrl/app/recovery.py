@@ -46,7 +46,7 @@ from agentrl.core.records import (
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
-from agentrl.credit.release import reward_history_from_journal, root_of, root_tasks_of
+from agentrl.credit.release import reward_history_from_journal, root_tasks_of
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
@@ -354,7 +354,8 @@ def read_resume_state(
     baselines, group_scores = log.baselines(), log.group_scores()
 
     open_specs = [*(spec for spec, _ in ended_members), *unfinished_specs]
-    root_tasks, roots = root_tasks_of(open_specs), set(map(root_of, open_specs))
+    root_tasks = root_tasks_of(open_specs)
+    roots = {ids.root_episode_id(spec.episode_id) for spec in open_specs}
     if roots - root_tasks.keys():  # roots that ended, with children in groups that did not
         root_tasks |= root_tasks_of(spec for spec, _ in log.members() if spec.episode_id in roots)
 

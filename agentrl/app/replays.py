@@ -60,7 +60,6 @@ from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_rows
-from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader, pruned_attempt_error
@@ -354,9 +353,9 @@ async def _rescored_child(reader: RunReader, entry: JournalEntry, request: _Repl
 
 
 def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
-    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
-    statement = f"SELECT {columns} FROM admissions WHERE episode = ? AND attempt = ?"
-    return decode_admission_row(reader.log.rows(statement, line.episode, line.attempt)[0])
+    spec = reader.log.admitted(line.episode, line.attempt)
+    assert spec is not None  # episodes are listed from their admissions
+    return spec
 
 
 class _NoEngine:

@@ -131,7 +131,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _of_run(probes: Sequence[Probe], directory: str, left_out: Collection[Probe]) -> tuple[Probe, ...]:
-    """Return the checks of a section that concern a run, of its own directory."""
+    """Return a section without the checks left out; the disk is that of the run's directory."""
     return tuple(
         partial(disk_checks, directory) if probe is disk_checks else probe for probe in probes if probe not in left_out
     )

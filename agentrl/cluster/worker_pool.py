@@ -138,9 +138,9 @@ class WorkerPool:
         self._shared_processes: set[WorkerProcess] = set()
         """Processes that were ready at least once, among which `max_in_flight` is divided."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that commit episodes and answer workers."""
+        """Tasks that commit episodes and answer workers; contains `_requests`."""
         self._requests: set[asyncio.Task[None]] = set()
-        """Those that answer workers."""
+        """Tasks that answer requests of workers."""
         self._awaited: dict[AddressableEngine, asyncio.Task[None]] = {}
         """Tasks that wait for engines without addresses."""
         self._idle = asyncio.Event()

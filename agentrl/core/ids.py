@@ -103,6 +103,16 @@ def child_strand(strand: str, number: int, index: int) -> str:
     return f"{strand}/{number}.{index}"
 
 
+def root_episode_id(episode_id: str) -> str:
+    """The id of the root episode that an episode descends from.
+
+    Example:
+        >>> root_episode_id("e12~0.r#3.1")
+        'e12'
+    """
+    return episode_id.partition("~")[0]
+
+
 def root_episode_number(episode_id: str) -> int:
     """The number of the root episode that an episode descends from.
 
@@ -110,12 +120,12 @@ def root_episode_number(episode_id: str) -> int:
         >>> root_episode_number("e12~0.r#3.1")
         12
     """
-    return int(episode_id.partition("~")[0][1:])
+    return int(root_episode_id(episode_id)[1:])
 
 
 def is_numbered(episode_id: str) -> bool:
     """Whether an id has a number of a root episode."""
-    number = episode_id.partition("~")[0][1:]
+    number = root_episode_id(episode_id)[1:]
     return number.isascii() and number.isdecimal()
 
 

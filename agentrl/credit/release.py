@@ -129,7 +129,7 @@ class _RootTasks:
         """Return the id of the task of an episode's root; None if it is unknown."""
         task: str | None = spec.task.id
         if spec.parent_id is not None:
-            task = self._tasks.get(spec.parent_id) or self._ended.get(root_of(spec))
+            task = self._tasks.get(spec.parent_id) or self._ended.get(ids.root_episode_id(spec.episode_id))
         self._tasks[spec.episode_id] = task
         return task
 
@@ -484,11 +484,6 @@ def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[
     )
 
 
-def root_of(spec: EpisodeSpec) -> str:
-    """Return the id of an episode's root."""
-    return spec.episode_id.partition("~")[0]
-
-
 def root_tasks_of(specs: Iterable[EpisodeSpec]) -> dict[str, str]:
     """Return the tasks of the root episodes among some, by episode id."""
     return {spec.episode_id: spec.task.id for spec in specs if spec.parent_id is None}
@@ -520,7 +515,7 @@ def reward_history_from_journal(
             role = SeatRole(trajectory.policy, spec.environment, trajectory.seat)
             rewards.append((spec.episode_id, RewardInRole(role, trajectory.reward or 0.0)))
         groups[spec.group_id] = rewards
-        parents[spec.group_id] = root_of(spec)
+        parents[spec.group_id] = ids.root_episode_id(spec.episode_id)
     history = RewardHistory()
     for group_id, rewards in groups.items():
         rewards.sort(key=lambda member: ids.episode_sort_key(member[0]))  # as `record_end` adds them

@@ -229,6 +229,16 @@ class RunLog:
             return WeightsRef(version=version, path=str(directory), kind=kind, sha256=sha256)
         return None
 
+    def admitted(self, episode_id: str, attempt: int) -> EpisodeSpec | None:
+        """Return the spec of an attempt; None if it was not admitted.
+
+        Raises:
+            JournalError: the record was altered or is damaged.
+        """
+        statement = f"SELECT {_ADMISSION} FROM admissions a WHERE a.episode = ? AND a.attempt = ?"
+        rows = self.rows(statement, episode_id, attempt)
+        return decode_admission_row(rows[0]) if rows else None
+
     def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
         """Return the episodes of a purpose, children included, whose newest attempt has not ended, in order of
         admission.

@@ -193,8 +193,7 @@ class ClientTrainer:
         self.vocabulary = int(self._base.model.config.get_text_config().vocab_size)
 
     def layers(self, *, attention: bool, mlp: bool) -> tuple[str, ...]:
-        """Return the layers of an adapter on the attention, the other layers, or both; without those that choose
-        experts.
+        """Return the layers of an adapter on the attention, the other layers, or both. Routers of experts are left out.
 
         Raises:
             ConfigError: there are none.

@@ -337,7 +337,6 @@ class BottleneckWatch:
         self._is_overlapping = min(max_staleness.values(), default=0) > 0
         self._num_steps = 2 * len(max_staleness)
         self.places = places
-        """See `find_bottleneck`; engines that join change it."""
         self._start: Mapping[str, float] = {}
         self._first_step: Mapping[str, float] | None = None
         """Reading at the begin of the first step, if sampling for it only fills the pipeline."""

@@ -109,7 +109,8 @@ def report(
     goal: float | None,
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the last line says, of the seeds that all contestants have, but those of which fewer are measured.
+    """What the last line says. It counts the seeds that all contestants have; contestants measured with fewer seeds
+    count with theirs.
 
     `records` keeps the runs of all seeds, so that later ones can be added.
     """

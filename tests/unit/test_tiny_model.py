@@ -1,4 +1,4 @@
-"""The demonstrations of `agentrl.environments.tiny_model`, and what it says of those that earn nothing."""
+"""The demonstrations of `agentrl.environments.tiny_model`, and what it says of demonstrations without reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.environments.tiny_model.warm_up import _failed_demonstration, _show
 
 
 class Forgetful(agentrl.Environment):
-    """Begins again after the first turn; what it asks outside fails."""
+    """Begins again after the first turn. Its effect fails."""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         agent = ctx.agent("agent")
