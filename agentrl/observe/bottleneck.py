@@ -34,12 +34,20 @@ Activity = Literal[
     "training",
     "publishing",
     "checkpoint",
-    "held/max_in_flight",
-    "held/staleness",
+    "paused",
+    "draining",
+    "max_in_flight",
+    "max_staleness",
+    "max_lag",
+    "last_steps",
     "loop",
 ]
-"""What takes time: the first nine are of an episode, in its worker, the others of the loop; `held/…` is what holds
-admission back, `loop` the time in which an event loop that runs episodes was watched."""
+"""What takes time: the first nine are of an episode, in its worker, the others of the loop. `loop` is the time in which
+an event loop that runs episodes was watched; the six before it are the kinds of `Hold`."""
+HoldKind = Literal["paused", "draining", "max_in_flight", "max_staleness", "max_lag", "last_steps"]
+"""Rules that hold a root group back."""
+STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
+"""Rules that let groups start again after a step of the trainer."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
 """Activities of an episode that can hold up a run."""
 
@@ -284,13 +292,14 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
         detail = f"{_number(memory)} of {_number(episodes)} episodes wait for room in the KV cache; the trainer waits"
         return Bottleneck("memory", detail)
     is_full = places and engine >= FULL * places
-    if not is_full and shares.most >= 4 and episodes <= FEW * shares.most and shares.of("held/staleness" + ANY) >= 0.5:
+    awaits_step = sum(shares.of(kind + ANY) for kind in STEP_HOLDS) >= 0.5  # one rule holds a group back at a time
+    if not is_full and shares.most >= 4 and episodes <= FEW * shares.most and awaits_step:
         detail = (
             f"the trainer waits for the last {_number(episodes)} of {shares.most:,} episodes, which are in "
             f"{'the engine' if part == 'engine' else PARTS[part]}"
         )
         return Bottleneck("long", detail)
-    is_held = shares.of("held/max_in_flight" + ANY) >= 0.5
+    is_held = shares.of("max_in_flight" + ANY) >= 0.5
     busy = min(shares.of("engine" + ANY), 1.0)
     match part:
         case "engine" if is_held and places and not is_full:

@@ -39,7 +39,7 @@ from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
-from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch, commonest_error
+from agentrl.observe.bottleneck import TURNS, ActivityClock, Bottleneck, BottleneckWatch, commonest_error
 from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -334,8 +334,8 @@ class Orchestrator:
                 waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
                 waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} are in whole groups")
-        reason = self.scheduler.why_not(self.demand())
-        waits.append("new episodes start" if reason is None else f"sampling waits {reason}")
+        hold = self.scheduler.why_not(self.demand())
+        waits.append("new episodes start" if hold is None else f"sampling waits {hold.text}")
         return tuple(waits)
 
     # --- the loops --------------------------------------------------------------------------------------------------
@@ -382,10 +382,12 @@ class Orchestrator:
             while not self._finished() and self.scheduler.may_admit(self.demand()):
                 self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), held_by)
                 held_by = ""
-            why, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
-            with self.activity.during(_held_activity(why)):
+            hold, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
+            if hold is None:  # the run is over
+                continue
+            with self.activity.during(hold.kind):
                 await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
-            held_by = f"{self.clock.monotonic() - since:.3g} s {why}"
+            held_by = f"{self.clock.monotonic() - since:.3g} s {hold.text}"
 
     async def _adjust_limit(self) -> None:
         """Let more or fewer episodes run at once, as the engine keeps up with them."""
@@ -403,8 +405,8 @@ class Orchestrator:
             if num_evaluated < total:
                 admission.restart()
                 continue
-            why = self.scheduler.why_not(self.demand())
-            in_flight, is_held = self.buffer.ledger.in_flight, _held_activity(why) == "held/max_in_flight"
+            hold, in_flight = self.scheduler.why_not(self.demand()), self.buffer.ledger.in_flight
+            is_held = hold is not None and hold.kind == "max_in_flight"
             totals = self.dispatcher.worker.activity()
             admission.places = self.versions.engine.capabilities.places
             if admission.look(self.clock.monotonic(), totals, in_flight, is_held=is_held):
@@ -662,11 +664,6 @@ class Orchestrator:
 def _is_due(step: int, every: int) -> bool:
     """Whether something done after `every` steps is due after this one; 0: never."""
     return bool(every) and step % every == 0
-
-
-def _held_activity(why: str | None) -> Activity:
-    """Return how the time counts in which admission waits for the reason `why`."""
-    return "held/max_in_flight" if why is not None and why.endswith("(max_in_flight)") else "held/staleness"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
+from agentrl.observe.bottleneck import HoldKind
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.episode_specs import EpisodeNumbers
@@ -137,6 +138,15 @@ class GroupDemand:
     """Number of units of each trainable policy that the group contributes, if nothing is dropped."""
 
 
+class Hold(NamedTuple):
+    """What holds a root group back."""
+
+    kind: HoldKind
+    """The rule; the time that it holds groups back is the activity of this name."""
+    text: str
+    """For people, read after "sampling waits"; no decision depends on it."""
+
+
 class Scheduler:
     """Decides when a root group may start, when a policy may step, and which units the step takes.
 
@@ -185,16 +195,16 @@ class Scheduler:
         """Whether a group may start now."""
         return self.why_not(demand) is None
 
-    def why_not(self, demand: GroupDemand) -> str | None:
-        """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
+    def why_not(self, demand: GroupDemand) -> Hold | None:
+        """Return what holds a group back; None if nothing does."""
         if self.is_paused or self.is_draining:
-            return self._why_closed()
-        if why := self._why_full(demand):
-            return why
+            return self._closed()
+        if full := self._full(demand):
+            return full
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
             learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
-            return f"because the last steps of {learners} have all their episodes"
+            return Hold("last_steps", f"because the last steps of {learners} have all their episodes")
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
@@ -204,28 +214,32 @@ class Scheduler:
                 self._buffer.overtaken(policy),
             )
             if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
-                return (
+                text = (
                     f"because {outstanding} episodes are not trained yet, and {overtaken} others were since the oldest "
                     f"of them began (max_lag of {policy})"
                 )
+                return Hold("max_lag", text)
             if policy in frozen:
                 continue
             if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
                 if not bound.max_staleness:
-                    return f"for the next step (max_staleness of {policy} is 0)"
+                    return Hold("max_staleness", f"for the next step (max_staleness of {policy} is 0)")
                 trainer = "the trainer" if len(self._bounds) == 1 else f"the trainer of {policy}"
                 behind = plural(bound.max_staleness, "step")
-                return f"because {trainer} is {behind} behind (max_staleness of {policy})"
+                return Hold("max_staleness", f"because {trainer} is {behind} behind (max_staleness of {policy})")
         return None
 
-    def _why_full(self, demand: GroupDemand) -> str | None:
+    def _full(self, demand: GroupDemand) -> Hold | None:
         running = self._buffer.ledger.in_flight
         if running + demand.episodes <= self._max_in_flight:
             return None
-        return f"because {plural(running, 'episode is', 'episodes are')} running{self._limit_reason} (max_in_flight)"
+        count = plural(running, "episode is", "episodes are")
+        return Hold("max_in_flight", f"because {count} running{self._limit_reason} (max_in_flight)")
 
-    def _why_closed(self) -> str:
-        return "because the run is paused" if self.is_paused else "because the run drains"
+    def _closed(self) -> Hold:
+        if self.is_paused:
+            return Hold("paused", "because the run is paused")
+        return Hold("draining", "because the run drains")
 
     def limit(self, max_in_flight: int, reason: str = "") -> None:
         """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
@@ -323,12 +337,13 @@ class Scheduler:
     def is_starved(self, demand: GroupDemand) -> str | None:
         """Name the policies that wait for units which can no longer come, with the reason; None while anything can
         progress."""
-        if self.is_paused or self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
+        hold = self.why_not(demand)
+        if hold is None or self.is_paused or self._buffer.ledger.in_flight or self.stepping:
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
         if not waiting or any(self.may_step(policy, demand) for policy in waiting):
             return None
-        return f"{', '.join(waiting)} (nothing is running, and {self.why_not(demand)})"
+        return f"{', '.join(waiting)} (nothing is running, and {hold.text})"
 
     def _is_full(self, policy: str) -> bool:
         if self.phases.is_over(policy) or policy in self.phases.frozen():
@@ -478,19 +493,19 @@ class SynchronousBatchScheduler(Scheduler):
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def why_not(self, demand: GroupDemand) -> str | None:
-        """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
+    def why_not(self, demand: GroupDemand) -> Hold | None:
         # A drained run ends with a whole batch.
         if self.is_paused or (self.is_draining and self._numbers.next_group % self._groups == 0):
-            return self._why_closed()
-        if why := self._why_full(demand):
-            return why
+            return self._closed()
+        if full := self._full(demand):
+            return full
         batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
-            return f"because the last steps of {', '.join(demand.units)} have all their episodes"
+            return Hold("last_steps", f"because the last steps of {', '.join(demand.units)} have all their episodes")
         for policy, bound in self._bounds.items():
             if self._board.step(policy) < batch - bound.max_staleness:
-                return f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
+                at = f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
+                return Hold("max_staleness", at)
         return None
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
@@ -18,7 +18,7 @@ from agentrl.core.ports import GenerateRequest, NewTokensCallback
 from agentrl.core.records import PolicyVersion
 from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch
+from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch, HoldKind
 from agentrl.observe.progress import LineDisplay
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
@@ -234,6 +234,26 @@ def looked_at(
 
 def named_part(line: str) -> str:
     return next((part for part, name in PARTS.items() if line.startswith(f"{name}: ")), line)
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("max_in_flight", {"max_in_flight": 4, "max_staleness": 8}),
+        ("max_staleness", {"max_staleness": 0}),
+        ("max_lag", {"policies": {"guesser": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}}),
+    ],
+)
+def test_the_time_that_a_rule_holds_groups_back_counts_under_the_rule(rule: str, changes: dict[str, Any]) -> None:
+    async def main() -> Mapping[str, float]:
+        run = SmallRun(config=config_for(steps=4, **changes), environment=SlowTools)
+        await run.run()
+        return run.orchestrator.activity_totals()
+
+    totals = simulate(main, seed=0)
+    held = {kind: totals.get(kind, 0.0) for kind in get_args(HoldKind) if kind != "last_steps"}
+    assert max(held, key=held.__getitem__) == rule, held
+    assert held[rule] > 10.0
 
 
 def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from agentrl.engines.router import EngineRouter
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
+from agentrl.orchestrator.scheduler import Hold
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
@@ -208,8 +209,7 @@ class Snapshot(NamedTuple):
 
     at: float
     full_seconds: float
-    held: str | None
-    """The reason that held admission back; None if there was none."""
+    held: Hold | None
     waits_for_memory: bool
     """Whether calls waited for room in the engines' memory."""
 
@@ -259,7 +259,7 @@ class Recorder:
             sum(engine.sampled for engine in self.engines),
         )
 
-    def record_snapshot(self, held: str | None, *, waits_for_memory: bool) -> None:
+    def record_snapshot(self, held: Hold | None, *, waits_for_memory: bool) -> None:
         """Record a snapshot."""
         self.snapshots.append(Snapshot(asyncio.get_running_loop().time(), self.busy()[1], held, waits_for_memory))
 
@@ -496,8 +496,8 @@ def _tails(recorder: Recorder, since: float) -> dict[str, tuple[float, float, fl
 
 def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
     looks = [look for look in recorder.snapshots if begin <= look.at <= end]
-    reasons = Counter(look.held.rpartition("(")[2].rstrip(")") if look.held else "nothing" for look in looks)
-    return {reason: count / len(looks) for reason, count in reasons.most_common()}
+    kinds = Counter("nothing" if look.held is None else look.held.kind for look in looks)
+    return {kind: count / len(looks) for kind, count in kinds.most_common()}
 
 
 def _steps_per_second(plan: SimulationPlan, recorder: Recorder, units: int) -> float:
