@@ -619,10 +619,13 @@ class _Judge:
             content = (self.run / row["columns_file"]).read_bytes()
         except FileNotFoundError:
             return  # it was let go of
+        if re.fullmatch("[0-9a-f]{32}", row["input_digest"]):
+            return  # of an earlier version
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        stops = {(each["episode"], each["attempt"]): each["stop_reason"] for each in self.tables["episodes"]}
         digests: dict[tuple[str, int], bytes] = {}
         for (episode, attempt, _), rows in units.items():
-            number = 0
+            inputs = list[tuple[list[list[Any]], Row]]()
             for credit in sorted(rows, key=lambda each: (each["seat"], each["agent"])):
                 by_row: dict[int, list[list[Any]]] = defaultdict(list)
                 for turn in self.turns_of(episode, attempt, credit["seat"], credit["agent"]):
@@ -632,12 +635,15 @@ class _Judge:
                 for _, turns in sorted(by_row.items()):
                     if not turns[-1][7][0]:
                         continue  # all were inherited
-                    digests[episode, number] = _row_digest(turns, credit)
-                    number += 1
+                    inputs.append((turns, credit))
+            for number, (turns, credit) in enumerate(inputs):
+                is_last = number == len(inputs) - 1
+                is_cut = is_last and stops[episode, attempt] in ("max_turns", "context_length", "time_limit")
+                digests[episode, number] = _row_digest(turns, credit, is_cut=is_cut)
         whole = hashlib.blake2b(digest_size=16)
         for episode, number in json.loads(header["__metadata__"]["rows"]):
             whole.update(digests.get((episode, number), b""))
-        if whole.hexdigest() != row["input_digest"]:
+        if "2:" + whole.hexdigest() != row["input_digest"]:
             self.say("step", f"{_name(version)} was fed something else than the journal holds of its rows")
 
     def turns_of(self, episode: str, attempt: int, seat: str, agent: int) -> list[list[Any]]:
@@ -895,25 +901,33 @@ class _Judge:
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 
 
-def _row_digest(turns: Iterable[list[Any]], credit: Row) -> bytes:
-    """Over the columns of a row: its tokens, which of them were trained, their log-probabilities and advantages."""
+def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> bytes:
+    """Over a row: its temperature, whether a limit cut it, and its table."""
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
-    tokens, mask, logprobs, advantages = b"", b"", b"", b""
+    has_kept = any("kept" in turn[7][2] for turn in turns)
+    columns: dict[str, bytes] = {"logprobs": b"", "turn_index": b"", "loss_mask": b"", "advantages": b""}
+    tokens, counts, kept, spans = b"", b"", b"", list[tuple[int, int, Any]]()
     for turn in turns:
-        context, (sampled, _, columns) = turn[6:8]
-        counts = [0] * (len(sampled) // 4)
-        if "kept" in columns:
-            counts = [count for (count,) in struct.iter_unpack("<i", columns["kept"][: len(sampled)])]
-        trained = bytes(count != -1 for count in counts)
-        tokens += context + sampled
-        mask += bytes(len(context) // 4) + trained
-        logprobs += bytes(len(context)) + columns["logprobs"]
+        context, (sampled, spans_of_turn, recorded) = turn[6:8]
+        size, at = len(sampled), len(tokens + context) // 4
+        counts_of_turn, ids = recorded.get("kept", bytes(size))[:size], recorded.get("kept", b"")[size:]
+        trained = bytes(count != -1 for (count,) in struct.iter_unpack("<i", counts_of_turn))
         advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
-        advantages += bytes(len(context)) + b"".join(advantage if each else bytes(4) for each in trained)
-    digest = hashlib.blake2b(digest_size=16)
-    for column in (tokens, mask, logprobs, advantages):
-        digest.update(column)
-    return digest.digest()
+        tokens += context + sampled
+        columns["logprobs"] += bytes(len(context)) + recorded["logprobs"]
+        columns["turn_index"] += struct.pack("<i", -1) * (len(context) // 4) + struct.pack("<i", turn[5]) * (size // 4)
+        columns["loss_mask"] += bytes(len(context) // 4) + trained
+        columns["advantages"] += bytes(len(context)) + b"".join(advantage if each else bytes(4) for each in trained)
+        counts, kept = counts + bytes(len(context)) + counts_of_turn, kept + ids
+        for start, stop, version in spans_of_turn:
+            begin = at + start
+            if spans and spans[-1][1:] == (begin, version):
+                begin = spans.pop()[0]
+            spans.append((begin, at + stop, version))
+    columns |= {"kept": counts + kept} if has_kept else {}
+    temperature = float(next(turn[11] for turn in turns if turn[7][0]))
+    content = msgspec.msgpack.encode([temperature, is_cut, [tokens, spans, columns]])
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 class _Expected(NamedTuple):

@@ -55,7 +55,7 @@ from agentrl.core.records import (
     stopped_by_limit,
 )
 from agentrl.core.text import plural
-from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
+from agentrl.credit.samples import INPUT_DIGEST_PREFIX, input_digest, row_digest, trained_positions, unit_samples
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
@@ -445,11 +445,14 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
     rebuilt = input_digest(map(row_digest, inputs))
     tokens = sum(map(len, trained_positions(inputs)))
     same = rebuilt == view.input_digest
-    text = (
-        ""
-        if same
-        else f"{plural(len(inputs), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
-    )
+    if same:
+        text = ""
+    elif not view.input_digest.startswith(INPUT_DIGEST_PREFIX):
+        text = "recorded by an earlier version of agentrl, whose digest of the input covered fewer columns"
+    elif (len(inputs), tokens) == (line.samples, line.tokens):
+        text = f"the same {plural(tokens, 'token')} in {plural(len(inputs), 'row')}, with other values in their columns"
+    else:
+        text = f"{plural(len(inputs), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
     return msgspec.structs.replace(result, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import PolicyVersion
 
+INPUT_DIGEST_PREFIX = "2:"
+"""Begins the digests of steps that cover all inputs; earlier ones, without it, covered four columns."""
+
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
 """Returns the trajectories of each unit's episode."""
 
@@ -118,22 +121,16 @@ def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int
 
 
 def row_digest(sample: TrainingSample) -> bytes:
-    """Return a digest of 16 bytes over a row's inputs to the step: tokens, mask, recorded logprobs, advantages."""
-    digest = hashlib.blake2b(digest_size=16)
-    for column, kind in (
-        (sample.token_ids, "<i4"),
-        (sample.loss_mask, "u1"),
-        (sample.logprobs, "<f4"),
-        (sample.advantages, "<f4"),
-    ):
-        digest.update(np.ascontiguousarray(column, kind).tobytes())
-    return digest.digest()
+    """Return a digest of 16 bytes over a row's inputs to the step: temperature, whether a limit cut it, and the table
+    with all its columns, versions, kept sets and recorded experts."""
+    content = msgspec.msgpack.encode((sample.temperature, sample.is_cut, sample.encode()))
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def input_digest(row_digests: Iterable[bytes]) -> str:
-    """Return the digest of a step's input, in hexadecimal: over the `row_digest`s of its rows in the order of
-    consumption."""
+    """Return the digest of a step's input: over the `row_digest`s of its rows in the order of consumption, in
+    hexadecimal after `INPUT_DIGEST_PREFIX`."""
     digest = hashlib.blake2b(digest_size=16)
     for part in row_digests:
         digest.update(part)
-    return digest.hexdigest()
+    return INPUT_DIGEST_PREFIX + digest.hexdigest()

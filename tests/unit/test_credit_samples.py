@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, Unit
-from agentrl.core.tokens import ExpertRouting, KeptSets
-from agentrl.credit.samples import unit_samples
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit, VersionSpan
+from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample
+from agentrl.credit.samples import row_digest, unit_samples
 from tests.support.builders import make_trajectory
 
 
@@ -83,3 +84,30 @@ def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> Non
 def test_a_credit_without_its_trajectory_is_a_damaged_journal() -> None:
     with pytest.raises(JournalError, match=r"agent\[3\]"):
         unit_samples(make_unit(TrajectoryCredit("agent", 3, 1.0, 1.0, 0.0)), [make_trajectory()])
+
+
+NOT_INPUTS = {"episode_id", "row_index", "seat", "agent", "lost_routing"}
+"""Fields of a sample that say where it comes from."""
+
+
+@pytest.mark.parametrize("name", [name for name in TrainingSample.__struct_fields__ if name not in NOT_INPUTS])
+def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> None:
+    def sample(change: int) -> TrainingSample:
+        version = PolicyVersion("policy", 0, change)
+        return TrainingSample(
+            token_ids=np.array([1, 2 + change], np.int32),
+            logprobs=np.array([0, -1 - change], np.float32),
+            spans=(VersionSpan(1, 2, version),),
+            kept=KeptSets(np.array([0, 1], np.int32), np.array([2 + change], np.int32)),
+            experts=ExpertRouting(np.full((1, 1, 1), change, np.int16)),
+            turn_index=np.array([-1, change], np.int32),
+            loss_mask=np.array([False, not change]),
+            advantages=np.array([0, 1 + change], np.float32),
+            values=np.array([change, 0], np.float32),
+            temperature=1.0 + change,
+            is_cut=bool(change),
+        )
+
+    one, other = sample(0), sample(1)
+    assert row_digest(one) == row_digest(sample(0))
+    assert row_digest(msgspec.structs.replace(one, **{name: getattr(other, name)})) != row_digest(one)
