@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -84,7 +83,6 @@ def verdict(name: str, script: str, grader: float = 1.0, *, words: str = "", **i
     return replace(row, exhaustive=" beside " not in name)
 
 
-HAS_SANDBOX = shutil.which("bwrap") is not None
 PLAYED = [
     seen("a directory", "find . | sort", [".", "./.hidden", "./real.txt", "./run"], copy="COPY src ."),
     seen(
@@ -198,7 +196,7 @@ PLAYED = [
     verdict("NaN", "echo nan > reward.txt", words="reward = nan"),
 ]
 ROWS = [
-    *(PLAYED if HAS_SANDBOX else []),
+    *(replace(row, needs_sandbox=True) for row in PLAYED),
     refused(
         "a link out of the directory",
         "src/link: a link to ../b.txt, outside of",

@@ -33,6 +33,8 @@ class Row:
     grader: Any = None
     refused: str = ""
     needs: str = ""
+    needs_sandbox: bool = False
+    """Whether its translation runs in a sandbox: it is skipped without bubblewrap."""
     compared: bool = False
     exhaustive: bool = False
     """Whether `make test` leaves it out, as it does with rows that need a package."""
