@@ -35,7 +35,7 @@ PINS := pyproject.toml constraints.txt
 # Progress bars on a terminal, silence in logs.
 INSTALL := $(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu dist wheel-demo docs-config docs gallery fmt clean
+.PHONY: help setup demo test test-all test-programs check sim chaos figures oldest smollm2 gpu dist wheel-demo docs-config docs gallery fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -56,6 +56,9 @@ test: $(DEV_STAMP)  ## the tests, on three processes; those that need Chromium, 
 
 test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release
 	@AGENTRL_SIM_SEEDS=10 $(PYTEST)
+
+test-programs: $(DEV_STAMP)  ## of the tests, those that need Chromium, libfaketime or bubblewrap
+	@$(PYTEST) -m 'needs and not exhaustive'
 
 check: $(DEV_STAMP)  ## format, lint, types, layers and the tests without Ray, vLLM and processes: a few minutes
 	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-HOW_TO_INSTALL = "no Chromium here: apt-get install chromium, or set AGENTRL_CHROMIUM to its path"
 PATIENCE_S = 60.0
 KEYS = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
 FLAGS = (

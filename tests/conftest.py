@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.journal_oracle import judge
+from tests.support.programs import IS_INSTALLED
 
 pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 
@@ -71,7 +72,11 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take minutes come first, so that no process is left with one at the end. Tests that need a GPU are
-    skipped without `-m gpu`."""
+    skipped without `-m gpu`, and those that need a program without it."""
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            if not IS_INSTALLED[mark.args[0]]():
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}: apt-get install {mark.args[0]}"))
     if not _tests_gpu(config):
         for item in items:
             if item.get_closest_marker("gpu"):

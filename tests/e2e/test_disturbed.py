@@ -17,13 +17,13 @@ import pytest
 
 from benchmarks.chaos import processes_of
 from tests.support.chaos_oracle import judge
+from tests.support.programs import FAKETIME
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 12
 JUMPING = 18
 """Steps of the run whose clock jumps: three times as many as the jumps need."""
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
 
 def start(
@@ -91,7 +91,7 @@ def flawless(directory: Path, *, ended: bool, steps: int = STEPS) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime is not installed")
+@pytest.mark.needs("libfaketime")
 def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, tmp_path: Path) -> None:
     offset = tmp_path / "offset"
     offset.write_text("+0")
@@ -128,9 +128,8 @@ def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.needs("libfaketime")
 def test_a_clock_set_back_between_two_lives_keeps_the_order_of_what_happened(repository: Path, tmp_path: Path) -> None:
-    if not FAKETIME.exists():
-        pytest.skip("libfaketime is not installed")
     faked = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     with reaped(start(repository, tmp_path, **faked, FAKETIME="+3600")) as process:
         until(lambda: steps_taken(tmp_path) >= 4, process)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.markdown_pages import ROOT
 
 EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.timeout(1800)
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def code_reward() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "12_code_reward.py"))
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("expression", "reward"),
     [
@@ -58,7 +56,7 @@ def test_the_warmed_up_model_can_be_loaded(code_reward: dict[str, Any], tmp_path
     assert code_reward["config"](tmp_path).environment.id.endswith("12_code_reward.py:Functions")
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.exhaustive
@@ -81,7 +79,7 @@ def harbor_tasks(harbor: dict[str, Any], directory: Path) -> dict[str, agentrl.T
     return {task.id: task for split in ("train", "held_out") for task in harbor["Shown"].tasks(split, **options)}
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("task", "command", "reward"),
     [

@@ -27,7 +27,7 @@ from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
 from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
-from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
+from tests.browser import Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
 from tests.viewer_cases import (
     FOREIGN,
@@ -43,7 +43,7 @@ from tests.viewer_cases import (
 )
 
 CHROMIUM = find_chromium()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_INSTALL)]
+pytestmark = [pytest.mark.e2e, pytest.mark.needs("chromium")]
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from agentrl.inspection.viewer.application import serve_viewer
 from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
-from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
+from tests.browser import Tab
 from tests.journal_cases import (
     entries_with,
     header,
@@ -32,7 +32,7 @@ from tests.journal_cases import (
 from tests.support.compared_runs import write_compared_run
 from tests.viewer_cases import READY, WORST, show, text
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(find_chromium() is None, reason=HOW_TO_INSTALL)]
+pytestmark = [pytest.mark.e2e, pytest.mark.needs("chromium")]
 
 STEPS, CONTEXT, MESSAGES = 120, 300, 20
 EVALUATED = (19, 20, 38, 40, 60, 80, 100, 120)

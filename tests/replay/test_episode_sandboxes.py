@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +32,7 @@ from agentrl.testing.execution import (
 )
 from tests.sandboxes.resume import problems
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 
 def spec(environment: type[agentrl.Environment]) -> EpisodeSpec:

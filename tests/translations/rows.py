@@ -34,7 +34,7 @@ class Row:
     refused: str = ""
     needs: str = ""
     needs_sandbox: bool = False
-    """Whether its translation runs in a sandbox: it is skipped without bubblewrap."""
+    """Whether its translation runs in a sandbox."""
     compared: bool = False
     exhaustive: bool = False
     """Whether `make test` leaves it out, as it does with rows that need a package."""

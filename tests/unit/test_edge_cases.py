@@ -9,7 +9,6 @@ import enum
 import fractions
 import json
 import pathlib
-import shutil
 import sys
 import uuid
 from dataclasses import dataclass
@@ -342,7 +341,7 @@ def test_case_task_data_that_a_journal_changes_is_refused_by_field(value: Any) -
     assert "'answer'" in report.text
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.needs("bubblewrap")
 def test_case_links_and_directories_of_a_harbor_task_are_carried(tmp_path: pathlib.Path) -> None:
     for directory in ("environment/src/out", "tests/data"):
         (tmp_path / directory).mkdir(parents=True)

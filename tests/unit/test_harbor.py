@@ -20,7 +20,6 @@ from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_suite, write_task
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 EXPECTED = {
     ("median", "right"): 1.0,
     ("median", "odd only"): 0.5,
@@ -43,7 +42,7 @@ def reward_of(task: agentrl.Task, *commands: str) -> float:
     return play(Harbor, task, [*({"name": "bash", "arguments": {"command": c}} for c in commands), "done"]).reward
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 def test_a_suite_is_graded_by_its_tests(tmp_path: Path) -> None:
     tasks = tasks_of(write_suite(tmp_path))
     graded = {
@@ -54,7 +53,7 @@ def test_a_suite_is_graded_by_its_tests(tmp_path: Path) -> None:
     assert graded == EXPECTED
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 def test_the_sandbox_is_what_the_dockerfile_says(tmp_path: Path) -> None:
     task = tasks_of(write_suite(tmp_path))["median"]
     commands = ["pwd; find . -type f | sort; echo $STYLE$A", "./tools/show.sh", "cat /tests/test.sh; touch /usr/x"]
@@ -67,7 +66,7 @@ def test_the_sandbox_is_what_the_dockerfile_says(tmp_path: Path) -> None:
     assert "Read-only" in result.observations[3]
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 def test_it_resumes_from_every_entry_and_is_a_snapshot(tmp_path: Path) -> None:
     report = check_environment(Harbor, options={"directory": str(write_suite(tmp_path)), "roots": ROOTS}, episodes=1)
     assert not report.findings
@@ -75,7 +74,7 @@ def test_it_resumes_from_every_entry_and_is_a_snapshot(tmp_path: Path) -> None:
     assert "bash" in report.called
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 def test_a_root_directory_takes_the_place_of_the_built_image(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for name in ("tmp", "proc", "dev", "opt/program"):
@@ -188,7 +187,7 @@ VERDICTS = {
 }
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize("problem", VERDICTS)
 def test_a_verdict_that_does_not_fit_is_an_error_or_the_failed_reward(problem: str, tmp_path: Path) -> None:
     files = {"tests/test.sh": f"#!/bin/bash\n{VERDICTS[problem]}\n", "task.toml": "[verifier]\ntimeout_sec = 1.0\n"}
@@ -294,7 +293,7 @@ def test_the_import_command_lists_what_is_refused(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["usable"] == 2
 
 
-@needs_bubblewrap
+@pytest.mark.needs("bubblewrap")
 def test_a_configuration_is_checked_with_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_suite(tmp_path / "tasks")
     options = f'directory = "{tmp_path}/tasks", roots = {{ "python:3.12" = "/", "ubuntu:24.04" = "/" }}'

@@ -14,7 +14,7 @@ import pytest
 from agentrl.core.choices import Choices
 from agentrl.core.errors import InputError
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 TOML = """
 name = "mine"

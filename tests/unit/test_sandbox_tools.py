@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from agentrl.sandbox.driver import CommandResult
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 PROGRAM = "def add(a, b):\n    return a - b\n"
 TESTS = "from src.main import add\nassert add(2, 3) == 5\n"

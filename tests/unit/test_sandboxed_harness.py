@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment.registry import resolve
 from tests.unit.episodes import Played, play
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 AGENT = """
 import json, os, socket, sys, urllib.request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from tests.sandboxes.leaks import leaks, marked
 from tests.sandboxes.limits import BOMBS, below
 from tests.sandboxes.users import as_users
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from tests.translations.rows import Row, texts
 
 TABLE = Path(__file__).parents[1] / "translations"
-HAS_SANDBOX = shutil.which("bwrap") is not None
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
 ADAPTERS = {
     path.stem: importlib.import_module(f"tests.translations.{path.stem}")
@@ -32,7 +30,10 @@ def cases(*, only_compared: bool = False) -> list[Any]:
             adapter,
             row,
             id=f"{name}-{row.name}",
-            marks=pytest.mark.exhaustive if row.needs or row.exhaustive or only_compared else (),
+            marks=[
+                *([pytest.mark.exhaustive] if row.needs or row.exhaustive or only_compared else []),
+                *([pytest.mark.needs("bubblewrap")] if row.needs_sandbox else []),
+            ],
         )
         for name, adapter in ADAPTERS.items()
         for row in adapter.ROWS
@@ -55,8 +56,6 @@ def translated(adapter: ModuleType, row: Row) -> tuple[Any, str]:
     """Return what became of a row's input: a pair of what the policy and the grader get, or the words of a refusal."""
     if row.needs and not (FORMATS / row.needs).exists():
         pytest.skip(f"needs {FORMATS / row.needs}; see benchmarks/sandboxes_formats.py")
-    if row.needs_sandbox and not HAS_SANDBOX:
-        pytest.skip("needs bubblewrap")
     try:
         return adapter.translate(row.input), ""
     except Exception as error:  # noqa: BLE001 - any exception may be the refusal
@@ -85,17 +84,22 @@ def test_nothing_is_dropped(adapter: ModuleType, row: Row) -> None:
     assert not missing(row, found)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        pytest.param(
+            adapter,
+            id=name,
+            marks=pytest.mark.needs("bubblewrap") if any(row.needs_sandbox for row in adapter.ROWS) else (),
+        )
+        for name, adapter in ADAPTERS.items()
+    ],
+)
 def test_planted(adapter: ModuleType) -> None:
     """A field that an adapter drops is found."""
     rows = [row for row in adapter.ROWS if not row.needs and not row.exhaustive] or adapter.ROWS[:1]
     with adapter.planted():
-        is_found = any(
-            missing(row, translated(adapter, row)[0]) for row in rows if HAS_SANDBOX or not row.needs_sandbox
-        )
-    if not is_found and not HAS_SANDBOX and any(row.needs_sandbox for row in rows):
-        pytest.skip("the rows that find it need bubblewrap")
-    assert is_found
+        assert any(missing(row, translated(adapter, row)[0]) for row in rows)
 
 
 @pytest.mark.parametrize(("adapter", "row"), cases(only_compared=True))

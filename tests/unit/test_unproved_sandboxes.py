@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from agentrl.core.errors import InputError
 from agentrl.formats.harbor import Harbor
 from agentrl.sandbox import bubblewrap
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = pytest.mark.needs("bubblewrap")
 
 
 class Shell(agentrl.ToolEnvironment):
