@@ -83,7 +83,7 @@ class GameSeedTasks:
 
 
 def learnability(solved: Iterable[ChildResult]) -> float:
-    """Estimate 4·p·(1 - p) of a task from attempts at it, without bias: 1 if half of them succeed, 0 if all or none do.
+    """Estimate 4·p·(1 - p) of a task from attempts at it, without bias: 0 if all or none succeed, largest if half do.
 
     p is the mean reward of an attempt, in [0, 1]. The plug-in estimate from the pass rate p̂ of K attempts is biased:
     E[4·p̂·(1 - p̂)] = 4·p·(1 - p)·(K - 1)/K, because the variance of p̂ is p·(1 - p)/K. It is too small, and more so if

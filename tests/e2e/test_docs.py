@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -103,22 +102,3 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
         else:
             said += agentrl(directory, *arguments, *small.get(arguments[0], []))
     assert ("passed" if page.stem == "getting_started" else "evaluation/reward") in said
-
-
-@pytest.mark.exhaustive
-def test_commands_offered_for_requests_elsewhere_show_what_is_said(workplace: Path) -> None:
-    text = (ROOT / "docs/explanation/comparison.md").read_text(encoding="utf-8")
-    offered = [line.replace("demo 60", "demo 2") for line in re.findall(r"`(agentrl [^`]+)`", text)]
-    files = {"FILE": "examples/01_tool_use.toml", "DIR": "harbor_tasks"}
-    finished = warm.script(workplace, ROOT / "examples" / "13_harbor.py", "harbor_tasks")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    said = {}
-    for line in offered:
-        command = [files.get(word, word) for word in shlex.split(line)[1:]]
-        if "serve" in command[:2] or command[0] == "demo" or (command[0] == "doctor" and not shutil.which("bwrap")):
-            continue  # one serves until it is stopped, and the other has made the runs here
-        said[line] = agentrl(workplace, *command, *(["--dry-run"] if command[0] == "train" else []))
-    assert len(said) > 8
-    assert "environment_error" in said["agentrl run ledger sample"]
-    assert "identical" in said["agentrl episode replay sample e0"]
-    assert "can be played" in said["agentrl env import harbor DIR --root ubuntu:24.04=/"]

@@ -34,7 +34,7 @@ def test_commands_print_what_the_pages_say() -> None:
             'normalizer = "sequences", clip_high = 0.2,',
             'normalizer = "sequences", clip_high = 0.28,',
         ),
-        ("docs/explanation/comparison.md", "3589 is merged, the others are open", "all are open"),
+        ("docs/how-to/coming_from.md", "no: needs an NVIDIA GPU", "yes"),
         (
             "docs/explanation/durability.md",
             "Every admitted episode is trained once",
