@@ -39,7 +39,7 @@ from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.config.load import SettingDifference
 from agentrl.config.plans import EnginePlan
-from agentrl.core.clock import ProtectedClockLoop, RetryBudget
+from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
     AgentRLError,
     EngineLostError,
@@ -51,6 +51,7 @@ from agentrl.core.errors import (
     TrainerLostError,
     describe_user_code_error,
 )
+from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.own_loop import SAME_PRESS_S, on_interrupt
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
@@ -128,7 +129,7 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
         EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from one
             of its tasks.
     """
-    runner = asyncio.Runner(loop_factory=ProtectedClockLoop)
+    runner = asyncio.Runner(loop_factory=EpisodeEventLoop)
     try:
         task = runner.get_loop().create_task(main, name="run")
         try:

@@ -30,8 +30,9 @@ from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.plans import plan_from_data
 from agentrl.config.scorers import reward_model_name
 from agentrl.core import ids, rpc
-from agentrl.core.clock import ProtectedClockLoop, SystemClock
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import VERSION_GONE, AgentRLError, EpisodeError, format_foreign_error
+from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
@@ -371,7 +372,7 @@ def main() -> None:
     faulthandler.enable()  # a native crash writes its Python stack to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    with asyncio.Runner(loop_factory=ProtectedClockLoop) as runner:
+    with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
         finally:

@@ -37,12 +37,6 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-class ProtectedClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers no environment can disturb by replacing `time.monotonic`."""
-
-    time = staticmethod(time.monotonic)
-
-
 class LoopClock:
     """The running event loop's time; virtual under `agentrl.testing.virtual_time.VirtualTimeEventLoop`."""
 

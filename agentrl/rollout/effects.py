@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,6 +29,7 @@ from agentrl.core.errors import (
     format_foreign_error,
     infrastructure_failure,
 )
+from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import ProposalNovelty
 from agentrl.core.text import valid_unicode
@@ -441,34 +440,6 @@ def _kind(error: str | None) -> str | None:
     return None if error is None else error.partition(":")[0]
 
 
-class _Threads(Executor):
-    """An executor with one daemon thread per call.
-
-    In a pool, a few hung tools would block all other tools and the end of the program. A thread costs about 0.1 ms, and
-    a call that never returns keeps only its thread.
-    """
-
-    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # a running call cannot be cancelled; it is only no longer awaited
-
-        def run() -> None:
-            try:
-                result = call(*arguments, **named)
-            except StopIteration as error:  # which asyncio's futures cannot hold
-                answer.set_exception(RuntimeError("StopIteration").with_traceback(error.__traceback__))
-            except BaseException as error:  # noqa: BLE001 - handed over to the caller
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
-
-        threading.Thread(target=run, name="tool", daemon=True).start()
-        return answer
-
-
-_THREADS = _Threads()
-
-
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a blocking call in a thread; a cancelled caller stops waiting for it."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    return await asyncio.get_running_loop().run_in_executor(CALL_THREADS, call)
