@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -33,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core import own_loop
+from agentrl.core import event_loop, own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.own_loop import interruptible, outside_event_loop
@@ -63,6 +64,7 @@ from agentrl.rollout.calls.mismatch import REMEDY, describe_entry, shortened_rep
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.testing.execution import (
+    MAX_TOKENS,
     POLICY,
     RESOURCE_LOST,
     Cut,
@@ -75,7 +77,8 @@ from agentrl.testing.execution import (
 )
 from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
-from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
+from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
+from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
 from agentrl.testing.wrong_calls import WrongCallOutcomes, play_wrong_calls
@@ -94,6 +97,8 @@ MIN_FORMAT_REWARDS = 4
 """Minimum number of episodes with readable and unreadable replies for a statement about a constant reward."""
 MIN_REFUSED = 3
 """Number of refused calls of a tool, or illegal actions of a game, that show a fault if none was accepted."""
+ANSWERS_S = 10.0
+"""Seconds after which the answers of tasks are no longer played, because episodes may be slow."""
 COMPARED_S = 10.0
 """Seconds after which no further tasks of a split are compared, because reading one may be slow."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
@@ -188,6 +193,8 @@ class EnvironmentReport:
     """Number of demonstrations that were played."""
     unrewarded_demonstrations: list[str] = field(default_factory=list)
     """Tasks, by id, whose demonstration earned no seat more than 0."""
+    unwinnable: str = ""
+    """A sentence about answers that win nothing; empty if they do, or the tasks show none."""
     misspelled: list[str] = field(default_factory=list)
     """Sentences about attributes that are almost settings of the class."""
     unmarked_methods: list[str] = field(default_factory=list)
@@ -214,8 +221,8 @@ class EnvironmentReport:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
         raises one that its arguments cannot explain. Methods that may lack `@agentrl.tool`. Programs of
         external agents that wrong tool calls end. Games that were not played, because no text was an action. A reward
-        that is the same for all replies. Tasks that are in both splits, or repeat others. Attributes that are almost
-        settings."""
+        that is the same for all replies, or that no answer wins. Tasks that are in both splits, or repeat others.
+        Attributes that are almost settings."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
         unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
         constant = [self._constant_reward_warning] if self._earns_the_same else []
@@ -227,6 +234,7 @@ class EnvironmentReport:
         return [
             *(*self.misspelled, *self._unmarked, *constant, *tools, *wrong_calls, *unplayed),
             *(*self._demonstration_warnings, *self._overlap_warnings),
+            *([self.unwinnable] if self.unwinnable and not constant else []),
         ]
 
     @property
@@ -452,6 +460,8 @@ def check_environment(
             _check_actions(report)
         if report.passed and not is_harness and has_demonstrations(environment_class):
             _check_demonstrations(run, environment_class, chosen_tasks, seed, report)
+        if report.passed and not is_harness:
+            _check_answers(environment_class, chosen_tasks, seed, report)
         if report.passed:
             _check_wrong_calls(run, environment_class, chosen_tasks, seed, report)
     if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
@@ -749,6 +759,36 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)
+
+
+def _check_answers(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
+    """Play replies that should not win, and the answers in the tasks' data, which should."""
+    clock = SystemClock()
+    end = clock.monotonic() + ANSWERS_S
+
+    def play(task: Task, text: str) -> float | None:
+        if clock.monotonic() > end:
+            raise TimeoutError
+        report.on_progress("playing answers", f"task {task.id!r}")
+        script, size = always(text), len(text.encode())
+        executing = execute_episode(
+            environment, _spec(environment, task, 0, seed), script, max_tokens=size + MAX_TOKENS
+        )
+        outcome = event_loop.run(executing)
+        return None if isinstance(outcome, str) else outcome.header.reward
+
+    tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
+    is_won = report.demonstrated > len(report.unrewarded_demonstrations)
+    with contextlib.suppress(TimeoutError):
+        faults = find_reward_faults(
+            play,
+            tasks,
+            reward_code=getattr(environment, "reward", None),
+            tools=[tool.spec for tool in tools],
+            best_random=math.inf if is_won else max([*report.rewards, *report.format_rewards], default=-math.inf),
+        )
+        report.findings += filter(None, [faults.easy_win])
+        report.unwinnable = faults.no_win
 
 
 def _check_demonstrations(

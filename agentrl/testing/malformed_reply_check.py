@@ -68,7 +68,7 @@ def find_format_reward_faults(
             if clock.monotonic() > end:
                 break
             seed = number if text is not None else number * REPEATS + repeat - len(GARBAGE)
-            outcome = play(task, seed, policy if text is None else _always(text))
+            outcome = play(task, seed, policy if text is None else always(text))
             if isinstance(outcome, str):
                 # The reply is named only if it matters.
                 other = None if text is None else play(task, seed, random_policy)
@@ -96,7 +96,7 @@ def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
     if an episode failed."""
     legal = []
     for text in CANDIDATES:
-        outcome = play(task, 0, _always(text))
+        outcome = play(task, 0, always(text))
         if isinstance(outcome, str):
             return f"task {task.id!r}, {_reply_kind(text)}: {outcome}"
         if not outcome.broken:
@@ -108,7 +108,8 @@ def _reply_kind(text: str | None) -> str:
     return "played at random" if text is None else f"when every turn says {text!r}"
 
 
-def _always(text: str) -> Script:
+def always(text: str) -> Script:
+    """Return a policy whose every turn is a text."""
     return _one_of([text])
 
 
