@@ -305,19 +305,8 @@ def _check_purity(loss: Loss, step: _SampleStep, gradients: TokenGradients, repo
     if not torch.equal(states[0], now[0]) or states[1] != now[1] or repr(states[2]) != repr(now[2]):
         report.findings.append(f"{step.name}: it draws random numbers, so a step could not be rebuilt")
     fresh = step.batch(loss.mark)
-    for name in (
-        "logprobs",
-        "entropies",
-        "behavior_logprobs",
-        "reference_logprobs",
-        "reference_kl",
-        "advantages",
-        "mask",
-        "lags",
-        *IDS,
-    ):
-        before = getattr(fresh, name)
-        if before is not None and not torch.equal(before, getattr(batch, name)):
+    for name, before in vars(fresh).items():
+        if isinstance(before, torch.Tensor) and not torch.equal(before, getattr(batch, name)):
             report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
 
 

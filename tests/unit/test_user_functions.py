@@ -407,6 +407,25 @@ def test_the_check_names_what_a_loss_breaks(name: str, finding: str) -> None:
     assert any(finding in each for each in check_loss(f"{SCRIPT}:{name}").findings)
 
 
+TENSORS = [name for name, value in vars(batch_of([-1.0], [-1.0], [1.0])).items() if isinstance(value, torch.Tensor)]
+WRITES = """
+import agentrl, torch
+
+@agentrl.loss
+def writes(batch):
+    with torch.no_grad():
+        batch.{name}.copy_(~batch.{name} if batch.{name}.dtype == torch.bool else batch.{name} + 1)
+    return -batch.advantages.detach() * batch.logprobs
+"""
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_loss_that_writes_to_any_column_is_named(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "writing.py"
+    script.write_text(WRITES.format(name=name), encoding="utf-8")
+    assert any(f"it changed batch.{name}," in finding for finding in check_loss(f"{script}:writes").findings)
+
+
 def test_the_check_gives_a_loss_the_columns_that_it_declares() -> None:
     assert check_loss(f"{SCRIPT}:declared_reference").findings == []
     assert check_loss(f"{SCRIPT}:asks_for_the_reference").findings == [], "training gives None, too"
