@@ -396,9 +396,9 @@ class _Judge:
             states = b"".join(turn.state for turn in sorted([*before, *agents[agent]], key=lambda turn: turn.number))
             if row["turn_states"] not in (None, states):
                 self.say("entries", f"{key}: {agent} has states {row['turn_states'].hex()}, its turns {states.hex()}")
-            self.judge_rewards(
-                key, agent, row, [given[2:] for given in (*inherited.rewards, *own.rewards) if given[:2] == agent]
-            )
+            given = [given[2:] for given in (*inherited.rewards, *own.rewards) if given[:2] == agent]
+            is_void = row["reward"] is None and episode["stop_reason"] != "completed"  # truncated_reward = None
+            self.judge_rewards(key, agent, row, [] if is_void else given)
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         if episode["reward"] != (sum(rewards) if rewards else None):
             self.say("reward", f"{key}: {episode['reward']} in `episodes`, and its agents have {rewards}")

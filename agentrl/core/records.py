@@ -33,8 +33,12 @@ elsewhere."""
 FinishReason = Literal["stop", "length", "abort"]
 """Reason why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
-StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "refused"]
-"""Reason why a committed episode ended; a dropped episode has a drop reason instead."""
+StopReason = Literal["completed", "max_tokens", "max_turns", "context_length", "time_limit", "refused"]
+"""Reason why a committed episode ended; a dropped episode has a drop reason instead. All but `completed` truncate it.
+`max_tokens`: the last turn of an agent was cut."""
+
+TRUNCATED = "truncated"
+"""Drop reason of units of truncated episodes: `Environment.truncated_reward = None`."""
 
 
 def is_cut(reason: FinishReason) -> bool:
@@ -61,7 +65,7 @@ def find_stop_reason(text: object) -> StopReason | None:
 def stopped_by_limit(reason: StopReason | None) -> bool:
     """Whether a limit ended an episode that could have continued; None: it was dropped, or is unknown."""
     match reason:
-        case "max_turns" | "context_length" | "time_limit":
+        case "max_tokens" | "max_turns" | "context_length" | "time_limit":
             return True
         case "completed" | "refused" | None:
             return False
@@ -194,14 +198,21 @@ class Turn:
     """One engine call of an agent, as the environment sees it."""
 
     text: str
-    """The decoded completion without special tokens."""
+    """The decoded completion without special tokens. If the turn is cut, the beginning of a reply: neither an answer
+    nor a move."""
     message: Message
     completion: Completion
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens ended the turn before the policy did: `sampling.max_tokens`, the `max_tokens` of
+        `act` or of a request, or a full context."""
+        return is_cut(self.completion.finish_reason)
+
+    @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls that parsed from the completion."""
-        return self.message.tool_calls
+        """The tool calls that parsed from the completion; none if the turn is cut, also if some were complete."""
+        return () if self.is_cut else self.message.tool_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,6 +480,10 @@ class EpisodeHeader:
         """Sum of the rewards over agents; None if no agent was rewarded."""
         rewards = [t.reward for t in self.trajectories if t.reward is not None]
         return sum(rewards) if rewards else None
+
+    def drops_as_truncated(self, agent: TrajectoryHeader) -> bool:
+        """Whether an agent's unit is dropped because it was truncated: `Environment.truncated_reward` is None."""
+        return self.stop_reason not in ("completed", None) and agent.reward is None
 
     @property
     def winner(self) -> str | None:

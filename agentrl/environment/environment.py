@@ -62,8 +62,10 @@ class Environment(ABC):
     before a run."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
-    truncated_reward: ClassVar[float | None] = 0.0
-    """Reward of an agent that has none when a limit ends the episode; None: its unit is dropped (`no_reward`)."""
+    truncated_reward: ClassVar[float | Literal["keep"] | None] = "keep"
+    """Reward of a truncated agent: a limit ended the episode (turns, context, time), or a limit on tokens cut the
+    agent's last turn. `"keep"`: the rewards that the class gave it; 0 if it has none. A number: this, instead of them.
+    None: its unit is dropped (`truncated`), except in evaluations, which keep the rewards."""
     on_code_change: ClassVar[OnCodeChange] = "try"
     """Treatment of unfinished episodes when a resume finds this class's file edited. `try`: replay them, and restart
     only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""

@@ -63,6 +63,10 @@ class Game(ABC):
     def step(self, text: str) -> GamePosition:
         """Apply the text of the player to move."""
 
+    def refuse(self) -> GamePosition:
+        """Count an illegal action of the player to move, whose turn a limit on tokens cut. Default: apply ""."""
+        return self.step("")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameEpisode:
@@ -74,6 +78,8 @@ class GameEpisode:
     """Players whose illegal actions ended the game."""
     terminated: bool
     """Whether the game ended by its own rules rather than at a limit."""
+    truncated: bool = False
+    """Whether a limit ended the game, or cut the last turn of a player."""
 
 
 class GameEnvironment(Environment):
@@ -154,7 +160,7 @@ class GameEnvironment(Environment):
                 limit = error
                 continue
             turns += 1
-            position = await game.call("step", turn.text)
+            position = await (game.call("refuse") if turn.is_cut else game.call("step", turn.text))
             if not position["legal"]:
                 ctx.metric("turns/illegal", 1.0)
             if position["player"] is not None and turns >= self.max_turns:
@@ -163,8 +169,12 @@ class GameEnvironment(Environment):
             limit = LimitReachedError(f"{type(self).__name__}: the game's own limit", stop_reason="max_turns")
         if limit is not None:
             ctx.truncate(limit)
+        players = [ctx.agent(seat) for seat in self.seats]
         return GameEpisode(
-            rewards=tuple(position["rewards"]), illegal=tuple(position["illegal"]), terminated=limit is None
+            rewards=tuple(position["rewards"]),
+            illegal=tuple(position["illegal"]),
+            terminated=limit is None,
+            truncated=limit is not None or any(player.turns and player.turns[-1].is_cut for player in players),
         )
 
     def _checked_rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
@@ -305,23 +315,23 @@ class _PettingZooGame(Game):
 
     def step(self, text: str) -> GamePosition:
         """Apply `text`; an illegal action changes nothing."""
-        environment = self._environment
-        env = environment.env
-        player = self._player()
-        parsed = environment.parse(text, env)
+        env = self._environment.env
+        parsed = self._environment.parse(text, env)
         action = cast_action(env.action_space(env.agent_selection), parsed)
         if not self._is_legal(action):
-            self._mistakes[player] += 1
-            is_end = self._mistakes[player] >= environment.illegal_actions
-            shown = "" if is_end else environment.illegal_text + self._observation
-            position = self._position(
-                None if is_end else player, shown, legal=False, illegal=[player] if is_end else []
-            )
+            position = self.refuse()
             if parsed is not None:
                 position["refused"] = describe_action(parsed)
             return position
         self._move(action)
         return self._advance()
+
+    def refuse(self) -> GamePosition:
+        environment, player = self._environment, self._player()
+        self._mistakes[player] += 1
+        is_end = self._mistakes[player] >= environment.illegal_actions
+        shown = "" if is_end else environment.illegal_text + self._observation
+        return self._position(None if is_end else player, shown, legal=False, illegal=[player] if is_end else [])
 
     def _move(self, action: Any) -> None:
         """Step the game. An `AECEnv` then has a new reward for the player; a parallel game keeps the old ones until
@@ -448,11 +458,21 @@ class _TextArenaGame(Game):
     def step(self, text: str) -> GamePosition:
         """Send the action of `text` to the game."""
         over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
-        if not over:
-            return self._question(legal=not getattr(self._inner.state, "error_count", 0))
+        return self._end() if over else self._question(legal=not getattr(self._inner.state, "error_count", 0))
+
+    def refuse(self) -> GamePosition:
+        state = self._inner.state
+        player = int(state.current_player_id)
+        # Games of more than two players differ in how a second illegal action ends. Here, it ends the game.
+        has_lost = bool(state.set_invalid_move(reason="The reply was cut off before its end."))
+        over, _ = state.step()
+        return self._end(*[player] * has_lost) if over or has_lost else self._question(legal=False)
+
+    def _end(self, *lost: int) -> GamePosition:
+        """Return the position of a game that is over, or that `lost` players end by an illegal action."""
         rewards, info = self._environment.env.close()
         players = range(len(self._environment.seats))
-        illegal = [player for player in players if (info or {}).get(player, {}).get("invalid_move")]
+        illegal = [player for player in players if player in lost or (info or {}).get(player, {}).get("invalid_move")]
         return GamePosition(
             player=None,
             observation="",

@@ -43,6 +43,8 @@ class GymEpisode:
     """Whether the game ended by its own rules."""
     illegal: bool
     """Whether an illegal action ended the game. If neither this nor `terminated`, a limit ended it."""
+    truncated: bool = False
+    """Whether a limit ended the game, or cut the agent's last turn."""
 
 
 class GymEnvironment(Environment):
@@ -88,7 +90,8 @@ class GymEnvironment(Environment):
 
     @abstractmethod
     def parse(self, text: str, env: Game) -> Any:
-        """Return the action that a turn's text names. None, or an action outside `env.action_space`, is illegal.
+        """Return the action that a turn's text names. None, or an action outside `env.action_space`, is illegal. A turn
+        that a limit on tokens cut is illegal too, and is not parsed.
 
         The action may have another number type than the space: `[0.5]` is an action of a `Box` of float32.
         """
@@ -128,7 +131,7 @@ class GymEnvironment(Environment):
             except LimitReachedError as error:
                 limit = error
                 continue
-            step = await game.call("step", turn.text)
+            step = await game.call("step", None if turn.is_cut else turn.text)
             messages = [user(step["observation"])]
             if step["legal"]:
                 rewards.append(step["reward"])
@@ -141,7 +144,8 @@ class GymEnvironment(Environment):
         if limit is not None:
             ctx.truncate(limit)
         is_illegal = illegal >= self.illegal_actions
-        return GymEpisode(rewards=tuple(rewards), terminated=terminated, illegal=is_illegal)
+        is_truncated = limit is not None or (bool(agent.turns) and agent.turns[-1].is_cut)
+        return GymEpisode(rewards=tuple(rewards), terminated=terminated, illegal=is_illegal, truncated=is_truncated)
 
     def _checked_reward(self, task: Task, episode: GymEpisode) -> float:
         value = self.reward(task, episode)
@@ -172,10 +176,10 @@ class SeededGame:
         self._observation = self._render(observation, info)
         return self._observation
 
-    def step(self, text: str) -> dict[str, Any]:
-        """Apply `text`; an illegal action changes nothing."""
+    def step(self, text: str | None) -> dict[str, Any]:
+        """Apply `text`, None for a cut turn; an illegal action changes nothing."""
         environment = self._environment
-        parsed = environment.parse(text, environment.env)
+        parsed = None if text is None else environment.parse(text, environment.env)
         action = cast_action(environment.env.action_space, parsed)
         if action is None or not environment.env.action_space.contains(action):
             shown = environment.illegal_text + self._observation

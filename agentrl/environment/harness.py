@@ -101,7 +101,8 @@ class HarnessEpisode:
     """Working directory of a command; it is removed after `reward`. Files in a sandbox are lost with a program that the
     time limit ended."""
     truncated: bool
-    """Whether a limit of turns, context or time refused a request, or the time limit ended the program."""
+    """Whether a limit of turns, context or time refused a request, the time limit ended the program, or a limit on
+    tokens cut the last reply of a seat (its `finish_reason` was `length`)."""
 
 
 class HarnessEnvironment(Environment):
@@ -219,7 +220,11 @@ class HarnessEnvironment(Environment):
                 value = self.reward(
                     ctx.task,
                     HarnessEpisode(
-                        turns=turns, result=result, error=error, directory=self._directory, truncated=limit is not None
+                        turns=turns,
+                        result=result,
+                        error=error,
+                        directory=self._directory,
+                        truncated=limit is not None or any(seat and seat[-1].is_cut for seat in turns.values()),
                     ),
                 )
             rewards = self._rewards_by_seat(await awaited_reward(type(self), value))

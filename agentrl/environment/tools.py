@@ -442,12 +442,12 @@ class ToolEpisode:
     turns: Sequence[Turn]
     messages: Sequence[Message]
     truncated: bool
-    """Whether a limit ended the episode before the policy answered."""
+    """Whether a limit ended the episode before the policy answered, `sampling.max_tokens` included."""
 
     @property
     def answer(self) -> str:
-        """Text of the last turn if it called no tool; else ""."""
-        if not self.turns or self.turns[-1].tool_calls:
+        """Text of the last turn if it called no tool and was not cut; else ""."""
+        if not self.turns or self.turns[-1].tool_calls or self.turns[-1].is_cut:
             return ""
         return self.turns[-1].text
 
@@ -496,7 +496,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
 
 class ToolEnvironment(Environment):
     """An environment in which one agent solves a task with the class's `@tool` methods; a turn without a tool call is
-    the answer."""
+    the answer. A turn that a limit on tokens cuts is neither: it ends the episode as truncated."""
 
     task: Task
     """The episode's task, for tools; `run` sets it."""
@@ -593,6 +593,7 @@ class ToolEnvironment(Environment):
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())
+                    truncated = turn.is_cut
                     observations = await run_tools(ctx, self, tools, turn.tool_calls)
                     if observations:
                         await self.between_turns(ctx)

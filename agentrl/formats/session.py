@@ -60,7 +60,8 @@ class Session(ABC):
         """Take in a turn of the policy."""
 
     async def cut(self) -> float:
-        """Return the reward of a task that a limit ended, in addition to those of its turns."""
+        """Return the reward of a task that a limit ended, in addition to those of its turns. A turn that a limit on
+        tokens cut ends it too, and is not answered."""
         return 0.0
 
     async def close(self) -> None:
@@ -96,6 +97,9 @@ class SessionEnvironment(Environment):
             try:
                 while not step["done"]:
                     turn = await agent.act(*map(_message, step["messages"]))
+                    if turn.is_cut:
+                        agent.reward(await resource.call("cut"))
+                        break
                     try:
                         step = await resource.call("answer", turn.text, calls_of(turn))
                     except EffectError:

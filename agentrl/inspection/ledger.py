@@ -235,6 +235,12 @@ class _LedgerCounter:
         )
         committed_text = {(seat, index): _describe_agent(*row) for seat, index, *row in rows}
         recorded_text = {agent: totals.describe(agent) for agent in totals.turns}
+        if any(reward is None for _, _, _, reward, _ in rows):
+            ((stop_reason,),) = log.rows("SELECT stop_reason FROM episodes WHERE episode = ? AND attempt = ?", *key)
+            if stop_reason != "completed":  # then its header leaves the rewards out (`truncated_reward = None`)
+                for seat, index, _, reward, _ in rows:
+                    if reward is None and (seat, index) in totals.turns:
+                        recorded_text[seat, index] = totals.describe((seat, index), rewarded=False)
         for agent in sorted(committed_text.keys() | recorded_text.keys()):
             was, came = recorded_text.get(agent, "no turn"), committed_text.get(agent, "no row")
             if was != came:
@@ -376,9 +382,9 @@ class _AgentTotals:
         elif isinstance(body, RewardEntry):
             self.add(body)
 
-    def describe(self, agent: Agent) -> str:
-        """Describe an agent's part in the words of `_describe_agent`."""
-        rewards = self._rewards.get(agent, [])
+    def describe(self, agent: Agent, *, rewarded: bool = True) -> str:
+        """Describe an agent's part in the words of `_describe_agent`, without its rewards unless `rewarded`."""
+        rewards = self._rewards.get(agent, []) if rewarded else []
         by_turn = sum_by_key((reward.turn, reward.weighted) for reward in rewards if reward.turn is not None)
         total = math.fsum(reward.weighted for reward in rewards) if rewards else None
         return _describe_agent(

@@ -33,6 +33,7 @@ MAX_NAMED = 8
 
 
 LIMITS: dict[StopReason | None, str] = {
+    "max_tokens": "sampling.max_tokens",
     "max_turns": "sampling.max_turns",
     "context_length": "engine.max_context",
     "time_limit": "episode_timeout_s",
@@ -206,9 +207,9 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     stop = find_stop_reason(line.stop_reason)
     if stop in LIMITS:
         setting, config, value = LIMITS[stop], reader.config(), None
-        if stop == "max_turns" and turns:  # a limit of the seat, fixed when the episode began
+        if stop in ("max_turns", "max_tokens") and turns:  # a limit of the seat, fixed when the episode began
             seat, policy = turns[-1].seat, turns[-1].policy
-            value = (view.settings.get(seat) or view.settings.get("") or {}).get("max_turns")
+            value = (view.settings.get(seat) or view.settings.get("") or {}).get(stop)
             own = f"policies.{policy}.{setting}"
             setting = setting if value_at(config, *own.split(".")) is None else own
         value = value_at(config, *setting.split(".")) if value is None else value

@@ -21,6 +21,7 @@ from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import (
+    TRUNCATED,
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
@@ -268,11 +269,12 @@ class EpisodeBuffer:
             elif is_probe:
                 drops.append(UnitDropped(header.episode_id, header.attempt, policy, PROBE))
                 self._resolve(header.episode_id, policy, reason=PROBE)
-            elif without := [t.seat for t in header.trajectories if t.policy == policy and t.reward is None]:
-                if policy not in self._rewarded:
-                    self.unrewarded.setdefault(policy, Counter())[without[0]] += 1
-                drops.append(UnitDropped(header.episode_id, header.attempt, policy, "no_reward"))
-                self._resolve(header.episode_id, policy, reason="no_reward")
+            elif without := [t for t in header.trajectories if t.policy == policy and t.reward is None]:
+                reason = TRUNCATED if header.drops_as_truncated(without[0]) else "no_reward"
+                if policy not in self._rewarded and reason != TRUNCATED:
+                    self.unrewarded.setdefault(policy, Counter())[without[0].seat] += 1
+                drops.append(UnitDropped(header.episode_id, header.attempt, policy, reason))
+                self._resolve(header.episode_id, policy, reason=reason)
             else:
                 self._rewarded.add(policy)
                 self.unrewarded.pop(policy, None)

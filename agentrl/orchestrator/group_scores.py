@@ -39,7 +39,7 @@ from agentrl.journal.port import UnitDropped
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.branching import recorded_roulette_weight
 from agentrl.rollout.turn.sampler import call_priority
-from agentrl.rollout.turn_entries import completion_from_entry, decode_message
+from agentrl.rollout.turn_entries import completion_from_entry, decode_message, ended_by_text
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Scorer
@@ -248,7 +248,7 @@ class GroupScoring:
         roles: dict[tuple[str, str], list[tuple[str, int]]] = {}
         for end in sorted(held, key=lambda end: ids.episode_sort_key(end.spec.episode_id)):
             for agent in end.header.trajectories if end.header.committed else ():
-                if agent.policy in self.scored:
+                if agent.policy in self.scored and not end.header.drops_as_truncated(agent):
                     roles.setdefault((agent.policy, agent.seat), []).append((end.spec.episode_id, agent.index))
         return roles
 
@@ -302,6 +302,8 @@ def conversations(
             conversation.clear()
         rows[agent] = entry.row
         conversation += [*map(decode_message, entry.messages), reply]
+        text = chat_format.decode(completion.token_ids.tolist())
+        completion = ended_by_text(completion, text, () if entry.request is None else entry.request.stop)
         turn = Turn(text=reply.content, message=reply, completion=completion)
         found[agent] = Scored(
             task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(conversation)

@@ -410,9 +410,11 @@ class StarvationGuard:
         return None
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
-        acted = any(trajectory.policy == policy for trajectory in header.trajectories)
+        acted = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
         if header.drop_reason:
             why = f"because of {header.drop_reason}"
+        elif any(map(header.drops_as_truncated, acted)):
+            why = f"because it was truncated ({header.stop_reason}), and truncated_reward = None drops such episodes"
         else:
             why = f"because its seat {'was given no reward' if acted else 'never acted'}"
         return (

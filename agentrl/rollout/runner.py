@@ -151,11 +151,10 @@ class EpisodeRunner:
                 if limit.is_cancelled:
                     # The program may have cancelled its own task before it returned; let that arrive before the commit.
                     await asyncio.sleep(0)
-                stop_reason: StopReason = context.stop_reason or "completed"
+                stop_reason = context.stop_reason
             except LimitReachedError as limit_error:
                 stop_reason = limit_error.stop_reason
-            if stop_reason != "completed":
-                self._reward_truncated(context, environment)
+            stop_reason = self._settle_truncation(context, environment, stop_reason)
             journal.finish()
             if episode.scores is not None:
                 await episode.scores.settle()
@@ -391,12 +390,32 @@ class EpisodeRunner:
                 )
         return overrides
 
-    def _reward_truncated(self, context: LiveEpisodeContext, environment: type[Environment]) -> None:
+    def _settle_truncation(
+        self, context: LiveEpisodeContext, environment: type[Environment], limit: StopReason | None
+    ) -> StopReason:
+        """Give truncated agents what `Environment.truncated_reward` says; returns why the episode ended.
+
+        Args:
+            context: the context of the attempt, whose program has ended.
+            environment: its class.
+            limit: the limit that ended it, if one did: it truncates all agents. Otherwise, agents are truncated whose
+                last turn is cut, and with them agents that got no reward.
+        """
+        agents = [agent for agent in context.agents if agent.turns]
+        reason = limit or next((cut for agent in agents if (cut := agent.cut_by()) is not None), None)
+        if reason is None or not context.episode.roulette_weight:  # `ctx.roulette` stopped it, with a reward of 0
+            return "completed" if limit is None else limit
         value = environment.truncated_reward
-        if value is not None:
-            for agent in context.agents:
-                if agent.turns and not agent.rewards:
-                    agent.reward(value)
+        for agent in agents:
+            if limit is None and agent.rewards and agent.cut_by() is None:
+                continue
+            if value is None:
+                agent.is_void = context.episode.journal.purpose == "train"
+            elif value != "keep":
+                agent.replace_rewards(value)
+            elif not agent.rewards:
+                agent.reward(0.0)
+        return reason
 
 
 def _inherited_settings(

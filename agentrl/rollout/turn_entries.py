@@ -80,6 +80,12 @@ def completion_from_entry(entry: TurnEntry) -> Completion:
     return Completion.of(entry.sampled(), finish_reason, entry.cached_tokens)
 
 
+def ended_by_text(completion: Completion, text: str, stops: Sequence[str]) -> Completion:
+    """Return a completion as an environment sees it: a text at which its client wanted to stop ends it like a stop
+    token, although no stop token follows it."""
+    return msgspec.structs.replace(completion, finish_reason="stop") if any(s in text for s in stops) else completion
+
+
 FIRST_SECONDS = 0.2
 """Seconds that a call runs before its tokens are written to disk: most turns end earlier, and write none."""
 

@@ -108,7 +108,8 @@ class ProposeAndSolve(agentrl.Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Propose; if the proposal is a new sum, have it solved."""
         proposer = ctx.agent("proposer")
-        proposal = read((await proposer.act(agentrl.user(PROMPT))).text)
+        turn = await proposer.act(agentrl.user(PROMPT))
+        proposal = None if turn.is_cut else read(turn.text)
         is_sum = proposal is not None and proposal.key not in examined_keys()
         if not proposer.gate(is_sum, penalty=INVALID) or proposal is None:
             return

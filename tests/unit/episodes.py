@@ -42,6 +42,7 @@ class Setting:
 
     data: dict[str, object]
     max_turns: int
+    max_tokens: int
     max_context: int
     tool_timeout_s: float
     episode_timeout_s: float
@@ -55,6 +56,7 @@ def play(
     *,
     data: dict[str, object] | None = None,
     max_turns: int = 8,
+    max_tokens: int = 512,
     max_context: int = 4096,
     tool_timeout_s: float = 30.0,
     episode_timeout_s: float = 60.0,
@@ -65,6 +67,7 @@ def play(
     setting = Setting(
         data=data or {"question": "?"},
         max_turns=max_turns,
+        max_tokens=max_tokens,
         max_context=max_context,
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
@@ -89,7 +92,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=setting.max_context)
     settings = plain_rollout_settings(
         max_turns=setting.max_turns,
-        max_tokens=512,
+        max_tokens=setting.max_tokens,
         max_context=setting.max_context,
         tool_timeout_s=setting.tool_timeout_s,
         episode_timeout_s=setting.episode_timeout_s,

@@ -125,6 +125,7 @@ class CallJournal:
         "is_over_time",
         "is_resumed",
         "own_random",
+        "purpose",
         "written",
     )
 
@@ -154,6 +155,8 @@ class CallJournal:
         self._is_cutting = False
         """Whether the time limit has cancelled the program, and no call has raised `LimitReachedError` for it yet."""
         self._cancelled_calls: tuple[JournaledCall, ...] = ()
+        self.purpose = ""
+        """Why the attempt was recorded; a replay of it has another purpose."""
         self.code_hash = self.code_hash_then = ""
         """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
         self.own_random = False
@@ -438,6 +441,7 @@ class CallJournal:
             begin = first_entry
             self.record(call, first_entry)
         self.code_hash, self.code_hash_then = first_entry.code_hash, begin.code_hash
+        self.purpose = begin.purpose
         self.own_random = begin.own_random
         return begin
 

@@ -51,7 +51,7 @@ from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.turn.recorder import TurnRecorder
 from agentrl.rollout.turn.sampler import TurnSampler
-from agentrl.rollout.turn_entries import completion_from_entry, encode_message
+from agentrl.rollout.turn_entries import completion_from_entry, encode_message, ended_by_text
 
 if TYPE_CHECKING:
     import socket
@@ -105,6 +105,7 @@ class ExternalAgent(TurnRecorder):
         "_ignored_parameters",
         "_in_progress",
         "_request_counts",
+        "_row_of_last_turn",
         "_row_samplers",
         "_tree",
         "difference",
@@ -122,6 +123,8 @@ class ExternalAgent(TurnRecorder):
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._row_samplers: dict[int, TurnSampler] = {}
         self._request_counts: Counter[bytes] = Counter()
+        self._row_of_last_turn = 0
+        """Number of tokens of the row that the last turn continued."""
         self._ignored_parameters = ignored_parameters
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
@@ -340,10 +343,11 @@ class ExternalAgent(TurnRecorder):
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
         self._tree.answer(placement, token_ids, completion.finish_reason, message)
+        self._row_of_last_turn = len(placement.row.tokens)
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
-        was_cut = is_cut(completion.finish_reason) and stop_text is None
-        self._count_reply(message, completion, request.tools, is_cut=was_cut)
+        completion = ended_by_text(completion, text, request.stop)
+        self._count_reply(message, completion, request.tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
@@ -477,6 +481,9 @@ class ExternalAgent(TurnRecorder):
 
     def _samplers(self) -> Iterable[TurnSampler]:
         return self._row_samplers.values()
+
+    def _row_length(self) -> int:
+        return self._row_of_last_turn
 
 
 def cut_at_text(
@@ -708,11 +715,11 @@ def _request_entry(
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> ReplyEnd:
+    if is_cut(completion.finish_reason):  # also after a complete call, as in OpenAI's API: there may have been more
+        return "length"
     if message.tool_calls:
         return "tool_calls"
-    if stop_text is not None:
-        return "stop_text"
-    return "length" if is_cut(completion.finish_reason) else "stop"
+    return "stop" if stop_text is None else "stop_text"
 
 
 def _to_bytes(text: str) -> bytes:

@@ -28,7 +28,7 @@ from agentrl.core.reply_formats import THINKING, split_thinking
 from agentrl.core.text import plural
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.rewards import LARGEST_REWARD
-from agentrl.rollout.scoring.retrying import Answer, RetryingScorer, call_engine, message_content
+from agentrl.rollout.scoring.retrying import Answer, RetryingScorer, call_engine, conversation_content
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams
@@ -160,15 +160,14 @@ class JudgeScorer(RetryingScorer):
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
         subject = "the whole conversation" if self.per == "episode" else "the last message"
         form = self._form(1) if self.votes else f"Answer with one of: {', '.join(self.answer)}."
-        lines = [json.dumps(message_content(message), ensure_ascii=False) for message in conversation.messages]
+        lines = _lines(conversation)
         return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {form}"])
 
     def group_question(self, members: Sequence[Scored]) -> str:
         """Return the judge's prompt about several conversations, numbered from 1."""
         lines = [self.rubric.strip()]
         for number, member in enumerate(members, start=1):
-            messages = [json.dumps(message_content(message), ensure_ascii=False) for message in member.messages]
-            lines += ["", f"Conversation {number}:", *messages]
+            lines += ["", f"Conversation {number}:", *_lines(member)]
         count = len(members)
         lines += ["", f"Compare the {count} conversations, and judge each, in this order. {self._form(count)}"]
         return "\n".join(lines)
@@ -276,6 +275,10 @@ class JudgeScorer(RetryingScorer):
         values = [by_place[ballot.order.index(member)] for member in range(len(by_place))]
         places = " ".join(str(member + 1) for member in ballot.order)
         return Reply(values, f"[order {places}] {reply}", tokens, version)
+
+
+def _lines(conversation: Scored) -> list[str]:
+    return [json.dumps(content, ensure_ascii=False) for content in conversation_content(conversation)]
 
 
 def _number(text: str) -> float:

@@ -41,7 +41,7 @@ from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Sampler, ScoreCredit, ScoreOf
-    from agentrl.core.records import Message, PolicyVersion, ScoreRequest
+    from agentrl.core.records import Message, PolicyVersion, Scored, ScoreRequest
     from agentrl.core.tokens import Completion
 
 
@@ -106,10 +106,16 @@ class _Flight:
     waiting: int = 0
 
 
-def message_content(message: Message) -> dict[str, object]:
+def _message_content(message: Message) -> dict[str, object]:
     """Return the parts of a message that a scorer reads."""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
+
+
+def conversation_content(scored: Scored) -> list[dict[str, object]]:
+    """Return the parts of each message that a scorer reads; the last one says if a limit on tokens cut it."""
+    contents = [_message_content(message) for message in scored.messages]
+    return [*contents[:-1], contents[-1] | {"cut_off": True}] if scored.turn.is_cut else contents
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -152,7 +158,7 @@ class RetryingScorer(ABC):
     def content(self, request: ScoreRequest) -> str:
         """Return the content that alone decides about a score, for scorers with a cache."""
         scored = request.scored
-        messages = [json.dumps(message_content(message)) for message in scored.messages]
+        messages = map(json.dumps, conversation_content(scored))
         return "\n".join([scored.task.id, scored.seat, str(scored.number), *messages])
 
     async def score(self, request: ScoreRequest) -> Score:

@@ -157,7 +157,7 @@ class LiveScores:
         settings = episode.services.settings
         agents: Mapping[tuple[str, int], Any] = {(agent.seat, agent.index): agent for agent in episode.agents}
         for agent in agents.values() if episode.roulette_weight else ():  # a stopped conversation's score is 0
-            if agent.turns and agent.policy in settings.scored:
+            if agent.turns and agent.policy in settings.scored and not agent.is_void:
                 for scorer in settings.scorers.values():
                     if scorer.per == "episode":
                         self.start(scorer, agent, None)

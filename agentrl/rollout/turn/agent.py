@@ -239,6 +239,9 @@ class LiveAgent(TurnRecorder):
             f"agent {self.seat!r} has used its context of {limit} tokens", stop_reason="context_length"
         )
 
+    def _row_length(self) -> int:
+        return len(self._rows)
+
     def keep_version(self, version: PolicyVersion) -> None:
         """Sample all later turns with a version."""
         self._sampler.keep_version(version)

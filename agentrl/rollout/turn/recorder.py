@@ -20,7 +20,7 @@ from agentrl.rollout.turn_entries import encode_message
 
 if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
-    from agentrl.core.records import Int32Array, ToolSpec
+    from agentrl.core.records import Int32Array, StopReason, ToolSpec
     from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn.sampler import TurnSampler
@@ -61,6 +61,7 @@ class TurnRecorder(Agent):
         "counts",
         "index",
         "inherited",
+        "is_void",
         "policy",
         "rewards",
         "seat",
@@ -76,6 +77,8 @@ class TurnRecorder(Agent):
         self.rewards: tuple[RewardEntry, ...] = ()
         """Rewards so far, in the order in which they were given."""
         self.counts: dict[str, float] = {}
+        self.is_void = False
+        """Whether the header leaves the rewards out, so that the unit is dropped."""
         self.inherited = 0
         """Number of turns that a fork inherited, the first of `turns`; the others were sampled here."""
         self._turns: list[Turn] = []
@@ -119,6 +122,27 @@ class TurnRecorder(Agent):
         weight = self.weight_of(name, where)
         recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
         self.rewards = (*self.rewards, recorded)
+
+    def replace_rewards(self, value: float) -> None:
+        """Journal the reward with which the agent's rewards add up to `value`."""
+        if not self.rewards:
+            self.reward(value)
+            return
+        weight = self._episode.roulette_weight
+        difference = value - math.fsum(given.weighted for given in self.rewards) / weight
+        if difference:
+            entry = RewardEntry(self.seat, self.index, difference, None, REWARD, weight)
+            self.rewards = (*self.rewards, self._episode.journal.reward(entry))
+
+    def cut_by(self) -> StopReason | None:
+        """Return the limit that cut the agent's last turn; None if none did."""
+        if not (self._turns and self._turns[-1].is_cut):
+            return None
+        return "context_length" if self._row_length() >= self._settings.limits.max_context else "max_tokens"
+
+    @abstractmethod
+    def _row_length(self) -> int:
+        """Number of tokens of the row that the last turn continued."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -273,7 +297,7 @@ class TurnRecorder(Agent):
             RewardError: rewards of one name, or of one turn, are too large together.
         """
         oldest = min(self.versions(), key=_age, default=None) or self.newest_version()
-        rewards = self.rewards
+        rewards = () if self.is_void else self.rewards
         named = sum_by_key((given.name, given.value) for given in rewards)
         by_turn = sum_by_key((given.turn, given.weighted) for given in rewards if given.turn is not None)
         for total in (*named.values(), *by_turn.values()):
