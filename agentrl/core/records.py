@@ -207,7 +207,7 @@ class Turn:
     def is_cut(self) -> bool:
         """Whether a limit on tokens ended the turn before the policy did: `sampling.max_tokens`, the `max_tokens` of
         `act` or of a request, or a full context."""
-        return is_cut(self.completion.finish_reason)
+        return is_cut(getattr(self.completion, "finish_reason", "stop"))  # a test of a scorer may have no completion
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -62,7 +62,7 @@ class Environment(ABC):
     before a run."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
-    truncated_reward: ClassVar[float | Literal["keep"] | None] = "keep"
+    truncated_reward: ClassVar[Literal["keep"] | float | None] = "keep"
     """Reward of a truncated agent: a limit ended the episode (turns, context, time), or a limit on tokens cut the
     agent's last turn. `"keep"`: the rewards that the class gave it; 0 if it has none. A number: this, instead of them.
     None: its unit is dropped (`truncated`), except in evaluations, which keep the rewards."""
