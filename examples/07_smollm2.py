@@ -48,10 +48,10 @@ class WordProblems(agentrl.Environment):
         """Act; if the reply is a call, act again on its result."""
         solver = ctx.agent("solver")
         turn = await solver.act(*SHOWN, agentrl.user(ctx.task.data["question"]))
-        if call := CALL.fullmatch(turn.text.strip()):
+        if not turn.is_cut and (call := CALL.fullmatch(turn.text.strip())):
             a, symbol, b = call.groups()
             turn = await solver.act(agentrl.user(str(OPERATORS[symbol](int(a), int(b)))))
-        solver.reward(float(turn.text.strip() == ctx.task.data["answer"]))
+        solver.reward(float(not turn.is_cut and turn.text.strip() == ctx.task.data["answer"]))
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:

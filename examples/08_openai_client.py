@@ -70,6 +70,8 @@ class Solver(agentrl.HarnessEnvironment):
         while True:
             reply = await client.chat.completions.create(model="solver", messages=messages, tools=[TOOL])
             message = reply.choices[0].message
+            if reply.choices[0].finish_reason == "length":
+                return ""  # max_tokens cut the reply: it is neither an answer nor a call
             if not message.tool_calls:
                 return message.content or ""
             messages.append(message.model_dump(exclude_none=True))

@@ -313,10 +313,10 @@ def _task(split: str, seed: int, number: int) -> agentrl.Task:
 #         agent = ctx.agent("solver")
 #         turn = await agent.act(agentrl.user(ctx.task.data["question"]))
 #         for _ in range(2):
-#             if turn.text.strip() == ctx.task.data["answer"]:
+#             if not turn.is_cut and turn.text.strip() == ctx.task.data["answer"]:
 #                 break
 #             turn = await agent.act(agentrl.user("That is wrong. Try again."))
-#         agent.reward(float(turn.text.strip() == ctx.task.data["answer"]))
+#         agent.reward(float(not turn.is_cut and turn.text.strip() == ctx.task.data["answer"]))
 #         # Chance: ctx.rng. Time: ctx.now(), ctx.sleep(). Files, sockets, services: await ctx.effect("name", function).
 #
 #     @classmethod

@@ -213,7 +213,7 @@ class SamplingConfig(Section):
     min_p: PerEpisode[Share] = 0.0
     """Sample from tokens with at least this fraction of the largest probability."""
     max_tokens: PerEpisode[Tokens] = 64
-    """Maximum sampled tokens per turn. A turn that is cut off has finish_reason `length`."""
+    """Maximum sampled tokens per turn. A turn that is cut off (`Turn.is_cut`) is no answer, move or tool call."""
     max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
     """Maximum turns per agent. An episode that is cut off is truncated."""
 
@@ -318,7 +318,7 @@ class GaeConfig(Section):
     where `trace_decay` is smaller."""
     bootstrap: bool = False
     """Whether an episode that a limit cut is worth the value of its last state besides its rewards. Set it where the
-    limits belong to training and not to the task, and set `truncated_reward` to 0 there."""
+    limits belong to training and not to the task, and give no reward or penalty for the cut itself."""
     value_learning_rate: Rate = 0.03
     """Learning rate of the value head, the same in all steps: about how far a value can move in an update, in the unit
     of the reward."""

@@ -40,7 +40,8 @@ class Environment(ABC):
 
             async def run(self, ctx):
                 turn = await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
-                ctx.agent("guesser").reward(1.0 if turn.text.strip() == ctx.task.data["digit"] else 0.0)
+                is_right = not turn.is_cut and turn.text.strip() == ctx.task.data["digit"]
+                ctx.agent("guesser").reward(float(is_right))
     """
 
     # --- override these ---------------------------------------------------------------------------------------------

@@ -221,7 +221,8 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
         names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])
-        reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
+        advice = "" if stop == "max_tokens" else "raise sampling.max_tokens"
+        reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", advice))
     return reasons
 
 

@@ -198,8 +198,8 @@ ADVICE_ON_DROPS = {
     "tree_lost": "find out with `agentrl episode list` why the episodes that branched were dropped or restarted",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
-    "truncated": "`truncated_reward = None` drops them: raise the limit that cut them (`agentrl episode why`), shorten "
-    "the replies, or penalize them with a number",
+    "truncated": "the class drops them (`truncated_reward = None`): raise the limit that cut them, or give a number "
+    "instead of None, which the policy learns to avoid",
     "too_few_children": "find out with `agentrl episode list` why child episodes were dropped, or start more of them",
     "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
     "or larger groups",
