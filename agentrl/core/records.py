@@ -272,6 +272,8 @@ class Score:
     """Scores of the members of a group, in their order; `value` is then None."""
     spread: float | None = None
     """Standard deviation of a member's score over the votes, as the mean over the members of a group."""
+    failure: str | None = None
+    """Why the scorer failed, if another one answered in its place."""
 
 
 REWARD = "reward"

@@ -553,6 +553,11 @@ class Endpoint(ABC):
         """First limit that refused a request; None if none did."""
 
     @abstractmethod
+    def program_ended(self, error: str | None) -> None:
+        """Count a run of the program. `error` is why it failed, with its type: it becomes the metric `program/failed`,
+        the episode's detail, and the alarm `always_fails` if no run succeeds. None: it succeeded."""
+
+    @abstractmethod
     async def run_program(self, name: str, program: Callable[[], Awaitable[T]]) -> T:
         """Run a program that uses the endpoint, as the effect `name`; cancel it when the episode cannot continue.
         Unlike other effects, it runs again when the episode is replayed, and gets the recorded replies.

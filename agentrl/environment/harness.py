@@ -197,6 +197,8 @@ class HarnessEnvironment(Environment):
                 result, error, output, time_limit = await self._outcome(ctx, endpoint)
                 limit = time_limit or endpoint.limit_reached()
                 refusal = endpoint.refusal
+                if limit is None:  # else it had to fail
+                    endpoint.program_ended(error)
             if limit is not None:
                 ctx.truncate(limit)
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}

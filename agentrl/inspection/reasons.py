@@ -79,7 +79,7 @@ def _admissions(reader: RunReader, view: ConversationView, problems: list[str]) 
         reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems
     )
     own_rows = [row for row in rows if row["attempt"] == line.attempt]
-    return [*_admission(line, own_rows, problems), *_attempts(line, rows, view.detail)]
+    return [*_admission(line, own_rows, problems), *_attempts(line, rows)]
 
 
 def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[Reason]:
@@ -127,13 +127,11 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
     return reasons
 
 
-def _attempts(line: EpisodeLine, rows: list[Row], detail: str) -> list[Reason]:
+def _attempts(line: EpisodeLine, rows: list[Row]) -> list[Reason]:
     if len(rows) < 2:
         return []
     other_attempts = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
     text = f"attempt {line.attempt} of {len(rows)} (the others: {other_attempts}); failed attempts are retried"
-    if detail and line.stop_reason is not None:
-        text += f"; its external agent sent different requests on replay: {detail}"
     return [Reason("attempt", text)]
 
 
@@ -218,6 +216,8 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
         reasons[0] = Reason("ended", text, f"raise {setting}, or shorten the episode")
     elif stop == "refused":
         reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
+    if view.detail:
+        reasons.append(Reason("ended", view.detail))
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
         names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])
@@ -246,7 +246,9 @@ def _reward(view: ConversationView) -> list[Reason]:
             )
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
-    outcomes = (f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
+    outcomes = [f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED]]
+    effects = [act for act in view.acts if isinstance(act, EffectAct) and act.error]
+    outcomes += [f"effect {act.name} failed: {act.error[:200]}" for act in effects[:MAX_NAMED] if act.error]
     return reasons + [Reason("tool", text) for text in outcomes]
 
 

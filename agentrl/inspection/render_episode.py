@@ -112,7 +112,7 @@ def summary_page(view: ConversationView) -> TerminalPage:
         facts.append(("parent", line.parent))
     facts.append(("ended", line.stop_reason or line.drop_reason or "not yet"))
     if view.detail:
-        facts.append(("asked otherwise" if line.stop_reason else "because", view.detail))
+        facts.append(("note" if line.stop_reason else "because", view.detail))
     if rewards := format_rewards(line):
         facts.append(("reward", rewards))
     if line.turns is not None:

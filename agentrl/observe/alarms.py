@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
-from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
+from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED, PROGRAM_FAILED, SCORES_FAILED
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
 
@@ -77,6 +77,9 @@ MISMATCH_TOKENS = 200
 """Minimum number of such tokens for a meaningful mean."""
 MISMATCH_STEPS = (3, 20)
 """Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
+ALWAYS_CALLS, ALWAYS_IN_A_ROW = 4, 32
+"""Minimum number of calls of a program, effect, resource or scorer that all failed; and, if some succeeded, of its
+failures since the last success, above which it counts as broken."""
 BLOCKED_SHARE, BLOCKED_SECONDS = 0.1, 5.0
 """Share of the time, and seconds, that one place in the user's code must block the event loop for an alarm."""
 DROPPED_SHARE = 0.15
@@ -137,6 +140,8 @@ MEANINGS = {
     "empty_output": f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",
     "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
     f"falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do not count",
+    "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), an effect, a resource "
+    f"or a scorer failed; or the last {ALWAYS_IN_A_ROW}",
     "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, at least "
     f"{BLOCKED_SECONDS:g} s over the whole run",
     "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no other "
@@ -218,6 +223,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe and likeliest causes of others first."""
     alarms: list[Alarm] = []
     if state.status is not None:
+        alarms += _always_fails(state.status)
         alarms += _blocked_loop(state.status)
         alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
     for policy in state.policies.values():
@@ -273,6 +279,34 @@ def fill_commands(advice: str, run: str, episode: str) -> str:
 
     advice = _OF_EPISODE.sub(named, advice.replace("`agentrl episode list RUN", f"`agentrl episode list {run}"))
     return _OF_RUN.sub(lambda match: f"{match[0]} {run}", advice)
+
+
+def _always_fails(status: RunSnapshot) -> Iterator[Alarm]:
+    for name, failing in sorted(status.failing.items(), key=lambda item: -item[1].in_a_row):
+        is_always = failing.failed == failing.calls >= ALWAYS_CALLS
+        if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
+            continue
+        times = f"all of its {failing.calls:.0f} calls" if is_always else f"its last {failing.in_a_row:.0f} calls"
+        yield Alarm(
+            "always_fails",
+            "",
+            f"{name} failed in {times}, most often with {failing.error}",
+            f"`agentrl episode list RUN --where 'metric.{_failure_metric(name)} > 0'` lists episodes for "
+            "`agentrl episode why`; until it is fixed, such episodes are trained with the reward that they get then",
+        )
+
+
+def _failure_metric(name: str) -> str:
+    """Return the episode metric that counts failures of a program, effect, resource or scorer of this name."""
+    match name.split(" ", 1):
+        case ["effect", _]:
+            return "effect/error"
+        case ["scorer", scorer]:
+            return SCORES_FAILED + scorer.strip("'")
+        case ["the", _]:
+            return PROGRAM_FAILED
+        case _:
+            return "resource/error"
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:

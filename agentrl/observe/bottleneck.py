@@ -8,6 +8,7 @@ is in progress.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,8 +58,15 @@ BLOCKED = "blocked/"
 """Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
 RAISED, MAX_RAISED = "raised/", 100
 """Prefix of the number of exceptions of tools, followed by the error and its place; maximum number of such texts."""
+CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
+"""Prefixes of the number of calls of a program, effect, resource or scorer, by its name; of its failures, by name and
+error on two lines; and of its failures since it last succeeded, by name."""
+MAX_CALLED = 100
+"""Maximum number of such names, and of errors."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
+
+_DIGITS = re.compile(r"\d+")
 
 BLOCKED_SHARE = 0.5
 """Share of the time that event loops must be blocked for the user's code to be the bottleneck."""
@@ -101,6 +109,9 @@ class ActivityClock:
         self._tallies: dict[Activity, _Tally] = {}
         self._blocked: dict[str, float] = {}
         self._raised = Counter[str]()
+        self._called = Counter[str]()
+        self._failed = Counter[tuple[str, str]]()
+        self._in_a_row = Counter[str]()
         self._num_turns = 0
 
     def change(self, activity: Activity, by: int) -> None:
@@ -133,6 +144,20 @@ class ActivityClock:
         if error in self._raised or len(self._raised) < MAX_RAISED:
             self._raised[error] += 1
 
+    def count_call(self, name: str, error: str | None) -> None:
+        """Count a call of the user's code whose failure the episode may survive: a program, an effect, a resource, a
+        scorer. Numbers in its name are left out, so that `test 7` and `test 8` are one."""
+        name = _DIGITS.sub("…", name)
+        if name not in self._called and len(self._called) == MAX_CALLED:
+            return
+        self._called[name] += 1
+        if error is None:
+            del self._in_a_row[name]
+            return
+        self._in_a_row[name] += 1
+        if (name, error) in self._failed or len(self._failed) < MAX_CALLED:
+            self._failed[name, error] += 1
+
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
         for tally in self._tallies.values():
@@ -148,6 +173,9 @@ class ActivityClock:
             totals[activity + ANY] = tally.seconds_of_any
             totals[activity + MOST] = float(tally.most)
         totals |= {f"{RAISED}{error}": float(count) for error, count in self._raised.items()}
+        totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
+        totals |= {f"{FAILED}{name}\n{error}": float(count) for (name, error), count in self._failed.items()}
+        totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
 
@@ -263,6 +291,36 @@ def commonest_error(totals: Mapping[str, float]) -> str:
     """Return the exception that tools raised most often, with its place; "" if there was none."""
     counts = {name.removeprefix(RAISED): count for name, count in totals.items() if name.startswith(RAISED)}
     return max(counts, key=lambda name: counts[name], default="")
+
+
+class FailingCalls(NamedTuple):
+    """The calls of a program, effect, resource or scorer that failed last time."""
+
+    calls: float
+    failed: float
+    in_a_row: float
+    """Failures since the last success; with several workers, the sum over them."""
+    error: str
+    """The commonest error."""
+
+
+def failing_calls(totals: Mapping[str, float]) -> dict[str, FailingCalls]:
+    """Return what failed last time, by name."""
+    errors: dict[str, dict[str, float]] = {}
+    for key, count in totals.items():
+        if key.startswith(FAILED):
+            name, _, error = key.removeprefix(FAILED).partition("\n")
+            errors.setdefault(name, {})[error] = count
+    return {
+        name: FailingCalls(
+            totals.get(f"{CALLED}{name}", 0.0),
+            sum(counts.values()),
+            in_a_row,
+            max(counts, key=lambda error: counts[error]),
+        )
+        for name, counts in errors.items()
+        if (in_a_row := totals.get(f"{IN_A_ROW}{name}", 0.0))
+    }
 
 
 def _slow_step(shares: _Shares, max_staleness: int) -> Bottleneck:

@@ -27,6 +27,9 @@ class Metric(NamedTuple):
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
+PROGRAM_FAILED = "program/failed"
+SCORES_FAILED = "scores/failed/"
+"""Prefix of the metric of the scores that another scorer gave, because the named one failed."""
 SCORE_REQUESTS = "scores/requests/"
 """Prefix of the metric of a scorer's requests."""
 SCORE_TOKENS = "scores/tokens/"
@@ -199,6 +202,18 @@ METRICS: tuple[Metric, ...] = (
         "calls",
         "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool), and turns that call "
         "tools although none is offered (not_offered)",
+    ),
+    Metric(
+        "program/failed",
+        "fraction",
+        "share of episodes whose program failed after a reply (`HarnessEnvironment`), whatever reward they got",
+    ),
+    Metric("effect/<outcome>", "calls", "calls of `ctx.effect` per episode, by outcome (ok, error)"),
+    Metric("resource/error", "calls", "calls of `ctx.resource` per episode that raised an exception"),
+    Metric(
+        "scores/failed/<name>",
+        "scores",
+        "scores per episode that another scorer gave, because this one failed (`scorers.NAME.on_failure`)",
     ),
     Metric("turns/length", "turns", "turns per episode cut off by `max_tokens`"),
     Metric(

@@ -25,6 +25,7 @@ import msgspec
 from agentrl.core.errors import StorageError
 from agentrl.core.files import file_size, open_regular, read_at_most, replace_file, resume_advice
 from agentrl.core.records import ProcessStatus
+from agentrl.observe.bottleneck import FailingCalls
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -90,6 +91,9 @@ class RunSnapshot:
     """Share of the time in which each place in the user's code, such as `env.py:8`, blocked the event loop."""
     raised: str = ""
     """The commonest exception of a tool, with its place, since the run's process started; empty if none was raised."""
+    failing: Mapping[str, FailingCalls] = field(default_factory=dict)
+    """Programs, effects, resources and scorers whose last call failed, keyed by name, since the run's process
+    started."""
     examples: Mapping[str, str] = field(default_factory=dict)
     """Newest training episode with a nonzero metric, a stop reason or a drop reason, keyed by its name."""
     pace: str = ""

@@ -39,7 +39,14 @@ from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
-from agentrl.observe.bottleneck import TURNS, ActivityClock, Bottleneck, BottleneckWatch, commonest_error
+from agentrl.observe.bottleneck import (
+    TURNS,
+    ActivityClock,
+    Bottleneck,
+    BottleneckWatch,
+    commonest_error,
+    failing_calls,
+)
 from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -278,6 +285,7 @@ class Orchestrator:
             phase, bottleneck = PAUSED, Bottleneck("paused", f"{resume} continues the run")
         elif self.drained_by and is_training:
             phase = DRAINING
+        totals = self.activity_totals()
         return RunSnapshot(
             phase=phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,
@@ -288,7 +296,8 @@ class Orchestrator:
             dropped=dict(ledger.dropped),
             bottleneck="" if bottleneck is None else bottleneck.line,
             blocked=self._bottleneck.blocked(),
-            raised=commonest_error(self.activity_totals()),
+            raised=commonest_error(totals),
+            failing=failing_calls(totals),
             examples=dict(self.dispatcher.examples),
             pace=self._pace() if is_training else "",
         )

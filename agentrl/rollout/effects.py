@@ -32,7 +32,7 @@ from agentrl.core.errors import (
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import ProposalNovelty
-from agentrl.core.text import valid_unicode
+from agentrl.core.text import escape_line, shorten_lines, valid_unicode
 from agentrl.environment.containment import GlobalRandomState, call_with_random_state
 from agentrl.environment.context import (
     Guarantee,
@@ -75,7 +75,19 @@ async def perform_effect(
     reconcile: Reconcile[T] | None = None,
     *,
     again: bool = False,
+    counted: bool = True,
 ) -> T:
+    """Perform an effect, or recall it.
+
+    Args:
+        episode: the running attempt.
+        name: see `EpisodeContext.effect`, as of the next three.
+        function: performs it.
+        guarantee: what a retry may do.
+        reconcile: finds out what happened.
+        again: whether to perform a recorded effect again, as the program of a replayed external agent is.
+        counted: whether it counts as a call of `ctx.effect` in metrics; a program has its own.
+    """
     journal = episode.journal
     call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     if again and isinstance(call.recorded, TimeLimitEntry):
@@ -88,16 +100,26 @@ async def perform_effect(
     if entry is None:
         start_s = episode.services.clock.monotonic()
         with CallExecution(journal, call, f"the effect {name!r}"):
-            value, error = await retry_infrastructure(
+            value, error, place = await retry_infrastructure(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
+        if counted:
+            count_call(episode, f"effect {name!r}", error, place)
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
+    if counted:
+        episode.metric(f"effect/{'ok' if entry.error is None else 'error'}", 1.0)
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
     return result
+
+
+def count_call(episode: LiveEpisode, name: str, error: str | None, place: str = "") -> None:
+    """Count a call of the user's code for the alarm `always_fails`, with its error and the place that raised it."""
+    text = None if error is None else escape_line(f"{shorten_lines(error, 200)}{f' at {place}' if place else ''}")
+    episode.services.activity.count_call(escape_line(name), text)
 
 
 async def _outcome(
@@ -107,8 +129,8 @@ async def _outcome(
     function: Callable[[], T | Awaitable[T]],
     guarantee: Guarantee,
     reconcile: Reconcile[T] | None,
-) -> tuple[Any, str | None]:
-    """Return the journaled value, or the error's type and message."""
+) -> tuple[Any, str | None, str]:
+    """Return the journaled value, or the error's type and message; and the place that raised the error."""
     act_name = f"effect {name!r}"
     has_happened, value = False, None
     if not await may_perform_effect(episode, call, act_name, guarantee):
@@ -116,13 +138,14 @@ async def _outcome(
             raise_unknown_outcome(episode, call, act_name)
         has_happened, value = await _await_value(reconcile())
     try:
-        return after_journal_round_trip(value if has_happened else await _await_value(function()), act_name), None
+        result = value if has_happened else await _await_value(function())
+        return after_journal_round_trip(result, act_name), None, ""
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # foreign code: any exception is its result
         if (failure := infrastructure_failure(error)) is not None:
             raise failure from error
-        return None, error_text(error)
+        return None, error_text(error), _raise_location(error)
 
 
 async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
@@ -370,6 +393,7 @@ class JournaledResource(Resource):
                 problem, cause = error_text(error), error
             if self.level == "snapshot":
                 state = self._new_state()
+        count_call(self._episode, f"{type(self._object).__name__}.{method}", problem, _raise_location(cause))
         seconds = clock.monotonic() - start_s
         entry = journal.recall(call, ResourceCallEntry)
         if entry is None:
@@ -386,6 +410,7 @@ class JournaledResource(Resource):
                 f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
             )
         if problem is not None:
+            self._episode.metric("resource/error", 1.0)
             raise EffectError(f"{where} failed", error=problem) from cause
         return value
 
@@ -395,6 +420,7 @@ class JournaledResource(Resource):
         if entry.state is not None:
             self._restore, self._state = entry.state, encode(entry.state)
         if entry.error is not None:
+            self._episode.metric("resource/error", 1.0)
             raise EffectError(f"{where} failed", error=entry.error)
         return entry.value
 

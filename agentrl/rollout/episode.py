@@ -205,7 +205,7 @@ class LiveEpisode:
     turn_calls: list[tuple[str, EpisodeAgent]] | None = None
     """Call id and agent of each turn so far, for `ctx.resample`; None if the environment declares no branches."""
     note: str = ""
-    """Note on a successful episode: how its external agent departed from an earlier attempt."""
+    """Notes on a committed episode: a failed program, or how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
     """Metrics that belong to no particular agent."""
     _num_waits: int = 0
@@ -264,6 +264,10 @@ class LiveEpisode:
     def policy_settings(self, seat: str) -> PolicySettings:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
+
+    def add_note(self, text: str) -> None:
+        """Add a sentence to `note`."""
+        self.note = f"{self.note}; {text}" if self.note else text
 
     def metric(self, name: str, value: float, agent: EpisodeAgent | None = None) -> None:
         """Add to a metric of the episode, or of one of its agents."""

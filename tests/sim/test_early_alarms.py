@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.core.errors import EffectError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.observe.alarms import MEANINGS, Alarm, find_alarms
@@ -153,6 +155,35 @@ class OneTurn(agentrl.Environment):
         ctx.agent("guesser").reward(ctx.rng.random())
 
 
+class Graded(OneTurn):
+    """A grader that always raises, which the program forgives; its name differs from episode to episode."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("guesser").act(agentrl.user("Guess."))
+        try:
+            await ctx.effect(f"grade {ctx.rng.randrange(1000)}", lambda: int("x" + turn.text), guarantee="read")
+        except EffectError:
+            ctx.agent("guesser").reward(ctx.rng.random())
+
+
+class Refuses:
+    """A game that plays nothing."""
+
+    def move(self, text: str) -> float:
+        raise ValueError(text)
+
+
+class Game(OneTurn):
+    """A resource that always raises."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        game = ctx.resource(Refuses, level="replay")
+        turn = await ctx.agent("guesser").act(agentrl.user("Move."))
+        with contextlib.suppress(EffectError):
+            await game.call("move", turn.text)
+        ctx.agent("guesser").reward(ctx.rng.random())
+
+
 def call(name: str, arguments: str) -> list[int]:
     return [*f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.encode(), STOP_TOKEN]
 
@@ -276,6 +307,32 @@ FAILURES = {
         words="names the scorer",
         command="'drop_reason = scorer_failed'",
         changes={"scorers": {"judge": {"function": f"{FUNCTIONS}:mostly_down", "per": "episode", "attempts": 1}}},
+    ),
+    "an effect always raises": Planted(
+        alarm="always_fails",
+        words="effect 'grade …' failed in all of its 16 calls, most often with ValueError",
+        command="'metric.effect/error > 0'",
+        environment=Graded,
+        script=always(says("1")),
+    ),
+    "a resource always raises": Planted(
+        alarm="always_fails",
+        words="Refuses.move failed in all of its 16 calls, most often with ValueError: It is 1",
+        command="'metric.resource/error > 0'",
+        environment=Game,
+        script=always(says("It is 1")),
+    ),
+    "a judge always fails, and another one answers": Planted(
+        alarm="always_fails",
+        words="scorer 'judge' failed in all of its 16 calls, most often with RuntimeError: 503",
+        command="'metric.scores/failed/judge > 0'",
+        environment=OneTurn,
+        changes={
+            "scorers": {
+                "judge": {"function": f"{FUNCTIONS}:down", "attempts": 1, "on_failure": "length"},
+                "length": {"function": f"{FUNCTIONS}:length", "per": "request"},
+            }
+        },
     ),
     "nothing to compare with": Planted(
         alarm="alone", words="n = 2 or more", command="agentrl episode show", environment=Alone

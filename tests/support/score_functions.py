@@ -40,6 +40,12 @@ async def patchy(scored: agentrl.Scored, how: str = "raise") -> float:
 
 
 @agentrl.scorer
+def down(scored: agentrl.Scored) -> float:
+    """Always fails."""
+    raise RuntimeError("503")
+
+
+@agentrl.scorer
 def fragile(scored: agentrl.Scored) -> float:
     """Fails from the second version of the policy on."""
     if scored.turn.completion.spans[-1].version.step >= 2:

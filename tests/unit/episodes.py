@@ -33,7 +33,9 @@ class Played:
     metrics: Mapping[str, float]
     """What it counted, as committed."""
     told: str
-    """Text of the committed conversation."""
+    """Detail of the committed episode."""
+    activity: Mapping[str, float]
+    """Totals of the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         raise failures[0]
     entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
     end = next(end for end in journal.of_kind(EpisodeEnd) if end.header.episode_id == "e0")
-    return Played(ended[0], entries, worker.last_failure, seen, rows, end.metrics, end.detail)
+    return Played(ended[0], entries, worker.last_failure, seen, rows, end.metrics, end.detail, worker.activity())
 
 
 def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:

@@ -39,14 +39,15 @@ from agentrl.core.errors import (
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Message, is_cut
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
-from agentrl.core.text import common_prefix_length, plural
+from agentrl.core.text import common_prefix_length, plural, shorten_lines
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import ChatReply, ChatRequest, ReplyEnd, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
+from agentrl.observe.metrics import PROGRAM_FAILED
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
-from agentrl.rollout.effects import perform_effect
+from agentrl.rollout.effects import count_call, perform_effect
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.turn.recorder import TurnRecorder
@@ -548,21 +549,30 @@ async def open_endpoint(
         episode.check_seat_acted(agent)
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, models) as endpoint:
-        perform = partial(perform_effect, episode, again=is_replay)
+        perform = partial(perform_effect, episode, again=is_replay, counted=False)
         serve = partial(episode.services.gateway.serve, endpoint)
-        yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve)
+        ended = partial(_count_program, episode)
+        yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve, ended)
     for seat, agent in seats.items():
         if open_turns := journal.unasked_turns(seat):
             if is_replay:
                 then = f"the journal holds {describe_entry(open_turns[0])}"
                 journal.mismatch(f"turn {open_turns[0].turn}", then, "the external agent no longer requests it")
-            episode.note = episode.note or agent.difference
+            if agent.difference:
+                episode.add_note(f"its external agent sent different requests on replay: {agent.difference}")
+
+
+def _count_program(episode: LiveEpisode, error: str | None) -> None:
+    if error is not None:
+        episode.metric(PROGRAM_FAILED, 1.0)
+        episode.add_note(f"its program failed: {shorten_lines(error, 500)}")
+    count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error)
 
 
 class LiveEndpoint(Endpoint):
     """Address and keys of the gateway for one attempt."""
 
-    __slots__ = ("_agents", "_fail", "_opened", "_perform", "_serve", "key", "keys", "url")
+    __slots__ = ("_agents", "_ended", "_fail", "_opened", "_perform", "_serve", "key", "keys", "url")
 
     def __init__(
         self,
@@ -571,6 +581,7 @@ class LiveEndpoint(Endpoint):
         perform: Callable[..., Awaitable[Any]],
         fail: Callable[[InfrastructureError], None],
         serve: Callable[[socket.socket], None],
+        ended: Callable[[str | None], None],
     ) -> None:
         self.url, self.key, self.keys = endpoint.url, endpoint.key, endpoint.keys
         self._opened = endpoint
@@ -578,6 +589,10 @@ class LiveEndpoint(Endpoint):
         self._perform = perform
         self._fail = fail
         self._serve = serve
+        self._ended = ended
+
+    def program_ended(self, error: str | None) -> None:
+        self._ended(error)
 
     def serve(self, listening: socket.socket) -> None:
         self._serve(listening)

@@ -252,7 +252,7 @@ class RetryingScorer(ABC):
             note = f"by {self.other.name}, because {self.name} failed: {detail}"[:2000]
             if score.note:
                 note = f"{score.note} ({note})"
-            return replace(score, note=note, requests=score.requests + requests)
+            return replace(score, note=note, requests=score.requests + requests, failure=detail)
         raise ScorerFailedError(
             f"{request.where}: the scorer {self.name!r} failed {self.attempts} times, the last time with: {detail}",
             requests=requests,

@@ -22,8 +22,9 @@ from agentrl.core.futures import retrieve_exception
 from agentrl.core.records import Scored, ScoreRequest
 from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
-from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS, SCORES_EXPOSED
+from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS, SCORES_EXPOSED, SCORES_FAILED
 from agentrl.rollout.calls.journal import CallExecution
+from agentrl.rollout.effects import count_call
 from agentrl.rollout.turn.sampler import call_priority
 
 if TYPE_CHECKING:
@@ -210,6 +211,9 @@ class LiveScores:
         clock = self._episode.services.clock
         start_s = clock.monotonic()
         score = await scorer.score(request)
+        count_call(self._episode, f"scorer {scorer.name!r}", score.failure)
+        if score.failure is not None:
+            self._episode.metric(SCORES_FAILED + scorer.name, 1.0, agent)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
         if score.value is not None and scorer.credit != "note":
             seconds = clock.monotonic() - start_s

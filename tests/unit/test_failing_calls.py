@@ -1,0 +1,145 @@
+"""Programs that always crash: their reward hides nothing, and calls of the user's code are counted by their ends."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+
+import agentrl
+from agentrl.core.clock import SystemClock
+from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
+from agentrl.observe.bottleneck import MAX_CALLED, ActivityClock, FailingCalls, failing_calls
+from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
+from tests.unit.episodes import Played, play
+
+
+class Crashing(agentrl.HarnessEnvironment):
+    """Gets a reply, and then raises."""
+
+    seats = ("main",)
+    failed_reward: ClassVar[float | None] = 0.25
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        body = {"model": "main", "messages": [{"role": "user", "content": "?"}]}
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as client,
+            client.post(f"{endpoint.url}/chat/completions", json=body) as response,
+        ):
+            await response.read()
+        return self.result()
+
+    def result(self) -> str:
+        raise TypeError("the JSON object must be str, not NoneType")
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 1.0
+
+
+class Sound(Crashing):
+    def result(self) -> str:
+        return "done"
+
+
+ASK = """
+import os, urllib.request
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    b'{"model": "main", "messages": [{"role": "user", "content": "?"}]}',
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+urllib.request.urlopen(request).read()
+raise SystemExit(3)
+"""
+
+
+class Command(agentrl.HarnessEnvironment):
+    """A command that gets a reply, and exits with a status of 3."""
+
+    seats = ("main",)
+    command: ClassVar[list[str]] = [sys.executable, "-c", ASK]
+    failed_reward: ClassVar[float | None] = 0.25
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 1.0
+
+
+def ended(played: Played) -> tuple[float | None, float, str]:
+    return played.header.reward, played.metrics.get("program/failed", 0.0), played.told
+
+
+def test_a_failed_program_is_a_metric_and_the_detail_of_its_episode() -> None:
+    reward, failed, detail = ended(play(Crashing, ["yes"]))
+    assert (reward, failed) == (0.25, 1.0)
+    assert "program failed: TypeError: the JSON object must be str" in detail
+    assert ended(play(Sound, ["yes"])) == (1.0, 0.0, "")
+
+
+def test_so_is_a_command_with_another_status_than_0() -> None:
+    reward, failed, detail = ended(play(Command, ["yes"]))
+    assert (reward, failed) == (0.25, 1.0)
+    assert "exit status 3" in detail
+
+
+@pytest.mark.parametrize(("environment", "alarms"), [(Crashing, ["always_fails"]), (Sound, [])])
+def test_a_program_that_always_fails_raises_an_alarm_with_its_commonest_error(
+    environment: type[agentrl.Environment], alarms: list[str]
+) -> None:
+    played = [play(environment, ["yes"]) for _ in range(4)]
+    totals: dict[str, float] = {}
+    for episode in played:
+        for name, value in episode.activity.items():
+            totals[name] = totals.get(name, 0.0) + value
+    state = RunState(plan=RunDisplaySettings(), status=RunSnapshot(phase="", failing=failing_calls(totals)))
+    found = find_alarms(state)
+    assert [alarm.name for alarm in found] == alarms
+    for alarm in found:
+        assert "the program of Crashing failed in all of its 4 calls" in alarm.text
+        assert "TypeError: the JSON object must be str" in alarm.text
+        assert "metric.program/failed > 0" in alarm.advice
+
+
+# --- the counts -------------------------------------------------------------------------------------------------------
+
+
+def counted(*errors: str | None, name: str = "effect 'grade'") -> ActivityClock:
+    activity = ActivityClock(SystemClock())
+    for error in errors:
+        activity.count_call(name, error)
+    return activity
+
+
+def is_alarming(activity: ActivityClock) -> bool:
+    status = RunSnapshot(phase="", failing=failing_calls(activity.totals()))
+    return bool(find_alarms(RunState(plan=RunDisplaySettings(), status=status)))
+
+
+@pytest.mark.parametrize(
+    ("errors", "alarming"),
+    [
+        ([], False),
+        (["a"] * 3, False),
+        (["a"] * 4, True),
+        ([*["a"] * 9, None], False),
+        ([None, *["a"] * 9], False),
+        ([None, *["a"] * ALWAYS_IN_A_ROW], True),
+        ([None, *["a"] * ALWAYS_IN_A_ROW, None], False),
+        (["a", None] * 99, False),
+    ],
+)
+def test_what_always_fails_or_has_failed_for_long_is_alarming(errors: list[str | None], alarming: bool) -> None:
+    assert is_alarming(counted(*errors)) == alarming
+
+
+def test_calls_are_counted_by_name_without_numbers_and_the_commonest_error_is_told() -> None:
+    activity = counted("a", "b", "b", name="effect 'test 7'")
+    activity.count_call("effect 'test 8'", "a\nb")
+    activity.count_call("scorer 'judge'", None)
+    assert failing_calls(activity.totals()) == {"effect 'test …'": FailingCalls(4.0, 4.0, 4.0, "b")}
+
+
+def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
+    activity = counted()
+    for number in range(3 * MAX_CALLED):
+        activity.count_call("name " + "x" * number, "error " + "y" * number)
+    assert len(failing_calls(activity.totals())) == MAX_CALLED
