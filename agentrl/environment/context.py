@@ -554,8 +554,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def program_ended(self, error: str | None) -> None:
-        """Count a run of the program. `error` is why it failed, with its type: it becomes the metric `program/failed`,
-        the episode's detail, and the alarm `always_fails` if no run succeeds. None: it succeeded."""
+        """Count a run of the program, as the metric `program/ok` or `program/failed`.
+
+        `error` is why it failed, with its type; None: it succeeded. The error becomes the episode's detail, and the
+        alarm `always_fails` if no run succeeds.
+        """
 
     @abstractmethod
     async def run_program(self, name: str, program: Callable[[], Awaitable[T]]) -> T:

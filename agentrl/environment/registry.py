@@ -418,10 +418,10 @@ def _definition_problem(candidate: type[Environment]) -> str:
         )
     # A ToolEnvironment may override `run`.
     if not issubclass(candidate, ToolEnvironment) and (unoffered := tools_without_seat(candidate)):
-        return (
-            f": {', '.join(unoffered)}: tools that are offered to no seat: subclass ToolEnvironment, or pass tools= to "
-            "ctx.agent"
-        )
+        advice = "subclass ToolEnvironment, or pass tools= to ctx.agent"
+        if issubclass(candidate, HarnessEnvironment):
+            advice = "the program offers its own tools, in its requests; remove the decorator"
+        return f": {', '.join(unoffered)}: tools that are offered to no seat: {advice}"
     return ""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
-from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED, PROGRAM_FAILED, SCORES_FAILED
+from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED, PROGRAM_FAILED, PROGRAM_OK, SCORES_FAILED
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
 
@@ -340,12 +340,16 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         f"{mean_of(shares):.0%} of the turns in the last {steps} break the format"
         + (f" (of all turns: {kinds_text}{repeats})" if kinds_text else ""),
         f"`agentrl episode list RUN --where 'metric.{worst} > 0'` lists examples for `agentrl episode show`; "
-        + _format_advice(worst, is_repeating=repeating > MOST_SHARE * cut)
+        + _format_advice(
+            worst,
+            is_repeating=repeating > MOST_SHARE * cut,
+            is_program=any(window_metric_values(window, name) for name in (PROGRAM_OK, PROGRAM_FAILED)),
+        )
         + f"; {_IF_LATER}",
     )
 
 
-def _format_advice(worst: str, *, is_repeating: bool) -> str:
+def _format_advice(worst: str, *, is_repeating: bool, is_program: bool) -> str:
     """Return the remedy for the commonest way to break the format."""
     match worst:
         case "turns/length" if is_repeating:
@@ -354,6 +358,11 @@ def _format_advice(worst: str, *, is_repeating: bool) -> str:
             return "raise sampling.max_tokens, ask for shorter replies, or use a base model that ends its turns"
         case "tool/unknown_tool":
             return f"{_SEES_TOOLS}; a complete call in the prompt, or a base model that knows tool calls"
+        case "tool/not_offered" if is_program:
+            return (
+                "the requests of the program offer no tool there: ask for the form of the answer in the prompt, or "
+                "offer the tools (`tools`) in every request of the conversation"
+            )
         case "tool/not_offered":
             return "the environment offers no tool: ask for the form of the answer, or pass tools= to ctx.agent"
         case "tool/bad_arguments":

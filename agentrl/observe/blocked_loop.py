@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 BLOCKED_S = 1.0
 COUNTED_S = 0.5
 """Seconds without an iteration from which on the time counts as blocked by the user's code."""
+PROGRAM_REMEDY = "await an asynchronous function instead, or `await asyncio.to_thread(…)`"
+"""Remedy in a `HarnessEnvironment`."""
 REMEDY = (
     "await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool @tool(external=True), which runs it "
-    "in a thread"
+    f"in a thread; in the `play` of a HarnessEnvironment, {PROGRAM_REMEDY}"
 )
 _EPISODE = re.compile(r"[a-z]\d+(~.*)?")
 _PACKAGE = __file__.rpartition("/observe/")[0]
@@ -45,6 +47,7 @@ def watch_event_loop(
     repeated_s: float | None = None,
     users_only: bool = False,
     count: Callable[[str, float], None] | None = None,
+    remedy: str = REMEDY,
 ) -> Iterator[None]:
     """Watch the running loop. `tell` is called once for each place: in the watching thread for code that blocks, in the
     loop for an error of a task or callback that nothing awaits (also after the end of the watch).
@@ -56,9 +59,11 @@ def watch_event_loop(
         users_only: report a blocked loop only where the user's code is on the stack and does not import a library.
         count: receives, in the watching thread, a place in the user's code (`file.py:8`) and for how many more seconds
             it has blocked the loop.
+        remedy: what the user can do about code that blocks.
     """
     watch = _Watch(
-        asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s, users_only, count
+        *(asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s),
+        *(users_only, count, remedy),
     )
     watch.start()
     try:
@@ -76,6 +81,7 @@ class _Watch:
         repeated_s: float,
         users_only: bool,
         count: Callable[[str, float], None] | None,
+        remedy: str,
     ) -> None:
         self._loop = loop
         self._tell = tell
@@ -83,6 +89,7 @@ class _Watch:
         self._repeated_s = repeated_s
         self._users_only = users_only
         self._count = count
+        self._remedy = remedy
         self._counted_mark, self._counted_s = 0.0, 0.0
         """The newest iteration after which time was counted, and the seconds that were."""
         self._blocked_at: dict[tuple[str, int], float] = {}
@@ -173,7 +180,7 @@ class _Watch:
             return f"{description}no code of yours is in it; agentrl or a library works, or the machine is busy"
         if is_import:
             return f"{description}it imports a library for the first time; import it at the top of your module"
-        return f"{description}{REMEDY}"
+        return f"{description}{self._remedy}"
 
 
 def _location(frame: FrameType) -> str:

@@ -27,7 +27,7 @@ class Metric(NamedTuple):
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
-PROGRAM_FAILED = "program/failed"
+PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 SCORES_FAILED = "scores/failed/"
 """Prefix of the metric of the scores that another scorer gave, because the named one failed."""
 SCORE_REQUESTS = "scores/requests/"
@@ -204,9 +204,10 @@ METRICS: tuple[Metric, ...] = (
         "tools although none is offered (not_offered)",
     ),
     Metric(
-        "program/failed",
+        "program/<outcome>",
         "fraction",
-        "share of episodes whose program failed after a reply (`HarnessEnvironment`), whatever reward they got",
+        "share of episodes whose program (`HarnessEnvironment`) ended so, whatever reward they got: ok, failed; the "
+        "rest ran into a limit",
     ),
     Metric("effect/<outcome>", "calls", "calls of `ctx.effect` per episode, by outcome (ok, error)"),
     Metric("resource/error", "calls", "calls of `ctx.resource` per episode that raised an exception"),

@@ -39,7 +39,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.own_loop import interruptible, outside_event_loop
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
-from agentrl.core.text import plural
+from agentrl.core.text import plural, shorten_lines
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
 from agentrl.environment.demonstrations import has_demonstrations
@@ -59,7 +59,9 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
 )
-from agentrl.observe.blocked_loop import watch_event_loop
+from agentrl.observe.blocked_loop import PROGRAM_REMEDY, watch_event_loop
+from agentrl.observe.blocked_loop import REMEDY as BLOCKING_REMEDY
+from agentrl.observe.metrics import PROGRAM_FAILED
 from agentrl.rollout.calls.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.rollout.sandbox import NAME as SANDBOX
@@ -206,6 +208,8 @@ class EnvironmentReport:
     """Whether the environment draws from the global random generators, as observed or declared."""
     failed_reward: float | None = None
     """`failed_reward` of an external agent."""
+    program_errors: list[str] = field(default_factory=list)
+    """Errors of its program that `failed_reward` paid for, in the random policy's episodes."""
     sampling: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     """Sampling parameters of the run that are not the defaults."""
     on_progress: Callable[[str, str], None] = field(default=lambda phase, part: None, repr=False, compare=False)
@@ -226,13 +230,14 @@ class EnvironmentReport:
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
         unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
         constant = [self._constant_reward_warning] if self._earns_the_same else []
+        failed = [self._failed_programs_warning] if 0 < self.episodes == len(self.program_errors) else []
         tools = [
             f"{text}. Fix it, or ignore this if the tool is meant to refuse such calls"
             for text in self._tool_warnings
             if text not in self.findings
         ]
         return [
-            *(*self.misspelled, *self._unmarked, *constant, *tools, *wrong_calls, *unplayed),
+            *(*self.misspelled, *self._unmarked, *constant, *failed, *tools, *wrong_calls, *unplayed),
             *(*self._demonstration_warnings, *self._overlap_warnings),
             *([self.unwinnable] if self.unwinnable and not constant else []),
         ]
@@ -259,6 +264,13 @@ class EnvironmentReport:
         """Whether all replies earned the same reward above 0, the unreadable ones included; at 0, chance may fail."""
         rewards = {*self.rewards, *self.format_rewards}
         return len(self.format_rewards) >= MIN_FORMAT_REWARDS and len(rewards) == 1 and min(rewards) > 0
+
+    @property
+    def _failed_programs_warning(self) -> str:
+        return (
+            f"the program failed in all of {plural(self.episodes, 'episode')}, which got failed_reward = "
+            f"{self.failed_reward}, the last time with {self.program_errors[-1]}"
+        )
 
     @property
     def _constant_reward_warning(self) -> str:
@@ -381,8 +393,12 @@ class EnvironmentReport:
             return ""
         return (
             f" Left out, because the check plays for about {PLAYING_S:g} s, and kills an episode at most {MAX_CUTS} "
-            f"times: {' and '.join(left_out)}. Each resume repeats the episode's tool calls, also in training, except "
-            "those of @agentrl.tool(external=True)."
+            f"times: {' and '.join(left_out)}."
+        ) + (
+            ""
+            if self.requests
+            else " Each resume repeats the episode's tool calls, also in training, except those of "
+            "@agentrl.tool(external=True)."
         )
 
     @property
@@ -448,7 +464,7 @@ def check_environment(
         last = _check_episodes(run, environment_class, chosen_tasks[:episodes], seed, report)
         if report.passed and report.episodes and not report.has_turns and not is_harness:
             report.findings.append(_idle_text(environment_class, report.episodes))
-        _check_rewards(report)
+        _check_rewards(environment_class, report)
         _check_tools(environment_class, report)
         _check_refused_calls(environment_class, report)
         _check_texts(report)
@@ -494,14 +510,15 @@ def _idle_text(environment: type[Environment], episodes: int) -> str:
     )
 
 
-def _check_rewards(report: EnvironmentReport) -> None:
+def _check_rewards(environment: type[Environment], report: EnvironmentReport) -> None:
     """Report seats that acted without getting a reward. A seat that never gets one while others do is left to the
     configuration, which may give it to a policy that does not learn, such as a judge."""
+    advice = "call agent.reward(…) in run()"
+    if issubclass(environment, HarnessEnvironment):
+        advice = "return one for it from reward(), as {seat: number}"
     for seat, task_id in report.unrewarded.items():
         if seat in report.rewarded or not report.rewarded:
-            report.findings.append(
-                f"task {task_id!r}: seat {seat!r} acted but was given no reward; call agent.reward(…) in run()"
-            )
+            report.findings.append(f"task {task_id!r}: seat {seat!r} acted but was given no reward; {advice}")
 
 
 def _check_tools(environment: type[Environment], report: EnvironmentReport) -> None:
@@ -615,6 +632,15 @@ def _repr_kind(text: str, data: Mapping[str, Any] = MappingProxyType({})) -> str
     if found is None or found[0] in json.dumps(dict(data), ensure_ascii=False):
         return ""
     return "a list" if found[0].startswith("[") else "an object"
+
+
+def _program_error(entries: Sequence[JournalEntry]) -> str:
+    """Return why the program of an external agent failed."""
+    ends = [body for entry in entries if isinstance(body := entry.decode(), EffectEntry)]
+    error = ends[-1].error if ends else None
+    if error is None and ends and isinstance(ends[-1].value, dict):  # a command
+        error = ends[-1].value.get("error")
+    return shorten_lines(str(error), 300)
 
 
 def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode, report: EnvironmentReport) -> None:
@@ -994,8 +1020,9 @@ async def _check_episode(
     part = f"episode {number + 1}, task {task.id!r}: "
     report.on_progress(_PLAYING, f"{part}playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
+    remedy = PROGRAM_REMEDY if issubclass(environment, HarnessEnvironment) else BLOCKING_REMEDY
     with (
-        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True),
+        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy),
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script, sampling=report.sampling)
@@ -1021,6 +1048,8 @@ async def _check_episode(
         else:
             report.rewarded.add(trajectory.seat)
     report.cuts += first.cuts
+    if first.metrics.get(PROGRAM_FAILED):
+        report.program_errors.append(_program_error(first.entries))
     report.rewards.append(first.header.reward or 0.0)
     if loop_problems:  # a blocking environment would block again for every entry
         return first

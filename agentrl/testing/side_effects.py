@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.text import valid_unicode
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.calls.journal import running_strand
 
@@ -55,6 +56,12 @@ MODEL_ADVICE = (
     '(`[policies.NAME] kind = "remote"`). Only a model that is no agent of the episode, such as a search service of '
     "yours, belongs in an external tool or `ctx.effect`"
 )
+_PROGRAM_ADVICE = "and would again on re-execution; do it in `play`, or in the program"
+"""Advice on a `HarnessEnvironment`, whose program is not watched."""
+_PROGRAM_MODEL_ADVICE = (
+    "it calls a language model itself, again on re-execution, and the run records none of it: let the run judge, by a "
+    "scorer (`[scorers.NAME]`), or call the model in `play`"
+)
 
 
 @dataclass(slots=True)
@@ -63,6 +70,8 @@ class ObservedSideEffects:
 
     source: str
     """Text of the environment's module."""
+    advice: str = _ADVICE
+    model_advice: str = MODEL_ADVICE
     findings: dict[tuple[str, str], str] = field(default_factory=dict)
     """Sentences about findings, keyed by event and place."""
     asked_model: bool = False
@@ -80,6 +89,8 @@ def watch_side_effects(environment: type[Environment]) -> Iterator[ObservedSideE
         sys.addaudithook(_hook)  # an audit hook cannot be removed, but costs almost nothing while inactive
         _installed = True
     _watching = ObservedSideEffects(environment.source())
+    if issubclass(environment, HarnessEnvironment):
+        _watching.advice, _watching.model_advice = _PROGRAM_ADVICE, _PROGRAM_MODEL_ADVICE
     try:
         yield _watching
     finally:
@@ -113,7 +124,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if place is not None and (event, place) not in observer.findings:
         model = event in _TALKS and _is_for_model(frame, observer.source)
         observer.asked_model |= model
-        observer.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
+        observer.findings[event, place] = (
+            f"{place} {act}: {observer.model_advice}" if model else f"{place} {act}, {observer.advice}"
+        )
 
 
 def _is_for_model(frame: FrameType | None, source: str) -> bool:

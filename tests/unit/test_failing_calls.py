@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections import Counter
 from typing import Any, ClassVar
 
 import aiohttp
@@ -10,9 +12,12 @@ import pytest
 
 import agentrl
 from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.registry import resolve
 from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
 from agentrl.observe.bottleneck import MAX_CALLED, ActivityClock, FailingCalls, failing_calls
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
+from agentrl.testing.check import EnvironmentReport
 from tests.unit.episodes import Played, play
 
 
@@ -97,6 +102,73 @@ def test_a_program_that_always_fails_raises_an_alarm_with_its_commonest_error(
         assert "the program of Crashing failed in all of its 4 calls" in alarm.text
         assert "TypeError: the JSON object must be str" in alarm.text
         assert "metric.program/failed > 0" in alarm.advice
+
+
+def test_the_check_warns_of_a_program_that_always_fails() -> None:
+    tasks = [agentrl.Task(id=f"t{number}", data={}) for number in range(3)]
+    report = agentrl.check_environment(Crashing, tasks=tasks)
+    (warning,) = [text for text in report.warnings if "failed in all of 3 episodes" in text]
+    assert "TypeError: the JSON object must be str" in warning
+    assert not [text for text in agentrl.check_environment(Sound, tasks=tasks).warnings if "failed in all" in text]
+
+
+# --- advice for a class with neither `ctx.agent` nor tools ------------------------------------------------------------
+
+
+class Marked(Sound):
+    @agentrl.tool
+    def add(self, a: int) -> int:
+        """Add."""
+        return a
+
+
+class Writing(Sound):
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        with tempfile.TemporaryDirectory():
+            return 1.0
+
+
+class Unpaid(Sound):
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> dict[str, float]:
+        return {}
+
+
+def definition_error() -> str:
+    with pytest.raises(EnvironmentDefinitionError) as raised:
+        resolve(Marked)
+    return str(raised.value)
+
+
+def checked(environment: type[agentrl.Environment]) -> str:
+    return agentrl.check_environment(environment, tasks=[agentrl.Task(id="t", data={})]).text
+
+
+def alarm_of_calls_without_tools() -> str:
+    state = RunState(plan=RunDisplaySettings())
+    metrics = {"format/broken_turns": 1.0, "episodes/turns": 1.0, "tool/not_offered": 1.0, "program/failed": 1.0}
+    state.record("main", 1, metrics)
+    (alarm,) = [alarm for alarm in find_alarms(state) if alarm.name == "illegal_output"]
+    return alarm.line
+
+
+ADVICE = {
+    "a method marked as a tool": (definition_error, "tools that are offered to no seat"),
+    "a side effect in reward": (lambda: checked(Writing), "changes files"),
+    "a seat without a reward": (lambda: checked(Unpaid), "was given no reward"),
+    "calls where no tool is offered": (alarm_of_calls_without_tools, "requests of the program offer no tool"),
+    "tasks left out": (
+        lambda: EnvironmentReport(environment="E", requests=Counter(main=1), unplayed=3)._left_out_sentence,
+        "3 tasks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_names_nothing_that_a_program_does_not_have(name: str) -> None:
+    advice, told = ADVICE[name]
+    text = advice()
+    assert told in text
+    assert not [part for part in ("ctx.agent", "@agentrl.tool", "@tool(", "agent.reward", "ctx.effect") if part in text]
 
 
 # --- the counts -------------------------------------------------------------------------------------------------------

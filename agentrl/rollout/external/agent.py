@@ -44,7 +44,7 @@ from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import ChatReply, ChatRequest, ReplyEnd, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
-from agentrl.observe.metrics import PROGRAM_FAILED
+from agentrl.observe.metrics import PROGRAM_FAILED, PROGRAM_OK
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import count_call, perform_effect
@@ -563,8 +563,8 @@ async def open_endpoint(
 
 
 def _count_program(episode: LiveEpisode, error: str | None) -> None:
+    episode.metric(PROGRAM_OK if error is None else PROGRAM_FAILED, 1.0)
     if error is not None:
-        episode.metric(PROGRAM_FAILED, 1.0)
         episode.add_note(f"its program failed: {shorten_lines(error, 500)}")
     count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error)
 
