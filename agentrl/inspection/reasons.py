@@ -247,8 +247,12 @@ def _reward(view: ConversationView) -> list[Reason]:
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = [f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED]]
-    effects = [act for act in view.acts if isinstance(act, EffectAct) and act.error]
-    outcomes += [f"effect {act.name} failed: {act.error[:200]}" for act in effects[:MAX_NAMED] if act.error]
+    errors = [
+        (act.name, act.error)
+        for act in view.acts
+        if isinstance(act, EffectAct) and act.error and act.error not in (view.detail or "")
+    ]
+    outcomes += [f"effect {name} failed: {error[:200]}" for name, error in errors[:MAX_NAMED]]
     return reasons + [Reason("tool", text) for text in outcomes]
 
 

@@ -150,6 +150,7 @@ class RunObserver:
             observer.on_step(policy, step, metrics)
         if not self._quiet:
             self._display_of_run().step(policy, step, metrics)
+        self._update_status()  # alarms of a step name errors of its episodes
         self._raise_alarms()
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
@@ -165,8 +166,8 @@ class RunObserver:
         """Show the learning curve and the results of the run."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._probe is not None:
-            self._set_status(self._probe())
+        self._update_status()
+        self._raise_alarms()
         if self._quiet:
             return
         if self._display is not None:
@@ -249,6 +250,10 @@ class RunObserver:
                         f"{after:.3f} after; the evaluations before were on another number of tasks\n"
                     )
         return "\n" + "".join(lines) if lines else ""
+
+    def _update_status(self) -> None:
+        if self._probe is not None:
+            self._set_status(self._probe())
 
     def _set_status(self, status: RunSnapshot) -> None:
         now = self._clock.monotonic() - self._start_s
