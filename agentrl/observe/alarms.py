@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
-from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED, PROGRAM_FAILED, PROGRAM_OK, SCORES_FAILED
+from agentrl.observe.metrics import (
+    BROKEN_FORMAT,
+    DEMONSTRATED,
+    EFFECT_ERROR,
+    PROGRAM_FAILED,
+    PROGRAM_OK,
+    RESOURCE_ERROR,
+    SCORES_FAILED,
+)
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
 
@@ -300,13 +308,13 @@ def _failure_metric(name: str) -> str:
     """Return the episode metric that counts failures of a program, effect, resource or scorer of this name."""
     match name.split(" ", 1):
         case ["effect", _]:
-            return "effect/error"
+            return EFFECT_ERROR
         case ["scorer", scorer]:
             return SCORES_FAILED + scorer.strip("'")
         case ["the", _]:
             return PROGRAM_FAILED
         case _:
-            return "resource/error"
+            return RESOURCE_ERROR
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:

@@ -28,6 +28,7 @@ SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
+EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
 SCORES_FAILED = "scores/failed/"
 """Prefix of the metric of the scores that another scorer gave, because the named one failed."""
 SCORE_REQUESTS = "scores/requests/"
@@ -210,7 +211,7 @@ METRICS: tuple[Metric, ...] = (
         "rest ran into a limit",
     ),
     Metric("effect/<outcome>", "calls", "calls of `ctx.effect` per episode, by outcome (ok, error)"),
-    Metric("resource/error", "calls", "calls of `ctx.resource` per episode that raised an exception"),
+    Metric(RESOURCE_ERROR, "calls", "calls of `ctx.resource` per episode that raised an exception"),
     Metric(
         "scores/failed/<name>",
         "scores",
@@ -494,6 +495,12 @@ def broken_turns(metrics: Mapping[str, float]) -> float:
     cut, stray = metrics.get("turns/length", 0.0), metrics.get("tool/not_offered", 0.0)
     judged = sum(metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal"))
     return cut + max(judged, stray)
+
+
+def is_failure(name: str) -> bool:
+    """Whether an episode metric counts failures of the user's code."""
+    failures = ("tool/error", PROGRAM_FAILED, EFFECT_ERROR, RESOURCE_ERROR)
+    return name in failures or name.startswith(SCORES_FAILED)
 
 
 def registered_metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, read_raised_alarms, write_alarm
-from agentrl.observe.metrics import reward_metrics
+from agentrl.observe.metrics import is_failure, reward_metrics
 from agentrl.observe.progress import (
     Display,
     PhaseTimer,
@@ -150,7 +150,8 @@ class RunObserver:
             observer.on_step(policy, step, metrics)
         if not self._quiet:
             self._display_of_run().step(policy, step, metrics)
-        self._update_status()  # alarms of a step name errors of its episodes
+        if any(metrics.get(name) for name in metrics if is_failure(name)):
+            self._update_status()  # the alarms of this step name the errors
         self._raise_alarms()
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:

@@ -48,6 +48,7 @@ from agentrl.journal.entries import (
     TimeLimitEntry,
     request_hash,
 )
+from agentrl.observe.metrics import EFFECT_ERROR, RESOURCE_ERROR
 from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand, mark_memoised_code
 from agentrl.rollout.calls.journal_data import (
     after_journal_round_trip,
@@ -109,7 +110,7 @@ async def perform_effect(
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
     if counted:
-        episode.metric(f"effect/{'ok' if entry.error is None else 'error'}", 1.0)
+        episode.metric("effect/ok" if entry.error is None else EFFECT_ERROR, 1.0)
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
@@ -410,7 +411,7 @@ class JournaledResource(Resource):
                 f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
             )
         if problem is not None:
-            self._episode.metric("resource/error", 1.0)
+            self._episode.metric(RESOURCE_ERROR, 1.0)
             raise EffectError(f"{where} failed", error=problem) from cause
         return value
 
@@ -420,7 +421,7 @@ class JournaledResource(Resource):
         if entry.state is not None:
             self._restore, self._state = entry.state, encode(entry.state)
         if entry.error is not None:
-            self._episode.metric("resource/error", 1.0)
+            self._episode.metric(RESOURCE_ERROR, 1.0)
             raise EffectError(f"{where} failed", error=entry.error)
         return entry.value
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import Int32Array
 
 VOCABULARY = 97
+SCRIPTED_END = "max_tokens"
+"""Stop reason of the episodes: the script never stops, so that every turn is cut."""
 
 
 def scripted_engine(

@@ -15,6 +15,7 @@ import pytest
 import agentrl
 from agentrl.core.records import Message, SeatBinding
 from agentrl.journal.entries import TurnEntry
+from tests.contract.scripted_program import SCRIPTED_END
 from tests.contract.worker_cases import Workplace, workplace
 from tests.contract.worker_environments import TwoTurns, user
 
@@ -84,7 +85,7 @@ def played(
                 await at.until(lambda: bool(at.told))
             at.open()
             await at.drained()
-            assert {at.ends[name].stop_reason for name in EPISODES} == {"completed"}
+            assert {at.ends[name].stop_reason for name in EPISODES} == {SCRIPTED_END}
             assert set(at.times.values()) == {1}
             return turns_of(at)
 

@@ -23,6 +23,7 @@ from agentrl.core.network import Address
 from agentrl.core.records import ProcessStatus, SeatBinding
 from agentrl.journal.reader import TurnLogReader
 from tests.contract import worker_environments as environments
+from tests.contract.scripted_program import SCRIPTED_END
 from tests.contract.worker_cases import Workplace, config_of, run, workplace
 from tests.support.listening import Listening
 
@@ -40,7 +41,7 @@ def test_episodes_are_spread_and_each_is_told_once(tmp_path: Path) -> None:
             at.open()
             await at.drained()
             assert set(at.times.values()) == {1}
-            assert {header.stop_reason for header in at.ends.values()} == {"completed"}
+            assert {header.stop_reason for header in at.ends.values()} == {SCRIPTED_END}
             partitions = {header.location.partition for header in at.ends.values() if header.location}
             assert partitions == {"turns-0.db", "turns-1.db"}
 
@@ -255,7 +256,7 @@ def test_an_episode_that_gets_on_after_a_death_is_no_suspect(tmp_path: Path) -> 
             assert not at.ends
             (at.directory / "on").touch()
             await at.drained()
-            assert {header.stop_reason for header in at.ends.values()} == {"completed"}
+            assert {header.stop_reason for header in at.ends.values()} == {SCRIPTED_END}
 
     run(main)
 
@@ -272,7 +273,7 @@ def test_what_was_with_an_episode_that_kills_workers_is_not_dropped(tmp_path: Pa
             await at.drained()
             assert deaths(at) <= DEATHS
             assert at.ends["e0"].drop_reason == "worker_lost"
-            assert {at.ends[f"e{number}"].stop_reason for number in range(1, 6)} == {"completed"}
+            assert {at.ends[f"e{number}"].stop_reason for number in range(1, 6)} == {SCRIPTED_END}
 
     run(main)
 
@@ -322,7 +323,7 @@ def test_a_partition_that_a_dying_process_still_has_is_waited_for(tmp_path: Path
             holder.stdin.close()
             await holder.wait()
             await at.drained()
-            assert at.ends["e0"].stop_reason == "completed"
+            assert at.ends["e0"].stop_reason == SCRIPTED_END
 
     run(main)
 
@@ -524,7 +525,7 @@ def test_a_worker_that_cannot_reach_the_journal_is_started_again(
             at.open()
             await at.drained()
             assert at.failure is None
-            assert at.ends["e0"].stop_reason == "completed"
+            assert at.ends["e0"].stop_reason == SCRIPTED_END
             (told,) = at.told
             assert "was killed: " in told
             assert "cannot be reached at port 1 of 127.0.0.1" in told
