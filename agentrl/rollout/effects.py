@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NUMBER = re.compile(r"\d+")
+"""Part of the names of effects that differs between calls, such as `test 7` and `test 8`."""
 _tool_limit: ContextVar[tuple[asyncio.Timeout | None, float]] = ContextVar("agentrl_tool_limit", default=(None, 0.0))
 """Timer and time limit, in seconds, of the tool that runs."""
 
@@ -105,7 +108,7 @@ async def perform_effect(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
         if counted:
-            count_call(episode, f"effect {name!r}", error, place)
+            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, place)
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)

@@ -203,11 +203,10 @@ def test_what_always_fails_or_has_failed_for_long_is_alarming(errors: list[str |
     assert is_alarming(counted(*errors)) == alarming
 
 
-def test_calls_are_counted_by_name_without_numbers_and_the_commonest_error_is_told() -> None:
-    activity = counted("a", "b", "b", name="effect 'test 7'")
-    activity.count_call("effect 'test 8'", "a\nb")
+def test_calls_are_counted_by_name_and_the_commonest_error_is_told() -> None:
+    activity = counted("a", "b", "b", "c\nd")
     activity.count_call("scorer 'judge'", None)
-    assert failing_calls(activity.totals()) == {"effect 'test …'": FailingCalls(4.0, 4.0, 4.0, "b")}
+    assert failing_calls(activity.totals()) == {"effect 'grade'": FailingCalls(4.0, 4.0, 4.0, "b")}
 
 
 def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
