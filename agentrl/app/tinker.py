@@ -1,7 +1,8 @@
 """A server for clients of the Tinker protocol: their models, in the order of their requests, over the journal.
 
 A client's model is an adapter on a base model, or trains all its weights. Its requests are executed by their sequence
-numbers in one thread; models take turns by the tokens that they trained on. The journal decides everything: a request
+numbers in one thread; owners take turns, and so do the models of each, by the tokens that they trained on
+(`tinker_shares`). The journal decides everything: a request
 is in it before the client knows its id, and a result before the client can see it. What is in memory follows from it:
 `tinker_tables` holds what clients have, `tinker_training` their models, `tinker_samples` samples, and `tinker_checks`
 refuses bad requests.
@@ -18,7 +19,7 @@ import functools
 import json
 import os
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from agentrl.app.plan import with_chosen_settings
 from agentrl.app.tinker_answers import checkpoint_list, describe_model, describe_session, model_info, page, weights_info
 from agentrl.app.tinker_checks import check_labels, check_request
 from agentrl.app.tinker_samples import ClientSampler, SamplingSource, recorded_samples
+from agentrl.app.tinker_shares import TrainingTurns
 from agentrl.app.tinker_tables import (
     CREATES,
     EXTERNAL_WEIGHTS,
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 REFUSED = "refused"
 """Route of the record that a refused request used its sequence number up; its body is the reason."""
 MAX_WAITING = 4096
-"""Maximum number of accepted requests of one model, or of samples of one owner, that are not finished."""
+"""Maximum number of accepted requests of one owner's models, and of its requests for samples, that are not finished."""
 MAX_SAMPLING = 256
 """Maximum number of requests for samples of one owner that are executed at once; others wait on disk."""
 MIN_KEY = 24
@@ -100,7 +102,8 @@ class TinkerService:
         self._clock = clock
         self._tell = tell
         waiting = {request.id for request in self._log.unfinished()}
-        self._sampler = ClientSampler(engine, store, clock, config.seed, recorded_samples(store, waiting))
+        recorded = recorded_samples(store, waiting)
+        self._sampler = ClientSampler(engine, store, clock, config.seed, recorded, config.keys)
         is_used = self._sampler.pinned.is_used
         self.tables = ClientTables(bases, store, directory, clock, config.checkpoint.versions, is_used)
         self._training = ModelTraining(
@@ -120,8 +123,9 @@ class TinkerService:
         """Bounds the requests for samples in memory, by owner."""
         self._samples: dict[str, asyncio.Task[None]] = {}
         """Requests for samples that can be cancelled, by id."""
-        self._owner_samples: dict[str, int] = {}
-        """Number of unfinished requests for samples, by owner."""
+        self._unfinished: Counter[tuple[str, bool]] = Counter()
+        """Number of unfinished requests, by owner and whether they are for samples."""
+        self._turns = TrainingTurns(self._training.turn)
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -149,6 +153,7 @@ class TinkerService:
             if created is not None and created.kind == "error":
                 model.failure = json.loads(created.body)["error"]
         for request in self._log.unfinished():
+            self._unfinished[request.owner, request.route == "asample"] += 1
             self._enqueue(request)
         self._spawn(self._train())
 
@@ -221,6 +226,7 @@ class TinkerService:
     def _receive(self, request: ClientRequest) -> None:
         """Queue an accepted request for the disk, and let it be executed once it is there."""
         self._receiving[request.id] = request
+        self._unfinished[request.owner, request.route == "asample"] += 1
         self._done[request.id] = asyncio.Event()
         self._log.receive(request)
         self._spawn(self._begin(request))
@@ -253,29 +259,24 @@ class TinkerService:
         Raises:
             RequestRefusedError: too many wait already.
         """
-        if request.route == "asample":
-            waiting, whose = self._owner_samples.get(request.owner, 0), "for samples"
-        elif request.sequence:
-            waiting, whose = len(self.tables.models[request.subject].waiting), f"of {request.subject}"
-        else:
-            return
-        if waiting >= MAX_WAITING:
-            raise RequestRefusedError(f"{MAX_WAITING} requests {whose} wait already", "unavailable")
+        is_sample = request.route == "asample"
+        if self._unfinished[request.owner, is_sample] >= MAX_WAITING:
+            kind = "for samples" if is_sample else "of models"
+            raise RequestRefusedError(
+                f"{MAX_WAITING} requests {kind} of this key wait already; send more when some have finished", "busy"
+            )
 
     def _enqueue(self, request: ClientRequest) -> None:
         """Let an accepted request be executed."""
         self._done.setdefault(request.id, asyncio.Event())
         if request.route == "asample":
-            self._owner_samples[request.owner] = self._owner_samples.get(request.owner, 0) + 1
             self._samples[request.id] = self._spawn(self._sample(request._replace(body=b"")))
         elif request.subject in self.tables.models and request.route not in IMMEDIATE:
             model = self.tables.models[request.subject]
-            if not model.is_ready and request.sequence == model.next_sequence:
-                # A model that was idle gets no credit for it.
-                ready = [other.trained_tokens for other in self.tables.models.values() if other.is_ready]
-                model.trained_tokens = max(model.trained_tokens, min(ready, default=0.0))
             model.waiting[request.sequence] = request.id
-            self._ready.set()
+            if model.is_ready:
+                self._turns.add(model)
+                self._ready.set()
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -295,6 +296,7 @@ class TinkerService:
     async def _finish(self, request: ClientRequest, kind: str, body: bytes) -> None:
         """Record a result, apply it once it is on disk, and wake its client."""
         self._samples.pop(request.id, None)
+        self._unfinished[request.owner, request.route == "asample"] -= 1
         self._log.finish(RequestResult(request.id, kind, body))
         await self._log.flush()
         if kind == "json":
@@ -321,8 +323,6 @@ class TinkerService:
             if request.id in self._samples:
                 raise  # the server ends; the request is executed after the next start
             await self._fail(request, InputError("the request was cancelled by its client"))
-        finally:
-            self._owner_samples[request.owner] -= 1
 
     async def _cancel(self, owner: str, request_id: str) -> Mapping[str, Any]:
         """Stop a request for samples, unless it has a result."""
@@ -346,6 +346,7 @@ class TinkerService:
         if sampler.follows and sampler.model is not None:
             weights = sampler.model.newest
         source = SamplingSource(
+            owner=request.owner,
             base=sampler.base,
             weights=weights,
             sampler_id=sampler.id,
@@ -372,22 +373,23 @@ class TinkerService:
     # --- training -----------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """Execute the requests of models, the model that trained on the fewest tokens first."""
+        """Execute the requests of models, by turns of their owners."""
         while True:
-            ready = [model for model in self.tables.models.values() if model.is_ready]
-            if not ready:
+            model = self._turns.next()
+            if model is None:
                 self._ready.clear()
                 await self._ready.wait()
                 continue
-            model = min(ready, key=lambda one: (self._training.turn(one), one.number))
             request = self._log.request(model.waiting[model.next_sequence])
             assert request is not None
+            before = model.trained_tokens
             await self._execute(model, request)
+            model.trained_tokens = max(model.trained_tokens, before + 1.0)
             del model.waiting[model.next_sequence]
             model.next_sequence += 1
+            self._turns.end(model, model.trained_tokens - before)
 
     async def _execute(self, model: ClientModel, request: ClientRequest) -> None:
-        before = model.trained_tokens
         try:
             if model.failure:
                 raise InputError(f"the model {model.id} could not be created: {model.failure}")
@@ -405,7 +407,6 @@ class TinkerService:
             if outcome.weights is not None:
                 self.tables.remove_old_versions(model)
             await self._training.keep_checkpoint(model, request)
-        model.trained_tokens = max(model.trained_tokens, before + 1.0)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -413,6 +414,7 @@ class TinkerService:
         """Answer a request that needs no wait; see `gateway.tinker.TinkerBackend`."""
         match question:
             case "create_session":
+                self.tables.check_room(owner, "sessions")
                 session_id = secrets.token_hex(16)
                 result = {"type": "create_session", "session_id": session_id}
                 return await self._record_answer(owner, question, session_id, 0, {}, result)
@@ -490,6 +492,7 @@ class TinkerService:
                     f"sampling_session_seq_id {request.sampling_session_seq_id} was used by another sampler"
                 )
             return result  # the SDK repeats a request whose answer it did not get
+        self.tables.check_room(owner, "samplers")
         if request.model_path is not None:
             self.tables.saved_of(owner, request.model_path, SAMPLER_WEIGHTS)
         elif request.base_model is None:

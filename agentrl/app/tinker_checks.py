@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from agentrl.app.tinker_samples import check_sample
-from agentrl.app.tinker_tables import WEIGHTS, BaseModel, ClientTables
+from agentrl.app.tinker_tables import WEIGHTS, BaseModel, ClientTables, metadata_bytes
 from agentrl.core.errors import InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.gateway import tinker_messages as messages
@@ -14,7 +13,7 @@ from agentrl.gateway import tinker_messages as messages
 MAX_TTL_S = 1 << 32
 """Maximum seconds for which weights are saved with `ttl_seconds`."""
 MAX_METADATA_BYTES = 1 << 16
-"""Maximum size of a `user_metadata`, which stays in memory, as JSON."""
+"""Maximum size of one `user_metadata`, as JSON."""
 
 
 def check_request(tables: ClientTables, owner: str, request: Any, *, max_context: int) -> None:  # noqa: C901, PLR0912
@@ -24,6 +23,12 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
         InputError: the message says what to change.
     """
     check_labels(request)
+    if metadata := metadata_bytes(getattr(request, "user_metadata", None)):
+        tables.check_room(owner, "bytes of user_metadata", metadata)
+    if isinstance(request, messages.CreateModel) or (
+        isinstance(request, messages.LoadWeights) and not request.model_id
+    ):
+        tables.check_room(owner, "models")
     match request:
         case messages.CreateModel():
             _check_model(tables, owner, request)
@@ -112,7 +117,7 @@ def check_labels(request: Any) -> None:
     seconds, metadata = getattr(request, "ttl_seconds", None), getattr(request, "user_metadata", None)
     if seconds is not None and not 1 <= seconds <= MAX_TTL_S:
         raise InputError(f"ttl_seconds: from 1 to {MAX_TTL_S} are possible")
-    if metadata is not None and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
+    if metadata_bytes(metadata) > MAX_METADATA_BYTES:
         raise InputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes")
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agentrl.app.tinker_shares import EnginePlaces
 from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock
@@ -63,6 +64,8 @@ MIN_TEMPERATURE = 1e-6
 """Minimum temperature above 0, at which logits are divided; its inverse is the maximum."""
 MAX_TOP_CELLS = 1 << 20
 """Maximum number of the likeliest tokens in one answer to a client or of the engine, over all positions: 8 MiB."""
+UNKNOWN_PLACES = 64
+"""Number of calls at once in an engine that does not say how many it samples."""
 MAX_STOPS = 64
 """Maximum number of stop texts or tokens of one request."""
 
@@ -72,6 +75,7 @@ class _Place:
     """A version that an engine serves, or will serve for calls that have their turn."""
 
     weights: WeightsRef
+    owner: str
     users: int = 0
     is_loaded: bool = False
 
@@ -81,6 +85,7 @@ class _Turn:
     """Calls of one version that wait for a place, and get it together."""
 
     weights: WeightsRef
+    owner: str
     waiting: int = 0
     has_come: bool = False
 
@@ -91,16 +96,19 @@ class PinnedVersions:
     Adapters share the engine's slots. All weights of a base model have one place: a version of them is the current one
     of its policy, and replaces the one before once the calls of that have ended. Turns come in the order of their first
     calls, and newer calls of a served version wait, too, while there are any. So no call waits for more than one turn
-    of each other version.
+    of each other version of its owner: an owner that uses no slot waits for none of others, as a slot is kept free for
+    it.
 
     Args:
         engine: the engine.
         slots: number of adapters that it serves at once.
+        owners: owners for each of whom a slot is kept free.
     """
 
-    def __init__(self, engine: Engine, slots: int) -> None:
+    def __init__(self, engine: Engine, slots: int, owners: Collection[str]) -> None:
         self._engine = engine
         self._slots = slots
+        self._owners = owners
         self._places: OrderedDict[PolicyVersion, _Place] = OrderedDict()
         """By last use."""
         self._turns: dict[PolicyVersion, _Turn] = {}
@@ -108,10 +116,10 @@ class PinnedVersions:
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def use(self, weights: WeightsRef) -> AsyncIterator[None]:
-        """Serve a version within the context; wait if other calls use all places, or wait for one."""
+    async def use(self, weights: WeightsRef, owner: str) -> AsyncIterator[None]:
+        """Serve an owner's version within the context; wait if other calls use all places, or wait for one."""
         async with self._changed:
-            await self._wait_for_turn(weights)
+            await self._wait_for_turn(weights, owner)
             place = self._places[weights.version]
             self._places.move_to_end(weights.version)
             try:
@@ -132,12 +140,12 @@ class PinnedVersions:
         place = self._places.get(version)
         return version in self._turns or (place is not None and place.users > 0)
 
-    async def _wait_for_turn(self, weights: WeightsRef) -> None:
+    async def _wait_for_turn(self, weights: WeightsRef, owner: str) -> None:
         """Enter a call of a version once there is a place for it."""
-        if not self._waiting(weights) and self._has_room(weights):
-            self._enter(weights, 1)
+        if not self._waiting(weights, owner) and self._has_room(weights, owner):
+            self._enter(weights, owner, 1)
             return
-        turn = self._turns.setdefault(weights.version, _Turn(weights))
+        turn = self._turns.setdefault(weights.version, _Turn(weights, owner))
         turn.waiting += 1
         try:
             await self._changed.wait_for(lambda: self._comes(turn))
@@ -153,22 +161,42 @@ class PinnedVersions:
 
     def _comes(self, turn: _Turn) -> bool:
         """Whether a turn has come, or comes now, with all its calls."""
-        if not turn.has_come and self._waiting(turn.weights)[0] is turn and self._has_room(turn.weights):
+        if (
+            not turn.has_come
+            and self._waiting(turn.weights, turn.owner)[0] is turn
+            and self._has_room(turn.weights, turn.owner)
+        ):
             turn.has_come = True
             del self._turns[turn.weights.version]
-            self._enter(turn.weights, turn.waiting)
+            self._enter(turn.weights, turn.owner, turn.waiting)
         return turn.has_come
 
-    def _waiting(self, weights: WeightsRef) -> list[_Turn]:
-        """Return the turns that wait for the places of a version, in order."""
-        return [turn for turn in self._turns.values() if _shares_places(turn.weights, weights)]
+    def _waiting(self, weights: WeightsRef, owner: str) -> list[_Turn]:
+        """Return the turns before a call of an owner's version, in order: the owner's own, and those of owners that use
+        no place."""
+        using = {place.owner for place in self._taken(weights) if place.users} - {owner}
+        return [
+            turn for turn in self._turns.values() if _shares_places(turn.weights, weights) and turn.owner not in using
+        ]
 
-    def _has_room(self, weights: WeightsRef) -> bool:
+    def _taken(self, weights: WeightsRef) -> list[_Place]:
+        """Return the places that a version shares, by last use."""
+        return [place for place in self._places.values() if _shares_places(place.weights, weights)]
+
+    def _has_room(self, weights: WeightsRef, owner: str) -> bool:
         """Whether a version has a place, or can have one: the version that was used least recently may lose its own."""
-        if weights.version in self._places:
+        place = self._places.get(weights.version)
+        if place is not None and place.users:
             return True
-        taken = [place for place in self._places.values() if _shares_places(place.weights, weights)]
-        excess = len(taken) + 1 - (1 if weights.kind == "full" else self._slots)
+        taken = self._taken(weights)
+        places = 1 if weights.kind == "full" else self._slots
+        using = Counter(one.owner for one in taken if one.users)
+        kept_free = len(set(self._owners) - using.keys()) if using[owner] else 0
+        if using.total() + 1 + kept_free > places:
+            return False
+        if place is not None:
+            return True
+        excess = len(taken) + 1 - places
         idle = [place for place in taken if not place.users]
         if len(idle) < excess:
             return False
@@ -184,8 +212,8 @@ class PinnedVersions:
         else:
             await self._engine.serve((), (*adapters, weights))
 
-    def _enter(self, weights: WeightsRef, calls: int) -> None:
-        self._places.setdefault(weights.version, _Place(weights)).users += calls
+    def _enter(self, weights: WeightsRef, owner: str, calls: int) -> None:
+        self._places.setdefault(weights.version, _Place(weights, owner)).users += calls
         self._changed.notify_all()
 
     def _leave(self, place: _Place) -> None:
@@ -204,6 +232,7 @@ def _shares_places(one: WeightsRef, other: WeightsRef) -> bool:
 class SamplingSource:
     """The weights of a request for samples."""
 
+    owner: str
     base: BaseModel
     weights: WeightsRef | None
     """Saved weights of a client's model; None: the base model."""
@@ -317,10 +346,17 @@ class ClientSampler:
         clock: times samples.
         seed: seed of samples without one.
         recorded: episodes in the journal of requests without a result, in order, by request.
+        owners: the server's owners.
     """
 
     def __init__(
-        self, engine: Engine, store: SqliteJournal, clock: Clock, seed: int, recorded: Mapping[str, Sequence[str]]
+        self,
+        engine: Engine,
+        store: SqliteJournal,
+        clock: Clock,
+        seed: int,
+        recorded: Mapping[str, Sequence[str]],
+        owners: Collection[str],
     ) -> None:
         self._engine = engine
         self._store = store
@@ -329,33 +365,28 @@ class ClientSampler:
         self._seed = seed
         self._next_number = store.next_number("e")
         self._recorded = recorded
-        self.pinned = PinnedVersions(engine, max(1, engine.capabilities.adapters))
+        self.pinned = PinnedVersions(engine, max(1, engine.capabilities.adapters), owners)
+        self._places = EnginePlaces(engine.capabilities.places or UNKNOWN_PLACES, engine.abort)
 
     async def sample(self, request_id: str, request: Sample, source: SamplingSource) -> bytes:
         """Sample what a checked request asks for, record it, and return the encoded answer."""
         async with contextlib.AsyncExitStack() as stack:
             if source.weights is not None:
-                await stack.enter_async_context(self.pinned.use(source.weights))
+                await stack.enter_async_context(self.pinned.use(source.weights, source.owner))
             started, tokens = self._clock.wall(), prompt_tokens(request)
             sampling, texts = self._sampling(request.sampling_params, len(tokens), source.base.stop_token_ids)
             recorded = self._recorded.get(request_id)
-            group = [
-                self._one(
-                    f"{request_id}:{number}",
-                    tokens,
-                    sampling,
-                    texts,
-                    source,
-                    self._seed_of(request, request_id, number),
-                )
-                for number in range(request.num_samples if recorded is None else 0)
-            ]
-            samples = await asyncio.gather(*group) if recorded is None else [self._read(name) for name in recorded]
+            if recorded is None:
+                seeds = [self._seed_of(request, request_id, number) for number in range(request.num_samples)]
+                samples = await self._group(request_id, tokens, sampling, texts, source, seeds)
+            else:
+                samples = [self._read(name) for name in recorded]
             version = source.policy if source.weights is None else source.version
             prompt_logprobs, prompt_top, tops = None, b"", [b""] * len(samples)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
                 count = request.topk_prompt_logprobs
-                scores = await self._engine.score(version, tokens, top=count)
+                async with self._places.take(source.owner):
+                    scores = await self._engine.score(version, tokens, top=count)
                 first = len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)
                 if request.prompt_logprobs:
                     prompt_logprobs = scores.logprobs.copy()
@@ -363,7 +394,10 @@ class ClientSampler:
                 if count:
                     prompt_top = write_top(scores.top_ids, scores.top_logprobs, width=count, empty_rows=first)
             if request.topk_sample_logprobs:
-                tops = [await self._top_of(version, tokens, one, request.topk_sample_logprobs) for one in samples]
+                tops = []
+                for one in samples:
+                    async with self._places.take(source.owner):
+                        tops.append(await self._top_of(version, tokens, one, request.topk_sample_logprobs))
         if recorded is None:
             self._record(request_id, tokens, sampling, samples, source, started)
         return write_samples(samples, tops, prompt_logprobs, prompt_top)
@@ -404,6 +438,32 @@ class ClientSampler:
         )
         return params, texts
 
+    async def _group(
+        self,
+        request_id: str,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        texts: Sequence[str],
+        source: SamplingSource,
+        seeds: Sequence[int],
+    ) -> list[Completion]:
+        """Sample once with each seed, at most as many at once as the engine has places."""
+        samples: dict[int, Completion] = {}
+        numbers = iter(range(len(seeds)))
+
+        async def work() -> None:
+            for number in numbers:
+                call_id = f"{request_id}:{number}"
+                samples[number] = await self._one(call_id, prompt, sampling, texts, source, seeds[number])
+
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(len(seeds), self._places.count)):
+                    workers.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [samples[number] for number in range(len(seeds))]
+
     async def _one(
         self,
         call_id: str,
@@ -413,11 +473,15 @@ class ClientSampler:
         source: SamplingSource,
         seed: int,
     ) -> Completion:
-        """Sample once; a completion that a text ended has `stop` as its finish reason, too."""
+        """Sample once; a completion that a text ended has `stop` as its finish reason, too. A call that is interrupted
+        for another owner continues where it ended, with the same random numbers."""
         decode = source.base.decode
+        pieces: list[Completion] = []
 
-        def watch() -> NewTokensCallback:
-            sampled: list[int] = []
+        def watch() -> NewTokensCallback | None:
+            if not texts:
+                return None
+            sampled: list[int] = [token for piece in pieces for token in piece.token_ids.tolist()]
             longest = max(len(text.encode()) for text in texts)  # in bytes; most tokens have at least one
 
             def end_at_text(request_id: str, tokens: Tokens) -> None:
@@ -428,16 +492,33 @@ class ClientSampler:
 
             return end_at_text
 
-        request = GenerateRequest(request_id=call_id, token_ids=prompt, sampling=sampling, seed=seed)
         # An engine serves one version of full weights at a time; conversations cannot be pinned to it.
         pin = source.version if source.weights is not None and source.weights.kind == "adapter" else None
-        completion = await call_engine(
-            self._engine, source.policy, request, self._clock, pin=pin, watch=watch if texts else None
-        )
-        if strange := [span.version for span in completion.spans if span.version != source.version]:
-            raise EngineError(f"{call_id}: sampled by {strange[0]}, not by {source.version}")
-        cut = cut_at_text(completion, texts, decode)
-        return completion if cut is None else Completion.of(cut, "stop", cut.cached_tokens)
+        while True:
+            count = sum(map(len, pieces))
+            request = GenerateRequest(
+                request_id=call_id,
+                token_ids=np.concatenate([prompt, *(piece.token_ids for piece in pieces)]),
+                sampling=replace(sampling, max_tokens=sampling.max_tokens - count),
+                seed=seed,
+                sampled_before=count,
+            )
+            async with self._places.take(source.owner, call_id, is_resumed=bool(pieces)) as place:
+                if place.is_interrupted:
+                    continue
+                pieces.append(
+                    await call_engine(self._engine, source.policy, request, self._clock, pin=pin, watch=watch)
+                )
+            completion = Completion.of(Tokens.join(pieces), pieces[-1].finish_reason, pieces[0].cached_tokens)
+            if strange := [span.version for span in completion.spans if span.version != source.version]:
+                raise EngineError(f"{call_id}: sampled by {strange[0]}, not by {source.version}")
+            cut = cut_at_text(completion, texts, decode)
+            if cut is not None:
+                return Completion.of(cut, "stop", cut.cached_tokens)
+            if completion.finish_reason != "abort":
+                return completion
+            if not place.is_interrupted:
+                raise EngineError(f"{call_id}: the engine ended the call")
 
     def _record(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -44,6 +45,10 @@ IMMEDIATE = (
 """Routes whose requests are recorded with their results."""
 RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Routes that change the tables."""
+
+
+MAX_OF_OWNER = {"sessions": 1 << 16, "models": 1 << 13, "samplers": 1 << 16, "bytes of user_metadata": 1 << 24}
+"""What one owner may have in a server, which keeps it in memory and never forgets it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +202,8 @@ class ClientTables:
         """Sessions that their clients have finished."""
         self.models: dict[str, ClientModel] = {}
         self.samplers: dict[str, Sampler] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """How many of the kinds in `MAX_OF_OWNER` there are, by owner and kind."""
 
     # --- what requests did --------------------------------------------------------------------------------------------
 
@@ -205,11 +212,13 @@ class ClientTables:
         match request.route:
             case "create_session":
                 self.sessions[result["session_id"]] = request.owner
+                self._counts[request.owner, "sessions"] += 1
             case "finish_session":
                 self.finished.add(request.subject)
             case "create_sampling_session":
                 content = messages.read_json(json.loads(request.body), messages.CreateSampler)
                 self._add_sampler(request.owner, result["sampling_session_id"], content)
+                self._counts[request.owner, "samplers"] += 1
             case "save_weights":
                 self._add_saved(request, messages.read_request(request.route, request.body), result, None)
             case "save_weights_for_sampler" | "save_weights_external":
@@ -248,6 +257,8 @@ class ClientTables:
                 f"models.{base.name}.weights: a model of the server's run directory trains {kinds[lora is None]} of "
                 f"{base.name}, not {kinds[lora is not None]}; set `weights` as it was, or another `name` of the server"
             )
+        self._counts[request.owner, "models"] += 1
+        self._counts[request.owner, "bytes of user_metadata"] += metadata_bytes(content.user_metadata)
         self.models[request.subject] = ClientModel(
             id=request.subject,
             owner=request.owner,
@@ -272,6 +283,7 @@ class ClientTables:
             metadata=content.user_metadata,
         )
         self._forget_saved(model, saved.checkpoint_id)
+        self._counts[model.owner, "bytes of user_metadata"] += metadata_bytes(saved.metadata)
         model.saved[saved.checkpoint_id] = saved
 
     def _add_published(
@@ -357,8 +369,30 @@ class ClientTables:
     def _forget_saved(self, model: ClientModel, name: str) -> None:
         """Forget saved weights, if there are any, with the files that are no version."""
         saved = model.saved.pop(name, None)
-        if saved is not None and saved.weights is None:
+        if saved is None:
+            return
+        self._counts[model.owner, "bytes of user_metadata"] -= metadata_bytes(saved.metadata)
+        if saved.weights is None:
             shutil.rmtree(self.saved_directory(model, saved.sequence), ignore_errors=True)
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    def check_room(self, owner: str, kind: str, more: int = 1) -> None:
+        """Refuse what an owner would have too much of.
+
+        Args:
+            owner: the owner.
+            kind: a key of `MAX_OF_OWNER`.
+            more: how much a request would add.
+
+        Raises:
+            InputError: it is too much.
+        """
+        if self._counts[owner, kind] + more > MAX_OF_OWNER[kind]:
+            raise InputError(
+                f"a key may have {MAX_OF_OWNER[kind]} {kind} in a server, and this one has "
+                f"{self._counts[owner, kind]}; use another key, or a server with another `name`, which begins empty"
+            )
 
     # --- looking up ---------------------------------------------------------------------------------------------------
 
@@ -442,6 +476,11 @@ class ClientTables:
     def saved_directory(self, model: ClientModel, sequence: int) -> Path:
         """Return the directory of weights with optimizer state, by the request that saved them."""
         return self._directory.checkpoints / "saved" / str(model.number) / str(sequence)
+
+
+def metadata_bytes(metadata: Mapping[str, Any] | None) -> int:
+    """Return the size of a `user_metadata`, as JSON."""
+    return 0 if metadata is None else len(json.dumps(metadata))
 
 
 def sampler_id_of(model: ClientModel, request: messages.SaveForSampler) -> str:

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -263,16 +264,20 @@ class ModelTraining:
     # --- models in memory ---------------------------------------------------------------------------------------------
 
     async def _make_resident(self, model: ClientModel) -> None:
-        """Read a model into memory if it is not there; others leave if there are too many, or if it needs all weights
-        of their base."""
+        """Read a model into memory if it is not there. Others leave if it needs all weights of their base, or if there
+        are too many: the one that was used least recently of the owner that has the most."""
         model.used_at = self._clock.monotonic()
         if model.base.trainer.has(model.id):
             return
         resident = [other for other in self._tables.models.values() if other.base.trainer.has(other.id)]
-        excess = max(0, len(resident) + 1 - self._max_models)
-        for place, other in enumerate(sorted(resident, key=lambda one: one.used_at)):
-            if place < excess or (model.lora is None and other.base is model.base):
-                await self._call(self._evict, other)
+        leaving = [other for other in resident if model.lora is None and other.base is model.base]
+        staying = [other for other in resident if other not in leaving]
+        while len(staying) >= self._max_models:
+            count = Counter(other.owner for other in (*staying, model))
+            leaving.append(min(staying, key=lambda one: (-count[one.owner], one.used_at)))
+            staying.remove(leaving[-1])
+        for other in leaving:
+            await self._call(self._evict, other)
         await self._call(self._restore, model)
 
     def _evict(self, model: ClientModel) -> None:

@@ -1,8 +1,11 @@
 """A TCP server that bounds its connections, for every port that strangers can reach.
 
-A connection is unknown until its client has shown a key, a token or a proof. Owns: accepting, the number of
-connections, the time a connection may stay unknown, and the log lines that strangers can cause. Does not own what a key
-is: the protocol calls `admit` when it has seen one.
+A connection is unknown until its client has shown a key, a token or a proof; from then on it has an owner. Owns:
+accepting, the number of connections and each owner's share of it, the time a connection may stay unknown, and the log
+lines that strangers can cause. Does not own what a key is: the protocol calls `admit` when it has seen one.
+
+Of the process's open files, unknown connections use at most a quarter and admitted ones at most half. If those are
+full, an owner with fewer connections takes the place of the oldest one of the owner that has the most.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import contextvars
 import logging
 import resource
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 from agentrl.core.files import os_error_advice
@@ -21,6 +25,8 @@ UNKNOWN_S = 10.0
 """Seconds after which an unknown connection is closed; at most twice as long."""
 UNKNOWN_SHARE = 4
 """Divisor of the process's limit on open files that gives the maximum number of unknown connections."""
+ADMITTED_SHARE = 2
+"""Divisor of the same limit that gives the maximum number of admitted connections."""
 RECEIVE_BYTES = 8192
 """Buffer of a connection that a sandboxed program makes: a body in chunks of one byte takes 5 µs for each, and all that
 is buffered is parsed at once."""
@@ -44,7 +50,8 @@ class BoundedServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[asyncio.BaseTransport, float] = {}
         """Unknown connections with the time since which they are, oldest first."""
-        self._transports: set[asyncio.BaseTransport] = set()
+        self._owners: dict[asyncio.BaseTransport, Hashable] = {}
+        """Owners of the admitted connections, by the time of their newest request, oldest first."""
         self._warned_at = -WARNING_S
 
     async def listen(self, make: Callable[[], asyncio.BaseProtocol], host: str, port: int = 0) -> int:
@@ -91,16 +98,34 @@ class BoundedServer:
 
         return close
 
-    def admit(self, connection: asyncio.BaseTransport) -> None:
-        """Note that the client of a connection is known."""
+    def admit(self, connection: asyncio.BaseTransport, owner: Hashable = None) -> bool:
+        """Note the owner of a connection.
+
+        Returns:
+            Whether the connection may stay. If not, its owner has as many as any, and no more are possible: refuse it.
+        """
+        if len(self._owners) >= file_limit() // ADMITTED_SHARE:
+            self._forget_closed()
+        if len(self._owners) >= file_limit() // ADMITTED_SHARE:
+            counts = Counter(self._owners.values())
+            largest, count = counts.most_common(1)[0]
+            if counts[owner] >= count:
+                return False
+            oldest = next(transport for transport, whose in self._owners.items() if whose == largest)
+            del self._owners[oldest]
+            abort(oldest)
         self._pending.pop(connection, None)
-        self._transports.add(connection)
+        self._owners[connection] = owner
+        return True
 
     def doubt(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection must show its key again."""
-        if connection in self._transports:
-            self._transports.remove(connection)
+        if self._owners.pop(connection, self) is not self:
             self._pending[connection] = asyncio.get_running_loop().time()
+
+    def connections_of(self, owner: Hashable) -> Sequence[asyncio.BaseTransport]:
+        """Return the connections of an owner, oldest request first."""
+        return [transport for transport, whose in self._owners.items() if whose == owner]
 
     def close(self) -> None:
         """Close the port, and abort its connections: a client may never read its data. Idempotent."""
@@ -108,7 +133,7 @@ class BoundedServer:
             task.cancel()
         for listening in self._sockets:
             listening.close()
-        for connection in (*self._pending, *self._transports):
+        for connection in (*self._pending, *self._owners):
             abort(connection)
         self._tasks, self._sockets = [], []
         self._forget_closed()
@@ -127,9 +152,10 @@ class BoundedServer:
                 self._close_oldest(len(self._pending) // 2)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if not self._make_room():
-                client_socket.close()
-                continue
+            max_unknown = file_limit() // UNKNOWN_SHARE
+            if len(self._pending) > max_unknown:
+                self._forget_closed()
+                self._close_oldest(len(self._pending) - max_unknown)
             try:
                 connection, _ = await loop.connect_accepted_socket(make, client_socket)
             except OSError:  # the client has left
@@ -138,18 +164,8 @@ class BoundedServer:
                 logger.exception("a connection was refused")
                 client_socket.close()
             else:
-                if connection not in self._transports:  # its first bytes may have been read already
+                if connection not in self._owners:  # its first bytes may have been read already
                     self._pending[connection] = loop.time()
-
-    def _make_room(self) -> bool:
-        """Close the oldest of too many unknown connections. Returns whether the process may have another connection."""
-        files = file_limit()
-        # A quarter of the open files is left to the rest of the process.
-        max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // 4
-        if len(self._pending) > max_unknown or len(self._pending) + len(self._transports) > max_connections:
-            self._forget_closed()
-            self._close_oldest(len(self._pending) - max_unknown)
-        return len(self._pending) + len(self._transports) <= max_connections
 
     def _close_oldest(self, count: int) -> None:
         for connection in list(self._pending)[: max(count, 0)]:
@@ -165,7 +181,7 @@ class BoundedServer:
 
     def _forget_closed(self) -> None:
         self._pending = {transport: since for transport, since in self._pending.items() if not transport.is_closing()}
-        self._transports = {transport for transport in self._transports if not transport.is_closing()}
+        self._owners = {transport: whose for transport, whose in self._owners.items() if not transport.is_closing()}
 
 
 def file_limit() -> int:

@@ -101,7 +101,8 @@ class Listener:
             peer_nonce, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
             if not hmac.compare_digest(proof, _proof(self._token, b"client", nonce, peer_nonce)):
                 return
-            self._server.admit(writer.transport)
+            if not self._server.admit(writer.transport):
+                return
             writer.write(_proof(self._token, b"listener", peer_nonce, nonce))
             await self._handle(reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):

@@ -17,7 +17,9 @@ from agentrl.core.errors import AgentRLError
 if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
 
-RefusalKind = Literal["invalid", "setting", "key", "forbidden", "model", "context", "limit", "large", "unavailable"]
+RefusalKind = Literal[
+    "invalid", "setting", "key", "forbidden", "model", "context", "limit", "large", "slow", "busy", "unavailable"
+]
 MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
 MOST_ITEMS = 8192
@@ -31,6 +33,8 @@ STATUS: Mapping[RefusalKind, int] = {
     "context": 400,
     "limit": 403,
     "large": 413,
+    "slow": 408,
+    "busy": 429,  # of a queue, which gets shorter
     "unavailable": 503,
 }
 """HTTP status of each kind of refusal. No limit of a run is a 429: clients would retry forever."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import connections
@@ -19,6 +19,8 @@ HOST = "127.0.0.1"
 MAX_HEADER_BYTES = 8192
 """Maximum length of a header line: OpenTelemetry's `baggage` has this length."""
 MAX_HEADERS = 64
+BODY_S = 120.0
+"""Seconds within which a body must arrive: the longest one, at 0.6 Mbit/s."""
 
 
 def refuse_browsers(request: web.Request, host: str) -> None:
@@ -41,6 +43,47 @@ def key_of(request: web.Request) -> str:
     authorization = request.headers.get("Authorization", "")
     bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
     return request.headers.get("x-api-key") or bearer
+
+
+def admit(server: connections.BoundedServer, request: web.Request, owner: Hashable, name: str) -> None:
+    """Note the owner of a request's connection.
+
+    Args:
+        server: server that accepted the connection.
+        request: the request, whose key is the owner's.
+        owner: the owner.
+        name: what the refusal calls an owner.
+
+    Raises:
+        RequestRefusedError: the owner has too many connections; this one is closed.
+    """
+    if not server.admit(connection_of(request), owner):
+        request.protocol.close()
+        count = len(server.connections_of(owner))
+        raise RequestRefusedError(
+            f"{count} connections of this {name} are open already, and the process can have no more; close some, or "
+            "raise its limit of open files (ulimit -n)",
+            "unavailable",
+        )
+
+
+async def body_parts(request: web.Request) -> AsyncIterator[bytes]:
+    """Yield the parts of a request's body as they arrive.
+
+    Raises:
+        RequestRefusedError: the body is not complete after `BODY_S`.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + BODY_S
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                part = await request.content.readany()
+        except TimeoutError:
+            raise RequestRefusedError(f"the body did not arrive within {BODY_S:.0f} s; send it again", "slow") from None
+        if not part:
+            return
+        yield part
 
 
 def connection_type() -> Callable[..., asyncio.BaseProtocol]:

@@ -12,7 +12,7 @@ seats are open.
 3. Any invalid request gets a refusal in its protocol's form.
 4. Nothing is sampled for an attempt that has ended.
 5. Clients of one attempt cannot block another attempt: one request is parsed at a time, and attempts take turns; the
-   memory of an attempt's waiting requests and the number of its connections are bounded.
+   memory of an attempt's waiting requests, the number of its connections and the time of a body are bounded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import json
 import re
 import secrets
 import socket
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,8 @@ from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, GatewayS
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol, openai_refusal
 from agentrl.gateway.http import (
     HOST,
+    admit,
+    body_parts,
     connection_of,
     connection_type,
     digest_of,
@@ -110,8 +111,6 @@ class AttemptEndpoint:
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     sockets: list[Callable[[], None]] = field(default_factory=list)
     """What closes the attempt's own listening sockets."""
-    connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
-    """Connections whose last request had a key of the attempt."""
     budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
@@ -145,8 +144,6 @@ class Gateway:
         self._port = 0
         self._listeners = 0
         self._server = connections.BoundedServer()
-        self._attempts: weakref.WeakKeyDictionary[asyncio.BaseTransport, AttemptEndpoint] = weakref.WeakKeyDictionary()
-        """Attempts, keyed by the connections whose last request had one of their keys."""
         self._parsing = asyncio.Lock()
         """Held by the request that is parsed."""
         self._start_lock = asyncio.Lock()
@@ -186,7 +183,7 @@ class Gateway:
                     task.cancel()
                 await asyncio.gather(*endpoint.running, return_exceptions=True)
                 endpoint.failure.cancel()
-                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, endpoint.connections)
+                asyncio.get_running_loop().call_later(KEEPALIVE_S, self._abort_connections, endpoint)
 
     def serve(self, endpoint: AttemptEndpoint, listening: socket.socket) -> None:
         """Serve an attempt's seats at a further socket, in its sandbox's network, until they are closed."""
@@ -234,6 +231,10 @@ class Gateway:
             self._server.close()
             await runner.cleanup()
 
+    def _abort_connections(self, endpoint: AttemptEndpoint) -> None:
+        for connection in self._server.connections_of(endpoint):
+            abort(connection)
+
     # --- a request, in order ------------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -244,10 +245,10 @@ class Gateway:
         protocol = _PROTOCOLS.get(path)
         attempt_endpoint: AttemptEndpoint | None = None
         try:
-            self._forget_key(request)
+            self._server.doubt(connection_of(request))
             refuse_browsers(request, self._host)
             attempt_endpoint, limited_to = self._admit(request, in_address)
-            self._note_key(request, attempt_endpoint)
+            admit(self._server, request, attempt_endpoint, "episode")
             if path == "/v1/models" and request.method == "GET":
                 names = [name for name, seat in attempt_endpoint.seats.items() if limited_to in (None, seat.seat)]
                 return json_response(200, _models(names))
@@ -273,33 +274,6 @@ class Gateway:
         except ConnectionResetError:
             return json_response(499, {})  # the client disconnected, so the answer is not read
 
-    def _note_key(self, request: web.Request, endpoint: AttemptEndpoint) -> None:
-        """Note that a connection has shown a key.
-
-        Raises:
-            RequestRefusedError: too many connections of the attempt are open; this one is closed.
-        """
-        connection = connection_of(request)
-        self._server.admit(connection)
-        self._attempts[connection] = endpoint
-        endpoint.connections.add(connection)
-        max_connections = connections.file_limit() // 2  # the other half is for other attempts
-        if (
-            len(endpoint.connections)
-            > max_connections
-            < sum(not connection_of_attempt.is_closing() for connection_of_attempt in endpoint.connections)
-        ):
-            request.protocol.close()
-            raise RequestRefusedError(f"{max_connections} connections of this episode are open already", "unavailable")
-
-    def _forget_key(self, request: web.Request) -> None:
-        """Forget the key of a connection: its next request must show one."""
-        connection = connection_of(request)
-        self._server.doubt(connection)
-        endpoint = self._attempts.pop(connection, None)
-        if endpoint is not None:
-            endpoint.connections.discard(connection)
-
     @asynccontextmanager
     async def _read(
         self, request: web.Request, path: str, protocol: ChatProtocol, endpoint: AttemptEndpoint
@@ -311,7 +285,7 @@ class Gateway:
         """
         budget, reserved_bytes, body = endpoint.budget, 0, bytearray()
         try:
-            async for part in request.content.iter_any():
+            async for part in body_parts(request):
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
                     raise bodies.LongBodyError(body)
                 budget.hold(len(part))
@@ -381,11 +355,6 @@ class Gateway:
         call.clients -= 1
         _forget(endpoint, digest, call)
         return response
-
-
-def _abort_all(clients: Iterable[asyncio.BaseTransport]) -> None:
-    for client in list(clients):
-        abort(client)
 
 
 def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:

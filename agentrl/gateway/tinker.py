@@ -6,7 +6,8 @@ sequence number; the repetition gets the same id. `TinkerBackend` executes reque
 
 1. Every request needs a key, which names its owner. What another owner has does not exist.
 2. An invalid request gets an HTTP error with a sentence, and changes nothing.
-3. Bodies are bounded before and after decompression, in sum for each owner, and parsed one at a time.
+3. Bodies are bounded before and after decompression, in time, in sum for each owner, and parsed one at a time by
+   turns of the owners. Each owner has a share of the connections.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import functools
 import hmac
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
@@ -28,7 +29,16 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, StorageError
 from agentrl.gateway import bodies, tinker_messages
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.http import connection_of, connection_type, digest_of, json_response, key_of, refuse_browsers
+from agentrl.gateway.http import (
+    admit,
+    body_parts,
+    connection_of,
+    connection_type,
+    digest_of,
+    json_response,
+    key_of,
+    refuse_browsers,
+)
 
 if TYPE_CHECKING:
     import msgspec
@@ -99,6 +109,8 @@ class TinkerServer:
         self._server = connections.BoundedServer()
         self._reading = asyncio.Lock()
         """Held while a body is decompressed and parsed, so that one body at a time takes memory and time."""
+        self._next_to_read: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by the one request of an owner that waits for `_reading`, so that owners take turns."""
         self._held_bytes: Counter[str] = Counter()
         """Bytes of the bodies whose requests are not answered, by owner."""
 
@@ -135,8 +147,7 @@ class TinkerServer:
             try:
                 self._server.doubt(connection_of(request))
                 refuse_browsers(request, self._host)
-                self._owner(request)
-                self._server.admit(connection_of(request))
+                admit(self._server, request, self._owner(request), "key")
                 return await handler(request)
             except RequestRefusedError as refusal:
                 return _refusal(refusal.status, str(refusal))
@@ -229,7 +240,7 @@ class TinkerServer:
             RequestRefusedError: it is too long, or too much of its owner's is in memory.
         """
         owner = self._owner(request)
-        async for part in request.content.iter_any():
+        async for part in body_parts(request):
             if len(body) + len(part) > bodies.MAX_BODY_BYTES:
                 raise bodies.LongBodyError(body, request.headers.get("Content-Encoding", ""))
             if self._held_bytes[owner] + len(part) > bodies.MAX_HELD_BYTES:
@@ -243,7 +254,7 @@ class TinkerServer:
         with self._held(owner) as body:
             try:
                 await self._receive(request, body)
-                async with self._reading:
+                async with self._next_to_read[owner], self._reading:
                     await asyncio.sleep(0)  # all else runs between two bodies
                     content_bytes = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                     try:

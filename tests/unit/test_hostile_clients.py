@@ -103,7 +103,7 @@ def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.Mon
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {ended.key}\r\n"
                 writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-                while not ended.connections:
+                while not gateway._server.connections_of(ended):
                     await asyncio.sleep(0.01)
             async with asyncio.timeout(10):
                 try:

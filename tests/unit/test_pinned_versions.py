@@ -12,6 +12,8 @@ from agentrl.app.tinker_samples import PinnedVersions
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
 
+OWNER = "ALICE"
+
 
 def weights(name: str, kind: Literal["full", "adapter"] = "full") -> WeightsRef:
     policy, _, step = name.rpartition("@")
@@ -48,15 +50,15 @@ class Calls:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ends: dict[str, asyncio.Event] = {}
 
-    async def start(self, *calls: str, kind: Literal["full", "adapter"] = "full") -> None:
+    async def start(self, *calls: str, kind: Literal["full", "adapter"] = "full", owner: str = OWNER) -> None:
         """Start calls `NAME:VERSION`, and let them get as far as they can."""
         for call in calls:
             self._ends[call] = asyncio.Event()
-            self._tasks[call] = asyncio.create_task(self._call(call, kind))
+            self._tasks[call] = asyncio.create_task(self._call(call, kind, owner))
             await settle()
 
-    async def _call(self, call: str, kind: Literal["full", "adapter"]) -> None:
-        async with self._versions.use(weights(call.partition(":")[2], kind)):
+    async def _call(self, call: str, kind: Literal["full", "adapter"], owner: str) -> None:
+        async with self._versions.use(weights(call.partition(":")[2], kind), owner):
             self.running.append(call)
             await self._ends[call].wait()
             self.running.remove(call)
@@ -76,7 +78,7 @@ def test_versions_of_all_weights_take_turns_in_the_order_of_their_first_calls() 
 
     async def work() -> None:
         engine = Engine()
-        calls = Calls(PinnedVersions(engine, 1))  # type: ignore[arg-type]
+        calls = Calls(PinnedVersions(engine, 1, [OWNER]))  # type: ignore[arg-type]
         await calls.start("1:p@1", "2:p@1", "3:p@2", "4:p@1", "5:p@2", "6:q@1")
         assert calls.running == ["1:p@1", "2:p@1", "6:q@1"]  # another base has a place of its own
         await calls.end("1:p@1")
@@ -97,7 +99,7 @@ def test_versions_of_all_weights_take_turns_in_the_order_of_their_first_calls() 
 def test_a_cancelled_or_refused_call_holds_up_no_other() -> None:
     async def work() -> None:
         engine = Engine("p@9")
-        versions = PinnedVersions(engine, 1)  # type: ignore[arg-type]
+        versions = PinnedVersions(engine, 1, [OWNER])  # type: ignore[arg-type]
         calls = Calls(versions)
         await calls.start("1:p@1", "2:p@2", "3:p@1", "4:p@9", "5:p@9", "6:p@1")
         assert versions.is_used(weights("p@2").version)
@@ -119,7 +121,7 @@ def test_a_cancelled_or_refused_call_holds_up_no_other() -> None:
 def test_adapters_share_slots_and_the_one_that_was_used_last_stays() -> None:
     async def work() -> None:
         engine = Engine()
-        calls = Calls(PinnedVersions(engine, 2))  # type: ignore[arg-type]
+        calls = Calls(PinnedVersions(engine, 2, [OWNER]))  # type: ignore[arg-type]
         await calls.start("1:p@1", "2:q@1", "3:r@1", "4:p@1", kind="adapter")
         assert calls.running == ["1:p@1", "2:q@1"]  # call 4 lets call 3 go first
         await calls.end("2:q@1")
@@ -129,3 +131,33 @@ def test_adapters_share_slots_and_the_one_that_was_used_last_stays() -> None:
         assert engine.served == [["p@1"], ["p@1", "q@1"], ["p@1", "r@1"], ["b@1", "r@1", "p@1"]]
 
     asyncio.run(work())
+
+
+def test_an_owner_without_a_slot_waits_for_no_other_owner() -> None:
+    """However many versions another one uses, and waits for; and also if there are more owners than slots."""
+
+    async def work() -> None:
+        calls = Calls(PinnedVersions(Engine(), 3, [OWNER, "BOB"]))  # type: ignore[arg-type]
+        await calls.start(*(f"{number}:p@{number}" for number in range(6)), kind="adapter")
+        assert calls.running == ["0:p@0", "1:p@1"]
+        await calls.start("b:q@1", "c:q@2", kind="adapter", owner="BOB")
+        assert calls.running == ["0:p@0", "1:p@1", "b:q@1"]
+        await calls.end("b:q@1")
+        assert calls.running == ["0:p@0", "1:p@1", "c:q@2"]
+        await calls.end("c:q@2")
+        assert calls.running == ["0:p@0", "1:p@1"]  # the slot stays free for BOB
+        await calls.end("0:p@0")
+        assert calls.running == ["1:p@1", "2:p@2"]
+
+    async def crowded() -> None:
+        calls = Calls(PinnedVersions(Engine(), 1, [OWNER, "BOB"]))  # type: ignore[arg-type]
+        await calls.start("1:p@1", "2:p@2", kind="adapter")
+        await calls.start("b:q@1", kind="adapter", owner="BOB")
+        await calls.start("3:p@1", kind="adapter")
+        assert calls.running == ["1:p@1"]
+        for call, after in (("1:p@1", "2:p@2"), ("2:p@2", "b:q@1"), ("b:q@1", "3:p@1")):
+            await calls.end(call)
+            assert calls.running == [after]
+
+    asyncio.run(work())
+    asyncio.run(crowded())

@@ -131,8 +131,8 @@ def _application(
         authorization = request.headers.get("Authorization", "")
         if not hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
             return _refusal(401, "the token is missing: open the address that `agentrl run serve` printed")
-        if request.transport is not None:
-            server.admit(request.transport)
+        if request.transport is None or not server.admit(request.transport):
+            return _refusal(503, "too many connections are open: close other windows of this page")
         question, parameters = request.match_info["question"], dict(request.query)
         try:
             answer = await asyncio.get_running_loop().run_in_executor(thread, runs.answer, question, parameters)

@@ -308,7 +308,7 @@ async def call_engine(
     clock: Clock,
     *,
     pin: PolicyVersion | None = None,
-    watch: Callable[[], NewTokensCallback] | None = None,
+    watch: Callable[[], NewTokensCallback | None] | None = None,
 ) -> Completion:
     """Make one call in a session of its own; wait while the engine is unavailable.
 
@@ -318,7 +318,8 @@ async def call_engine(
         request: the call.
         clock: waits.
         pin: version that samples; None: the current one.
-        watch: makes, for each attempt, what receives the tokens; it may abort the call.
+        watch: makes, for each attempt, what receives the tokens; the call may then be aborted. None: an aborted call
+            is made again.
 
     Raises:
         VersionNotServedError: the engine does not serve the version `pin`.
