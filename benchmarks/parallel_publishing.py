@@ -159,7 +159,7 @@ def _version(run: Path, step: int) -> WeightsRef:
 def _is_readable(weights: WeightsRef) -> bool:
     """Whether a version, which may be stored as changes, has the digest that was published."""
     try:
-        read_weights(weights)
+        read_weights(weights, max_numbers=1 << 24)
     except EngineError as error:
         print(f"  {error}", flush=True)
         return False

@@ -60,7 +60,13 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
-from agentrl.engines.weights.reading import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
+from agentrl.engines.weights.reading import (
+    adaptable_layers,
+    count_numbers,
+    map_weights_to_state,
+    read_adapter_tensors,
+    read_weights,
+)
 from agentrl.learn.context import ContextGroup
 from agentrl.learn.experts import ParamWrapper, predict_layer_bytes
 from agentrl.learn.forward import (
@@ -405,7 +411,11 @@ class PolicyModel:
             ModelError: the version was rounded, or its adapter merged, when it was published, or it belongs to another
                 model.
         """
-        read = read_weights(weights).tensors if self.published_kind == "full" else read_adapter_tensors(weights)
+        if self.published_kind == "full":
+            read: Mapping[str, Tensor] = read_weights(weights, max_numbers=count_numbers(self.model)).tensors
+        else:
+            count = sum(tensor.numel() for tensor in self._unique_tensors().values())
+            read = read_adapter_tensors(weights, max_numbers=count)
         if not self.is_published_exactly or any(tensor.dtype != torch.float32 for tensor in read.values()):
             raise ModelError(
                 f"{weights.path}: {'merged' if self._merges else 'rounded'} when it was published, so it differs from "

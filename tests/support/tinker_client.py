@@ -119,11 +119,16 @@ class Client:
             if content.get("type") != "try_again":
                 return content
 
-    async def model(self, number: int = 0, **lora: Any) -> str:
+    async def model(self, number: int = 0, metadata: Mapping[str, str] | None = None, **lora: Any) -> str:
         """Create a model and return its id."""
         shape = {"rank": 4, "seed": 1, **lora}
         promise = await self.post(
-            "create_model", session_id=self.session, model_seq_id=number, base_model=MODEL, lora_config=shape
+            "create_model",
+            session_id=self.session,
+            model_seq_id=number,
+            base_model=MODEL,
+            lora_config=shape,
+            user_metadata=metadata,
         )
         return str((await self.result(promise))["model_id"])
 

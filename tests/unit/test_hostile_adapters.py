@@ -60,7 +60,7 @@ def with_value(key: str, value: str) -> bytes:
 )
 def test_a_configuration_that_is_not_plain_lora_is_refused(tmp_path: Path, config: bytes, reason: str) -> None:
     with pytest.raises(EngineError, match=rf"solver@0\.7 .*{reason}"):
-        read_adapter(published(tmp_path, config))
+        read_adapter(published(tmp_path, config), max_numbers=1 << 24)
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ def test_a_configuration_that_is_not_plain_lora_is_refused(tmp_path: Path, confi
 )
 def test_tensors_that_are_not_plain_lora_are_refused(tmp_path: Path, tensors: Any, reason: str) -> None:
     with pytest.raises(EngineError, match=rf"solver@0\.7 .*{reason}"):
-        read_adapter(published(tmp_path, json.dumps(PLAIN).encode(), tensors))
+        read_adapter(published(tmp_path, json.dumps(PLAIN).encode(), tensors), max_numbers=1 << 24)
 
 
 def test_a_configuration_that_was_not_published_is_refused(tmp_path: Path) -> None:
     weights = published(tmp_path, json.dumps(PLAIN).encode())
-    assert read_adapter(weights).matrices["layer"][1][0, 0] == 2.0
+    assert read_adapter(weights, max_numbers=1 << 24).matrices["layer"][1][0, 0] == 2.0
     (tmp_path / "adapter_config.json").write_bytes(with_value("lora_alpha", "8000"))
     with pytest.raises(EngineError, match="digest"):
-        read_adapter(weights)
+        read_adapter(weights, max_numbers=1 << 24)
 
 
 def test_what_peft_writes_by_itself_is_plain_lora(tmp_path: Path) -> None:
     config: dict[str, Any] = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["layer"], lora_dropout=0.1).to_dict()
     written = json.dumps({**config, "target_modules": ["layer"]}, default=list)
-    assert read_adapter(published(tmp_path, written.encode())).rank == 4
+    assert read_adapter(published(tmp_path, written.encode()), max_numbers=1 << 24).rank == 4
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
@@ -98,18 +98,18 @@ def test_an_expression_that_never_ends_is_not_evaluated(tmp_path: Path, key: str
     model.add_module("l" * 60, torch.nn.Linear(6, 6))
     config = {**PLAIN, "target_modules": ["layer"], key: r"(\w+)+!"}
     weights = published(tmp_path, json.dumps(config).encode())
-    check_adapter(weights, read_adapter(weights), model, max_rank=4)
+    check_adapter(weights, read_adapter(weights, max_numbers=1 << 24), model, max_rank=4)
 
 
 def test_where_there_is_no_room_for_a_copy_is_told_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     weights = published(tmp_path / "run", json.dumps(PLAIN).encode())
     place = tmp_path / "place"
-    copied = copy_weight_files(weights, place)
-    assert read_adapter(copied).rank == 4
+    copied = copy_weight_files(weights, place, max_numbers=1 << 24)
+    assert read_adapter(copied, max_numbers=1 << 24).rank == 4
     (place / "adapter_model.safetensors").unlink()
     (place / "adapter_model.safetensors").symlink_to("/dev/full")
     with pytest.raises(EngineError, match=str(place)):
-        copy_weight_files(weights, place)
+        copy_weight_files(weights, place, max_numbers=1 << 24)
     with pytest.raises(EngineError, match=r"absent/adapter_model\.safetensors"):
-        copy_weight_files(replace(weights, path=str(tmp_path / "absent")), place)
+        copy_weight_files(replace(weights, path=str(tmp_path / "absent")), place, max_numbers=1 << 24)

@@ -128,7 +128,7 @@ def test_vllm_reads_adapters_of_experts_as_they_are_computed(tmp_path: Path, kin
     manager: Any = SimpleNamespace(
         model=SimpleNamespace(config=config_of_vllm), _get_lora_layer_weights=lambda loras, name: loras.get_lora(name)
     )
-    written = read_adapter(version).matrices
+    written = read_adapter(version, max_numbers=1 << 24).matrices
     path = "model.layers.1.mlp.experts"
     experts = SimpleNamespace(local_num_experts=4, global_num_experts=4, ep_rank=0)
     LoRAModelManager._convert_3d_to_2d_moe_lora(manager, read, experts, path)

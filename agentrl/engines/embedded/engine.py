@@ -71,7 +71,14 @@ from agentrl.engines.version_table import (
     policies_keeping_version,
     refresh_mode_needing_adapters,
 )
-from agentrl.engines.weights.reading import check_dtypes, map_weights_to_state, read_adapter, read_weights
+from agentrl.engines.weights.reading import (
+    check_dtypes,
+    count_adapter_numbers,
+    count_numbers,
+    map_weights_to_state,
+    read_adapter,
+    read_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -583,7 +590,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                 weights,
                 f"engine.refresh = {refresh!r} needs adapters; with full weights set it to 'auto', 'token' or 'turn'",
             )
-        file = await asyncio.to_thread(read_weights, weights)
+        file = await asyncio.to_thread(lambda: read_weights(weights, max_numbers=count_numbers(base.model)))
         read = await asyncio.to_thread(map_weights_to_state, weights, file.tensors, base.state, base.model)
         canary = self._of_the_model(weights, read_canary(weights, file.metadata, file.tensors))
         if canary is not None:
@@ -632,7 +639,8 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             self._add(new, is_current=is_current)
 
     async def _load_adapter(self, weights: WeightsRef) -> None:
-        adapter = await asyncio.to_thread(read_adapter, weights)
+        count = count_adapter_numbers(self.base.model, self._max_rank)
+        adapter = await asyncio.to_thread(lambda: read_adapter(weights, max_numbers=count))
         if self.places == 0:
             raise version_refused_error(
                 weights, "the engine was started without slots for adapters (adapter_slots = 0)"

@@ -49,6 +49,8 @@ from agentrl.engines.weights.reading import (
     check_adapter,
     check_dtypes,
     copy_weight_files,
+    count_adapter_numbers,
+    count_numbers,
     map_weights_to_state,
     read_adapter,
     read_metadata,
@@ -234,7 +236,8 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy the weights and check the copy, which vLLM reads, and which stays if the run's own file changes or is
         pruned."""
-        adapter = read_adapter(copy_weight_files(weights, copy))
+        count = count_adapter_numbers(self._model, self._max_rank)
+        adapter = read_adapter(copy_weight_files(weights, copy, max_numbers=count), max_numbers=count)
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.canary)
 
@@ -389,7 +392,13 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     async def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
         await self._inbox.fetch(weights.version)
-        read = await asyncio.to_thread(lambda: read_weights(copy_weight_files(weights, copy), is_private=True))
+
+        def read_copy() -> WeightFile:
+            count = count_numbers(self._model)
+            copied = copy_weight_files(weights, copy, max_numbers=count)
+            return read_weights(copied, max_numbers=count, is_private=True)
+
+        read = await asyncio.to_thread(read_copy)
         return await asyncio.to_thread(self._check_full, weights, read)
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
@@ -471,13 +480,13 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     def _check_file(self, old: VllmVersion) -> None:
         """Check the digest of a version's file; if the trainer sent the version and published only its changes, write
         the file first."""
-        directory = str(Path(old.file).parent)
+        directory, count = str(Path(old.file).parent), count_numbers(self._model)
         weights = WeightsRef(version=old.version, path=directory, kind="full", sha256=old.digest)
         if not Path(old.file).is_file():
             copy = Path(self._copies.name) / str(next(self._numbers))
-            weights = copy_weight_files(weights, copy)
+            weights = copy_weight_files(weights, copy, max_numbers=count)
             old.file = str(copy / WEIGHT_FILES["full"][0])
-        read_weights(weights)
+        read_weights(weights, max_numbers=count)
 
     # --- control ------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,8 +24,8 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import load_file
 from torch import nn
 
-from agentrl.core.errors import EngineStorageError, version_refused_error
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.errors import EngineStorageError, ModelError, version_refused_error
+from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.core.weight_deltas import WeightDeltaError, copy_weights, open_weights, read_header_of
 from agentrl.engines.canary import Canary, read_canary
@@ -80,24 +81,93 @@ class WeightFile:
     metadata: dict[str, str]
 
 
-def read_weights(weights: WeightsRef, *, config: bytes = b"", is_private: bool = False) -> WeightFile:
-    """Read a version's safetensors file after checking its digest, which also covers the bytes of its `config`.
+class _StoredTensor(msgspec.Struct):
+    """A tensor in a safetensors header."""
+
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
+def check_size(weights: WeightsRef, max_numbers: int) -> int:
+    """Check by its header and size that a version's safetensors file is not larger than what it is for.
+
+    Args:
+        weights: the version, whose files may come from others.
+        max_numbers: maximum number of numbers in its tensors: `count_numbers` or `count_adapter_numbers`.
+
+    Returns:
+        Size of the file in bytes, as its header describes it.
+
+    Raises:
+        EngineError: the file has no header, or it or the numbers that it describes are larger.
+        OSError, WeightDeltaError: the file cannot be read.
+    """
+    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
+    header = read_header_of(path)
+    try:
+        stored = msgspec.json.decode(header[SAFETENSORS_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        tensors = [
+            msgspec.json.decode(raw, type=_StoredTensor) for name, raw in stored.items() if name != "__metadata__"
+        ]
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise version_refused_error(weights, f"{path} is damaged (its header: {error})") from error
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+    size = max((tensor.data_offsets[1] for tensor in tensors), default=0)
+    if numbers > max_numbers or size > max_numbers * torch.float64.itemsize:
+        raise version_refused_error(
+            weights,
+            f"{path} describes {numbers:,} numbers in {size:,} bytes, but what it is for has at most {max_numbers:,} "
+            "numbers",
+        )
+    size += len(header)
+    if path.is_file() and path.stat().st_size > size:
+        raise version_refused_error(
+            weights, f"{path} is damaged ({path.stat().st_size:,} bytes, of which its header describes {size:,})"
+        )
+    return size
+
+
+def count_numbers(model: PreTrainedModel) -> int:
+    """Count the numbers that a full version of a model may have: those of its state, and those of its base's files, of
+    which a version keeps the tensors that the model does not have."""
+    count = sum(tensor.numel() for tensor in model.state_dict().values())
+    with suppress(ModelError, OSError, SafetensorError, ValueError, KeyError):
+        stored = checkpoint_tensors(Path(str(model.name_or_path)), torch.float32)
+        count += sum(math.prod(tensor.get_shape()) for tensor in stored.values())
+    return count
+
+
+def count_adapter_numbers(model: PreTrainedModel, max_rank: int) -> int:
+    """Count the numbers that an adapter on every matrix of a model has at most."""
+    matrices = (parameter.shape for parameter in model.parameters() if parameter.ndim > 1)
+    return sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * max_rank for shape in matrices)
+
+
+def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", is_private: bool = False) -> WeightFile:
+    """Read a version's safetensors file after checking its size, and its digest, which also covers the bytes of its
+    `config`.
 
     No other process writes a private file, so it is mapped into memory.
 
+    Args:
+        weights: the version.
+        max_numbers: see `check_size`.
+        config: content of the version's other file.
+        is_private: whether the file is this process's own copy.
+
     Raises:
-        EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
-            dtype or has a value that is not finite.
+        EngineError: the file is missing, damaged, too large, or not the one whose digest was published; or a tensor is
+            of a wrong dtype or has a value that is not finite.
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     content, digest = b"", hashlib.sha256()
     try:
+        size = check_size(weights, max_numbers)
         with open_weights(path) as file:
-            if is_private:
-                hashlib.file_digest(file, lambda: digest)
-            else:
-                content = file.read()
+            if not is_private:
+                content = file.read(size)
                 digest.update(content)
+            hashlib.file_digest(file, lambda: digest)
     except OSError as error:
         raise version_refused_error(weights, f"{error.filename or path} cannot be read ({error.strerror})") from error
     except WeightDeltaError as error:
@@ -242,14 +312,14 @@ class AdapterWeights:
     """The fields of `adapter_config.json`."""
 
 
-def read_adapter(weights: WeightsRef) -> AdapterWeights:
-    """Read and check an adapter directory in PEFT's format.
+def read_adapter(weights: WeightsRef, *, max_numbers: int) -> AdapterWeights:
+    """Read and check an adapter directory in PEFT's format, whose file has at most so many numbers.
 
     Raises:
         EngineError: the files are damaged, not the published ones, or of a kind that is not served.
     """
     content = _read_config(weights)
-    file = read_weights(weights, config=content)
+    file = read_weights(weights, max_numbers=max_numbers, config=content)
     config = _decode_config(weights, content)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -279,24 +349,28 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
     return AdapterWeights(rank=rank, matrices=matrices, canary=canary, config=json.loads(content))
 
 
-def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:
-    """Read the unchanged tensors of an adapter's file, after checking its digest.
+def read_adapter_tensors(weights: WeightsRef, *, max_numbers: int) -> Mapping[str, Tensor]:
+    """Read the unchanged tensors of an adapter's file, after checking its size and digest.
 
     Raises:
         EngineError: the files are damaged, or not the published ones.
     """
-    return read_weights(weights, config=_read_config(weights)).tensors
+    return read_weights(weights, max_numbers=max_numbers, config=_read_config(weights)).tensors
 
 
-def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:
+def copy_weight_files(weights: WeightsRef, directory: Path, *, max_numbers: int) -> WeightsRef:
     """Copy a version's files, and no others, into a directory; returns their new location.
 
     Raises:
-        EngineError: a file cannot be read, or there is no space for its copy.
+        EngineError: a file cannot be read, is too large (see `check_size`), or there is no space for its copy.
     """
     directory.mkdir(exist_ok=True)
     for name in WEIGHT_FILES[weights.kind]:
         try:
+            if name == WEIGHT_FILES[weights.kind][0]:
+                check_size(weights, max_numbers)
+            else:
+                _read_config(weights)  # for its size
             with (directory / name).open("wb") as copy:
                 copy_weights(Path(weights.path) / name, copy)
         except WeightDeltaError as error:
