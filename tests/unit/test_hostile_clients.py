@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import sys
 from collections.abc import Callable
@@ -360,6 +361,46 @@ def test_connections_of_an_attempt_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             return statuses
 
     assert asyncio.run(asked()) == [*[b"200"] * 4, b"503", b"200", b"503"]
+
+
+def test_slow_bodies_of_an_episode_take_no_connection_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the process has files for; each other episode asks several times, over new connections."""
+    monkeypatch.setattr("agentrl.core.connections.file_limit", lambda: 64)
+
+    async def asked() -> list[int]:
+        gateway = Gateway()
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(asyncio.timeout(60))
+            hostile, *others = [
+                await stack.enter_async_context(gateway.open({"main": HeldSeat()}, {})) for _ in range(9)
+            ]
+            writers, statuses = [], []
+            for _ in range(5):
+                writers += [(await send_begun(hostile, b"{"))[1] for _ in range(80)]
+                for other in others:
+                    async with (
+                        aiohttp.ClientSession(headers={"x-api-key": other.key}) as client,
+                        client.get(f"{other.url}/models") as response,
+                    ):
+                        statuses.append(response.status)
+            for writer in writers:
+                writer.close()
+            return statuses
+
+    assert asyncio.run(asked()) == [200] * 40
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.http.BODY_S", 0.1)
+
+    async def asked() -> bytes:
+        async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:
+            reader, writer = await send_begun(opened, b"{")
+            answer = await reader.readline()
+            writer.close()
+            return answer
+
+    assert b" 408 " in asyncio.run(asked())
 
 
 def test_malformed_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights.reading import read_weights
+from agentrl.engines.weights.reading import (
+    copy_weight_files,
+    count_adapter_numbers,
+    count_numbers,
+    read_weights,
+)
+from tests.learn_cases import write_model
 
 PRIVATE = pytest.mark.parametrize("is_private", [False, True])
 
@@ -52,3 +62,50 @@ def test_a_value_that_is_not_finite_is_found_anywhere(tmp_path: Path, dtype: tor
                 written(tmp_path, {"a": torch.full((4,), torch.finfo(dtype).max, dtype=dtype), "b": tensor}),
                 max_numbers=1 << 24,
             )
+
+
+def sparse(directory: Path, header: Mapping[str, Any], size: int, *, is_whole: bool) -> WeightsRef:
+    """A file of zeros without blocks on the disk, behind a header."""
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + size if is_whole else size)
+    return WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(directory), kind="full", sha256="0" * 64)
+
+
+def tensor(numbers: int, end: int) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, end]}}
+
+
+LARGE = 1 << 42
+HUGE: dict[str, tuple[Mapping[str, Any], int, bool]] = {
+    "numbers": (tensor(LARGE // 4, LARGE), LARGE, True),
+    "bytes": (tensor(4, LARGE), LARGE, True),
+    "hidden": (tensor(4, 16), LARGE, False),
+    "shape": ({"a": {"dtype": "F32", "shape": [1 << 30, 1 << 30, 0, 1], "data_offsets": [0, LARGE]}}, LARGE, True),
+    "negative": (tensor(-4, 16), LARGE, False),
+    "no header": ({}, LARGE, False),
+}
+
+
+@PRIVATE
+@pytest.mark.parametrize("name", HUGE)
+def test_a_file_that_is_too_large_is_refused_before_it_is_read_or_copied(
+    tmp_path: Path, name: str, is_private: bool
+) -> None:
+    """Four tebibytes, which could be neither read nor hashed."""
+    header, size, is_whole = HUGE[name]
+    weights = sparse(tmp_path, header, size, is_whole=is_whole)
+    with pytest.raises(EngineError, match=r"describes|damaged"):
+        read_weights(weights, max_numbers=1000, is_private=is_private)
+    with pytest.raises(EngineError, match=r"describes|damaged"):
+        copy_weight_files(weights, tmp_path / "copy", max_numbers=1000)
+    assert not any((tmp_path / "copy").iterdir())
+
+
+def test_a_version_is_not_larger_than_its_model(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path))
+    count = count_numbers(model)
+    assert sum(one.numel() for one in model.parameters()) <= count <= 3 * sum(one.numel() for one in model.parameters())
+    shapes = [one.shape for one in model.parameters() if one.ndim > 1]
+    assert count_adapter_numbers(model, 4) == 4 * sum(rows + columns for rows, columns in shapes)
