@@ -28,7 +28,7 @@ from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossC
 from agentrl.core import machine
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, sha256_of
+from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, read_whole, sha256_of
 from agentrl.core.model_layers import config_parts
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
@@ -816,7 +816,7 @@ def adapter_rank(policy: FrozenPolicy) -> int:
 def _adapter_config(directory: Path) -> dict[str, Any]:
     file = directory / "adapter_config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(file))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: not the configuration of a LoRA adapter ({error!r})") from error
     if not isinstance(content, dict):

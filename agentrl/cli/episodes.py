@@ -306,7 +306,8 @@ def _factories(reader: RunReader) -> RunFactories | None:
 def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
     """Read `--edit FILE`: the content of the last message, or, as JSON, a list of messages."""
     try:
-        text = path.read_bytes()[: MAX_EDIT_BYTES + 1].decode()
+        with path.open("rb") as file:
+            text = file.read(MAX_EDIT_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     if len(text) > MAX_EDIT_BYTES:

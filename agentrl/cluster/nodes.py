@@ -30,6 +30,7 @@ from agentrl.cluster.session import (
 from agentrl.config.devices import plan_nodes
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
+from agentrl.core.files import sha256_of
 from agentrl.core.machine import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _model_digest(directory: Path) -> str:
     config = directory / "config.json"
     if not config.is_file():
         return ""
-    digest = hashlib.sha256(config.read_bytes())
+    digest = hashlib.sha256(sha256_of(config).encode())
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     return digest.hexdigest()

@@ -39,6 +39,10 @@ SAFETENSORS_LENGTH_BYTES = 8
 """Size of the length that a safetensors file begins with."""
 MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a safetensors header, as the format's own reader has it."""
+MAX_JSON_BYTES = 1 << 25
+"""Maximum size of a JSON file or template of a model or checkpoint, which may come from others and is parsed whole."""
+MAX_TOKENIZER_BYTES = 1 << 27
+"""Maximum size of a `tokenizer.json`; the largest in use has 33 MB."""
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "full": ("model.safetensors",),
     "adapter": ("adapter_model.safetensors", "adapter_config.json"),
@@ -55,14 +59,27 @@ ReadBytes = Callable[[Path, int, int], bytes]
 
 
 def read_bytes(path: Path, start: int, count: int) -> bytes:
-    """Return `count` bytes of a file from `start` on, fewer at its end; -1: all.
+    """Return `count` bytes of a file from `start` on, fewer at its end.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         file.seek(start)
-        return file.read(count)
+        return read_at_most(file, count)
+
+
+def read_whole(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Read a file of a model directory or checkpoint; follows links.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is longer than `limit` bytes.
+    """
+    with path.open("rb") as file:
+        if (size := file_size(file)) > limit:
+            raise ValueError(f"{size:,} bytes, more than {limit:,}")
+        return read_at_most(file, limit)
 
 
 def read_safetensors_header(path: Path, read: ReadBytes = read_bytes) -> bytes:
@@ -466,7 +483,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_whole(path).decode())
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):

@@ -35,7 +35,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
+from agentrl.core.files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    SAFETENSORS_LENGTH_BYTES,
+    WEIGHT_FILES,
+    check_model_directory,
+    read_safetensors_header,
+)
 from agentrl.core.model_layers import SELECTED_KEYS, WITHOUT_INITIAL_STATE, check_slot_layers
 from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
 from agentrl.engines.meta import runnable_on_meta
@@ -629,8 +636,16 @@ def _check_config(path: Path) -> None:
     from a hub.
 
     Raises:
-        ModelError: config.json has such a size, or names such code.
+        ModelError: config.json has such a size, or names such code; or a JSON file, which transformers would read
+            whole, is too long.
     """
+    for file in path.glob("*.json"):
+        limit = MAX_TOKENIZER_BYTES if file.name == "tokenizer.json" else MAX_JSON_BYTES
+        if file.is_file() and file.stat().st_size > limit:
+            raise ModelError(
+                f"{file}: {file.stat().st_size:,} bytes, more than the {limit:,} that a file of its kind may have. "
+                "Copy the directory again"
+            )
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):  # transformers reads the file next and reports the error

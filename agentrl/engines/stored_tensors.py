@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES, read_whole
 from agentrl.core.quantization import check_quantization, read_quantization
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def weight_files(path: Path) -> list[Path]:
     index = path / WEIGHTS_INDEX
     if not index.is_file():
         return [path / WEIGHT_FILES["full"][0]]
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = json.loads(read_whole(index))["weight_map"]
     return [path / name for name in sorted({str(name) for name in weight_map.values()})]
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import (
+    MAX_JSON_BYTES,
     SAFETENSORS_LENGTH_BYTES,
     ReadBytes,
     os_error_advice,
@@ -144,8 +145,8 @@ def load_checkpoint(
     """
     moments_by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     try:
-        rng = json.loads(read(directory / "rng.json", 0, -1))
-        state = msgspec.json.decode(read(directory / STATE_FILE, 0, -1), type=LearnerProgress)
+        rng = json.loads(read(directory / "rng.json", 0, MAX_JSON_BYTES))
+        state = msgspec.json.decode(read(directory / STATE_FILE, 0, MAX_JSON_BYTES), type=LearnerProgress)
         weights = _StoredTensors(directory / "weights.safetensors", read)
         moments = _StoredTensors(directory / "optimizer.safetensors", read)
         if optimizer is not None and moments.shapes:

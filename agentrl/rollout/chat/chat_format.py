@@ -27,7 +27,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import read_json
+from agentrl.core.files import MAX_TOKENIZER_BYTES, read_json, read_whole
 from agentrl.core.model_layers import config_parts
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat, is_thinking_open
@@ -116,7 +116,7 @@ class TemplateChatFormat:
         self._directory, self._tokenizer = directory, tokenizer
         self._template = template
         self._tools_in_system = tools_in == "system"
-        made_with = [(directory / "tokenizer.json").read_bytes(), template.fingerprint]
+        made_with = [read_whole(directory / "tokenizer.json", MAX_TOKENIZER_BYTES), template.fingerprint]
         if self._tools_in_system:
             made_with.append(b"tools in system")
         self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
@@ -754,9 +754,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ModelError: it cannot be read, or has an absurdly long added token, whose compilation would not end.
     """
     try:
-        longest = max(
-            (token.content for token in _ADDED_TOKENS.decode(path.read_bytes()).added_tokens), key=len, default=""
-        )
+        content = read_whole(path, MAX_TOKENIZER_BYTES)
+        longest = max((token.content for token in _ADDED_TOKENS.decode(content).added_tokens), key=len, default="")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if len(longest) > _MAX_TOKEN_CHARACTERS:

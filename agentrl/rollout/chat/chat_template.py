@@ -23,7 +23,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import read_json
+from agentrl.core.files import read_json, read_whole
 from agentrl.core.text import valid_unicode
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def read_template(directory: Path) -> str:
     for path in (directory / TOOL_TEMPLATE_FILE, directory / TEMPLATE_FILE):
         if path.is_file():
             try:
-                return path.read_text(encoding="utf-8")
+                return read_whole(path).decode().replace("\r\n", "\n").replace("\r", "\n")
             except (OSError, ValueError) as error:
                 raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
     for name in ("tokenizer_config.json", "chat_template.json"):  # the second belongs to a processor
