@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from agentrl.core.errors import ModelError
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.chat_template import AddedToken, ChatTemplate, ControlTokens
+from agentrl.rollout.chat.template_process import MAX_MEMORY_BYTES, TemplateError, TemplateProcess
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 
 
@@ -30,6 +33,70 @@ def test_a_faulty_template_is_refused(tmp_path: Path, template: str, complaint: 
         ChatTemplate(write_model(tmp_path, template, QWEN_SPECIAL)).render(
             [{"role": "user", "content": "x"}], [], prompt=True
         )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '{:1000000000d}'.format(1) }}",
+        "{{ 'a' * 3 * 10 ** 9 }}",
+        "{{ 'a'.center(10 ** 10) }}",
+        "{{ 'a'|center(10 ** 10) }}",
+        "{{ ['a']|batch(10 ** 10, 'a')|list }}",
+        "{{ [[0] * 10 ** 9] * 3 }}",
+        "{{ messages|tojson(indent=10 ** 10) }}",
+        "{% set ns = namespace(a='a' * 999) %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+        "{% set a %}{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}{% endset %}",
+        "{{ 'a' * (messages|length) * 3 * 10 ** 9 }}",
+    ],
+)
+def test_the_memory_of_a_template_is_bounded(tmp_path: Path, template: str) -> None:
+    """Of its compilation, too, which computes constants. Other templates are rendered afterwards."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=r"needs more than 1,024 MiB|characters"):
+        ChatTemplate(write_model(tmp_path, template, QWEN_SPECIAL)).render(
+            [{"role": "user", "content": "x"}], [], prompt=True
+        )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MEMORY_BYTES // 1024
+    (tmp_path / "other").mkdir()
+    other = ChatTemplate(write_model(tmp_path / "other", "{{ messages[0].content }}", QWEN_SPECIAL))
+    assert other.render([{"role": "user", "content": "x"}], [], prompt=True) == "x"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ (7 ** (7 ** 12)) is even }}",
+        "{% for a in range(99999) %}{{ [('a' * 10 ** 8) in ('a' * 10 ** 8 ~ a)][:0] }}{% endfor %}",
+    ],
+)
+def test_the_time_of_a_template_is_bounded(template: str) -> None:
+    process = TemplateProcess(cpu_s=0.2)
+    with pytest.raises(TemplateError, match=r"more than 0\.2 s of CPU time"):
+        process.render(template, {})
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+    process.close()
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+    process.close()
+
+
+def test_values_reach_a_template_as_they_are() -> None:
+    """Also those that no other encoding than JSON has, and in a fork, which must not use its parent's process."""
+    process = TemplateProcess()
+    values = {"big": 10**40, "nan": float("nan"), "half": "\ud800", "none": None, "list": [1.5, True, {"a": "\n"}]}
+    source = "{{ big }} {{ nan }} {{ half }} {{ none }} {{ list }}"
+    expected = "1" + "0" * 40 + " nan \ud800 None [1.5, True, {'a': '\\n'}]"
+    assert process.render(source, values) == expected
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if process.render("{{ a }}", {"a": 1}) == "1" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process.render(source, values) == expected
+    with pytest.raises(TemplateError, match="no JSON data"):
+        process.render(source, {"a": object()})
+    process.close()
 
 
 def test_long_white_space_before_a_control_token_is_split_in_one_pass() -> None:

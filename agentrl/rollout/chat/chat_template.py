@@ -1,8 +1,8 @@
 """A model directory's chat template as a function, and the text of messages made safe to put through it.
 
 Owns the reading of `tokenizer_config.json`, `chat_template.jinja`, `chat_template.json`, `generation_config.json`;
-rendering in jinja2's immutable sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered
-text into control tokens and plain text. Does not tokenize plain text.
+`ControlTokens`, which splits rendered text into control tokens and plain text. `template_process` renders. Does not
+tokenize plain text.
 
 Invariant: a control token's literal inside a message (such as `<|im_end|>` in a tool's output) survives rendering as
 plain text: it is escaped with private-use characters before rendering, and restored after the frame is split.
@@ -13,37 +13,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import CallBlock, Node
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import read_json, read_whole
 from agentrl.core.text import valid_unicode
+from agentrl.rollout.chat.template_process import TemplateError, TemplateProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jinja2 import Environment
-    from jinja2.parser import Parser
-
     from agentrl.core.records import Message, ToolSpec
 
-TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
-"""Date that `strftime_now` returns to a template: a constant, so that a prompt does not depend on the day."""
-
+_PROCESS = TemplateProcess()
 _ESCAPE, _END = "\ue000", "\ue001"
 PROBE = f"{_ESCAPE}p{_END}"
 """Placeholder of a message's content in a rendered frame; escaped content cannot contain it."""
-
-
-MAX_RENDERED_CHARACTERS = 1 << 26
-"""Maximum length of a rendered conversation; templates are trusted, and this bound names a faulty one."""
 
 
 class AddedToken(NamedTuple):
@@ -54,36 +39,6 @@ class AddedToken(NamedTuple):
     special: bool
     strips_left: bool
     strips_right: bool
-
-
-class GenerationTag(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`, with which some templates mark assistant text; rendered as its
-    body."""
-
-    tags = {"generation"}  # noqa: RUF012 - so declared by jinja2
-
-    def parse(self, parser: Parser) -> Node:
-        """Return the body, unchanged."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        return str(caller())
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime(format: str) -> str:
-    return TEMPLATE_DATE.strftime(format)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 class ChatTemplate:
@@ -105,18 +60,12 @@ class ChatTemplate:
         made_with = [self.source, self._tokens, *([self._variables] if self._variables else [])]
         self.fingerprint = json.dumps(made_with, sort_keys=True).encode()
         """Everything that determines a rendering, except the conversation."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime
         try:
-            self._template = environment.from_string(self.source)
-        except (TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError) as error:
+            _PROCESS.compile(self.source)
+        except TemplateError as error:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
         if self._variables:
-            self._check_read(environment)
+            self._check_read()
         self.takes_parts = False
         """Whether the template reads a message's text only from a list of parts, as some for images and text do."""
         if not self._shows_text():
@@ -129,10 +78,15 @@ class ChatTemplate:
         except ModelError:
             return False
 
-    def _check_read(self, environment: Environment) -> None:
+    def _check_read(self) -> None:
         """Refuse a value of a variable that the template does not read."""
-        of_ours = {"messages", "tools", "documents", "add_generation_prompt", *environment.globals, *self._tokens}
-        read = find_undeclared_variables(environment.parse(self.source)) - of_ours
+        read = {*_PROCESS.variables(self.source)} - {
+            "messages",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            *self._tokens,
+        }
         if unread := sorted(self._variables.keys() - read):
             raise ModelError(
                 f"{self._directory}: model.template_variables.{unread[0]}: the chat template reads no such variable; "
@@ -145,26 +99,19 @@ class ChatTemplate:
         Raises:
             ModelError: the template refuses the conversation.
         """
-        parts: list[str] = []
-        length = 0
         if self.takes_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        conversation = {"messages": messages, "tools": tools or None, "documents": None}
         try:
-            conversation = {"messages": messages, "tools": tools or None, "documents": None}
-            for part in self._template.generate(
-                **self._tokens, **self._variables, **conversation, add_generation_prompt=prompt
-            ):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_RENDERED_CHARACTERS:
-                    raise TemplateError(f"it renders more than {MAX_RENDERED_CHARACTERS:,} characters")
-        except Exception as error:  # a template can make jinja2 raise anything: `truncate` uses assert, for example
+            text = _PROCESS.render(
+                self.source, {**self._tokens, **self._variables, **conversation, "add_generation_prompt": prompt}
+            )
+        except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
-                f"{self._directory}: the chat template cannot render a conversation ({roles}): "
-                f"{error or type(error).__name__}"
+                f"{self._directory}: the chat template cannot render a conversation ({roles}): {error}"
             ) from error
-        return valid_unicode("".join(parts))
+        return valid_unicode(text)
 
 
 def _pattern(token: AddedToken) -> str:
