@@ -334,15 +334,18 @@ def write_parquet_table(selection: ExportSelection, path: Path) -> None:
 
     schema = parquet_table_schema()
     batches: list[pa.RecordBatch] = []
+    size = 0
     with ParquetWriter(path, schema, compression="zstd") as writer:
         for episode in exported_episodes(selection):
             try:
                 batches.append(pa.RecordBatch.from_pylist(parquet_table_rows(episode), schema))
+                size += batches[-1].nbytes
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 selection.leave_out(episode.episode, f"the table has no place for it ({error})")
-            if sum(batch.nbytes for batch in batches) > 16 << 20:
+            if size > 16 << 20:
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 batches.clear()
+                size = 0
         writer.write_table(pa.Table.from_batches(batches, schema))
 
 
