@@ -235,16 +235,18 @@ def _batches(connection: sqlite3.Connection, selection: PruningSelection) -> Ite
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
     names = [str(episode) for (episode,) in connection.execute(statement)]
     batch: dict[AttemptKey, int] = {}
+    total = 0
     for start in range(0, len(names), _CHUNK):
         settled_names = selection.among(names[start : start + _CHUNK])
         sizes = connection.execute(_SIZES, (json.dumps(sorted({episode for episode, _ in settled_names})),)).fetchall()
         for episode, attempt, size in sizes:
             if (episode, attempt) not in settled_names:
                 continue
-            if batch and sum(batch.values()) + size > DELETE_BYTES:
+            if batch and total + size > DELETE_BYTES:
                 yield batch
-                batch = {}
+                batch, total = {}, 0
             batch[episode, attempt] = size
+            total += size
     if batch:
         yield batch
 
