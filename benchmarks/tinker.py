@@ -1,4 +1,5 @@
-"""What scripts of the Tinker SDK get from `agentrl serve tinker`, in parts: `training`, `kills` and `recipes`.
+"""What scripts of the Tinker SDK get from `agentrl serve tinker`, in parts: `training`, `kills`, `recipes` and
+`waiting`.
 
     python -m benchmarks.tinker [--quick] [--part PART]
 
@@ -25,6 +26,8 @@ NAMES = (
     "fairness",
     "disorder_detected",
     "overhead",
+    "tinker_wait_ratio",
+    "requests_lost",
 )
 
 if __name__ == "__main__":
