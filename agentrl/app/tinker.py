@@ -383,18 +383,21 @@ class TinkerService:
             request = self._log.request(model.waiting[model.next_sequence])
             assert request is not None
             before = model.trained_tokens
-            await self._execute(model, request)
-            model.trained_tokens = max(model.trained_tokens, before + 1.0)
-            del model.waiting[model.next_sequence]
-            model.next_sequence += 1
+            if await self._execute(model, request):
+                model.trained_tokens = max(model.trained_tokens, before + 1.0)
+                del model.waiting[model.next_sequence]
+                model.next_sequence += 1
             self._turns.end(model, model.trained_tokens - before)
 
-    async def _execute(self, model: ClientModel, request: ClientRequest) -> None:
+    async def _execute(self, model: ClientModel, request: ClientRequest) -> bool:
+        """Execute a request, or a part of what must come before it; returns whether it has its result."""
         try:
             if model.failure:
                 raise InputError(f"the model {model.id} could not be created: {model.failure}")
             if request.route == REFUSED:
                 raise InputError(request.body.decode())
+            if not await self._training.prepare(model):
+                return False
             outcome = await self._training.execute(model, request)
         except StorageError:
             raise
@@ -407,6 +410,7 @@ class TinkerService:
             if outcome.weights is not None:
                 self.tables.remove_old_versions(model)
             await self._training.keep_checkpoint(model, request)
+        return True
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -442,8 +446,9 @@ class TinkerService:
                 sampler = self.tables.sampler_of(owner, request["sampler_id"])
                 return {"sampler_id": sampler.id, "base_model": sampler.base.name, "model_path": sampler.path}
             case "models":
-                models = [await self._describe(model) for model in self.tables.models_of(owner)]
-                return page("training_runs", models, request)
+                listed = page("training_runs", self.tables.models_of(owner), request)
+                models = [await self._describe(model) for model in listed["training_runs"]]
+                return {**listed, "training_runs": models}
             case "model":
                 return await self._describe(self.tables.model_of(owner, request["model_id"]))
             case "checkpoints":
@@ -471,6 +476,7 @@ class TinkerService:
 
     async def _describe(self, model: ClientModel) -> dict[str, Any]:
         await self._log.flush()  # a model is known before its first request is on disk
+        await asyncio.sleep(0)  # others run between two models of a list
         return describe_model(self.tables, model, self._log.last_received(model.id))
 
     async def _finish_session(self, owner: str, session_id: str) -> Mapping[str, Any]:
@@ -510,10 +516,7 @@ class TinkerService:
             now = int(self._clock.wall() * 1e6)
             await self._record_answer(owner, "delete_checkpoint", model_id, now, content, {})
             self.tables.remove_old_versions(model)
-        elif not any(
-            request.subject == model_id and json.loads(request.body) == content
-            for request in self._log.requests("delete_checkpoint")
-        ):  # otherwise the SDK repeats a request whose answer it did not get
+        elif checkpoint not in model.deleted:  # otherwise the SDK repeats a request whose answer it did not get
             raise RequestRefusedError(f"there are no weights {checkpoint[:100]!r} of {model_id}", "model")
         return {}
 

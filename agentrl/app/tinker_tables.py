@@ -142,6 +142,8 @@ class ClientModel:
     unpublished: UnpublishedSteps = field(default_factory=lambda: UnpublishedSteps())
     saved: dict[str, SavedWeights] = field(default_factory=dict)
     """Saved weights, by `checkpoint_id`."""
+    deleted: set[str] = field(default_factory=set)
+    """Ids of saved weights that the client deleted."""
     newest: WeightsRef | None = None
     """Newest version that was published to sample from."""
     newest_step: int = -1
@@ -225,7 +227,9 @@ class ClientTables:
                 content = messages.read_request(request.route, request.body)
                 self._add_published(request, content, result, self._published(result["agentrl_version"]))
             case "delete_checkpoint":
-                self._forget_saved(self.models[request.subject], json.loads(request.body)["checkpoint"])
+                model, checkpoint = self.models[request.subject], json.loads(request.body)["checkpoint"]
+                self._forget_saved(model, checkpoint)
+                model.deleted.add(checkpoint)
             case "set_checkpoint_ttl":
                 change, saved = json.loads(request.body), self.models[request.subject].saved
                 if (known := saved.get(change["checkpoint"])) is not None:

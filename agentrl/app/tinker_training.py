@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,6 +103,8 @@ class ModelTraining:
         self._clock = clock
         self._max_models = max_models
         self._checkpoint_every = checkpoint_every
+        self._repeating: dict[str, deque[str]] = {}
+        """Ids of finished requests that a model in memory lacks, by the model's id."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer")
 
     def turn(self, model: ClientModel) -> float:
@@ -110,10 +112,34 @@ class ModelTraining:
         replaces = model.lora is None and model.base.trainer.learners and not model.base.trainer.has(model.id)
         return model.trained_tokens + RELOADING_TOKENS * bool(replaces)
 
+    async def prepare(self, model: ClientModel) -> bool:
+        """Read a part of a model into memory; returns whether it is there. Each part is a turn of its owner, so that
+        others do not wait for all requests that it repeats.
+
+        Others leave if it needs all weights of their base, or if there are too many: the one that was used least
+        recently of the owner that has the most.
+
+        Raises:
+            TrainerError: a repeated step has another gradient than it had, or the checkpoint of loaded weights is
+                missing. The model is not in memory then.
+        """
+        model.used_at = self._clock.monotonic()
+        if model.base.trainer.has(model.id):
+            return model.id not in self._repeating or await self._call(self._repeat_one, model)
+        resident = [other for other in self._tables.models.values() if other.base.trainer.has(other.id)]
+        leaving = [other for other in resident if model.lora is None and other.base is model.base]
+        staying = [other for other in resident if other not in leaving]
+        while len(staying) >= self._max_models:
+            count = Counter(other.owner for other in (*staying, model))
+            leaving.append(min(staying, key=lambda one: (-count[one.owner], one.used_at)))
+            staying.remove(leaving[-1])
+        for other in leaving:
+            await self._call(self._evict, other)
+        return await self._call(self._begin_restoring, model)
+
     async def execute(self, model: ClientModel, request: ClientRequest) -> Outcome:
-        """Execute a request, and record the version that it published."""
+        """Execute a request of a prepared model, and record the version that it published."""
         content = messages.read_request(request.route, request.body)
-        await self._make_resident(model)
         try:
             outcome = await self._call(self._apply, model, request, content)
         except InputError:
@@ -263,61 +289,53 @@ class ModelTraining:
 
     # --- models in memory ---------------------------------------------------------------------------------------------
 
-    async def _make_resident(self, model: ClientModel) -> None:
-        """Read a model into memory if it is not there. Others leave if it needs all weights of their base, or if there
-        are too many: the one that was used least recently of the owner that has the most."""
-        model.used_at = self._clock.monotonic()
-        if model.base.trainer.has(model.id):
-            return
-        resident = [other for other in self._tables.models.values() if other.base.trainer.has(other.id)]
-        leaving = [other for other in resident if model.lora is None and other.base is model.base]
-        staying = [other for other in resident if other not in leaving]
-        while len(staying) >= self._max_models:
-            count = Counter(other.owner for other in (*staying, model))
-            leaving.append(min(staying, key=lambda one: (-count[one.owner], one.used_at)))
-            staying.remove(leaving[-1])
-        for other in leaving:
-            await self._call(self._evict, other)
-        await self._call(self._restore, model)
-
     def _evict(self, model: ClientModel) -> None:
         """Remove a model from memory, after a checkpoint of steps that would have to be repeated."""
-        if self._checkpoint_every and model.steps_since_checkpoint and not model.has_gradient:
+        is_whole = model.id not in self._repeating
+        if is_whole and self._checkpoint_every and model.steps_since_checkpoint and not model.has_gradient:
             self._write_checkpoint(model, model.next_sequence - 1)
-        model.base.trainer.remove(model.id)
+        self._forget(model)
 
     def _forget(self, model: ClientModel) -> None:
         """Remove a model from memory, if it is there; its next request rebuilds it."""
+        self._repeating.pop(model.id, None)
         if model.base.trainer.has(model.id):
             model.base.trainer.remove(model.id)
 
-    def _restore(self, model: ClientModel) -> None:
-        """Rebuild a model: its newest checkpoint, and the finished requests since then, executed again.
-
-        Raises:
-            TrainerError: a repeated step has another gradient than it had, or the checkpoint of loaded weights is
-                missing. The model is not in memory then.
-        """
+    @contextlib.contextmanager
+    def _restoring(self, model: ClientModel) -> Iterator[None]:
+        """Remove a model that cannot be rebuilt: one that is rebuilt in part must not serve the next request."""
         try:
-            self._rebuild(model)
+            yield
         except BaseException:
-            self._forget(model)  # a model that is rebuilt in part must not serve the next request
+            self._forget(model)
             raise
 
-    def _rebuild(self, model: ClientModel) -> None:
-        trainer = model.base.trainer
-        trainer.add(model.id, model.lora, model.seed)
-        model.has_gradient = False
-        model.unpublished = UnpublishedSteps()
-        checkpoint = next(iter(self._checkpoints(model)), None)
-        sequence = -1 if checkpoint is None else int(checkpoint.name)
-        if checkpoint is not None:
-            trainer.restore(model.id, checkpoint / "state")
-            unpublished = (checkpoint / "unpublished.json").read_bytes()
-            model.unpublished = msgspec.json.decode(unpublished, type=UnpublishedSteps)
-        model.steps_since_checkpoint = 0
-        turns = model.trained_tokens
-        for request in self._repeated(model, sequence):
+    def _begin_restoring(self, model: ClientModel) -> bool:
+        """Read a model's newest checkpoint; returns whether no finished request since then must be executed again."""
+        with self._restoring(model):
+            trainer = model.base.trainer
+            trainer.add(model.id, model.lora, model.seed)
+            model.has_gradient = False
+            model.unpublished = UnpublishedSteps()
+            checkpoint = next(iter(self._checkpoints(model)), None)
+            sequence = -1 if checkpoint is None else int(checkpoint.name)
+            if checkpoint is not None:
+                trainer.restore(model.id, checkpoint / "state")
+                unpublished = (checkpoint / "unpublished.json").read_bytes()
+                model.unpublished = msgspec.json.decode(unpublished, type=UnpublishedSteps)
+            model.steps_since_checkpoint = 0
+            requests = list(self._repeated(model, sequence))
+            if requests:
+                self._repeating[model.id] = deque(requests)
+        return not requests
+
+    def _repeat_one(self, model: ClientModel) -> bool:
+        """Execute the next finished request of a model again; returns whether it was the last."""
+        with self._restoring(model):
+            name, turns = self._repeating[model.id].popleft(), model.trained_tokens
+            request = self._log.request(name)
+            assert request is not None
             content = messages.read_request(request.route, request.body)
             if isinstance(content, messages.LoadWeights):
                 raise TrainerError(
@@ -326,20 +344,24 @@ class ModelTraining:
                 )
             if isinstance(content, messages.SaveForSampler | messages.SaveExternal):
                 model.unpublished = UnpublishedSteps()
-                continue
-            outcome = self._apply(model, request, content)
-            if isinstance(content, messages.OptimStep):
-                self._check_repetition(model, request, outcome)
-        model.trained_tokens = turns
+            else:
+                outcome = self._apply(model, request, content)
+                if isinstance(content, messages.OptimStep):
+                    self._check_repetition(model, request, outcome)
+            model.trained_tokens = turns
+        if not self._repeating[model.id]:
+            del self._repeating[model.id]
+        return model.id not in self._repeating
 
-    def _repeated(self, model: ClientModel, after: int) -> Iterator[ClientRequest]:
-        """Yield the finished requests after a sequence number that changed or published the weights or the gradient."""
+    def _repeated(self, model: ClientModel, after: int) -> Iterator[str]:
+        """Yield the ids of the finished requests after a sequence number that changed or published the weights, or
+        changed the gradient."""
         for request in self._log.of_subject(model.id, after):
             if request.sequence >= model.next_sequence:
                 return
             result = self._log.result(request.id)
             if request.route in _CHANGES and result is not None and result.kind != "error":
-                yield request
+                yield request.id
 
     def _check_repetition(self, model: ClientModel, request: ClientRequest, outcome: Outcome) -> None:
         result = self._log.result(request.id)

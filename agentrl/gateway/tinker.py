@@ -218,11 +218,21 @@ class TinkerServer:
         return owner
 
     @asynccontextmanager
-    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Read a body, which counts among its owner's within the context; raises as `_receive`."""
-        with self._held(self._owner(request)) as body:
+    async def _body(self, request: web.Request) -> AsyncIterator[dict[str, Any]]:
+        """Read and parse a body, which counts among its owner's within the context; raises as `_receive`."""
+        owner = self._owner(request)
+        with self._held(owner) as body:
             await self._receive(request, body)
-            yield bytes(body)
+            async with self._turn_to_read(owner):
+                content = bodies.parse_json_body(bytes(body))
+            yield content
+
+    @asynccontextmanager
+    async def _turn_to_read(self, owner: str) -> AsyncIterator[None]:
+        """Wait for an owner's turn to decompress and parse a body."""
+        async with self._next_to_read[owner], self._reading:
+            await asyncio.sleep(0)  # all else runs between two bodies
+            yield
 
     @contextmanager
     def _held(self, owner: str) -> Iterator[bytearray]:
@@ -254,8 +264,7 @@ class TinkerServer:
         with self._held(owner) as body:
             try:
                 await self._receive(request, body)
-                async with self._next_to_read[owner], self._reading:
-                    await asyncio.sleep(0)  # all else runs between two bodies
+                async with self._turn_to_read(owner):
                     content_bytes = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                     try:
                         content = tinker_messages.read_request(route, content_bytes)
@@ -273,7 +282,7 @@ class TinkerServer:
 
     async def _question(self, question: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
         async with self._body(request) as body:
-            content = tinker_messages.read_json({**bodies.parse_json_body(body), **request.match_info}, kind)
+            content = tinker_messages.read_json({**body, **request.match_info}, kind)
             answer = await self._backend.answer(self._owner(request), question, content)
         return json_response(200, answer)
 
@@ -285,7 +294,7 @@ class TinkerServer:
         from aiohttp import web
 
         async with self._body(request) as body:
-            content = tinker_messages.read_json(bodies.parse_json_body(body), tinker_messages.Retrieve)
+            content = tinker_messages.read_json(body, tinker_messages.Retrieve)
         answer = await self._backend.retrieve(self._owner(request), content.request_id, POLL_S)
         if answer is None:
             waiting = {"type": "try_again", "request_id": content.request_id, "queue_state": "active"}

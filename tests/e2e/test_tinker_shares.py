@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 
 from agentrl.app import tinker_tables
-from tests.support.tinker_client import KEY, MODEL, OTHER_KEY, Client, Refused, Samples, row, server_config, serving
+from agentrl.gateway import bodies
+from agentrl.gateway.tinker import TinkerServer
+from tests.support.tinker_client import (
+    KEY,
+    MODEL,
+    OTHER_KEY,
+    OWNERS,
+    Client,
+    Refused,
+    Samples,
+    row,
+    server_config,
+    serving,
+)
 
 PROMPT = [5, 6, 7]
 ROWS = [row([5, 6, 7, 8, 9, 10]), row([5, 6, 7, 11, 12])]
@@ -162,6 +175,32 @@ def test_slow_bodies_take_no_connection_of_another_key(tmp_path: Path, monkeypat
                 writers += await send_slowly(address, 50)
             for writer in writers:
                 writer.close()
+
+    asyncio.run(work())
+
+
+def test_keys_take_turns_with_their_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = bodies.parse_json_body
+
+    def noted(body: bytes) -> dict[str, Any]:
+        found = parse(body)
+        parsed.append(found["session_id"])
+        return found
+
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (_, service):
+            server = TinkerServer(service, OWNERS, "127.0.0.1")
+            async with server.listen(0) as port:
+                address = f"http://127.0.0.1:{port}"
+                async with Client(address) as alice, Client(address, OTHER_KEY) as bob, asyncio.TaskGroup() as group:
+                    monkeypatch.setattr(bodies, "parse_json_body", noted)
+                    async with server._reading:  # until all wait for it
+                        for client, owner in (*[(alice, "ALICE")] * 8, (bob, "BOB")):
+                            group.create_task(client.post("session_heartbeat", session_id=client.session))
+                            while not server._next_to_read[owner].locked():
+                                await asyncio.sleep(0.01)
+                assert parsed[:2] == [alice.session, bob.session]
 
     asyncio.run(work())
 
