@@ -37,6 +37,8 @@ class Acts:
     def __init__(self) -> None:
         self._models: dict[Client, str] = {}
         self._samplers: dict[Client, str] = {}
+        self._sent: list[Mapping[str, Any]] = []
+        """Requests for long samples."""
         self._numbers = itertools.count(1)
 
     async def begin(self, client: Client) -> None:
@@ -52,12 +54,20 @@ class Acts:
         await client.result(await client.forward_backward(self._models[client], ROWS))
 
     async def connect(self, client: Client) -> None:
-        async with Client(client.address, OTHER_KEY):
-            pass
+        other = Client(client.address, OTHER_KEY)
+        try:
+            await other.post("create_session", tags=[], user_metadata={}, sdk_version="0")
+        finally:
+            await other.__aexit__()
 
     async def send_samples(self, client: Client, count: int) -> None:
         for _ in range(count):
-            await client.submit_sample(self._samplers[client], PROMPT, 16, **LONG)
+            self._sent.append(await client.submit_sample(self._samplers[client], PROMPT, 16, **LONG))
+
+    async def cancel_samples(self, client: Client) -> None:
+        for promise in self._sent:
+            await client.post("cancel_future", request_id=promise["request_id"])
+        self._sent.clear()
 
 
 @asynccontextmanager
@@ -122,10 +132,6 @@ async def waits(directory: Path, repeats: int, models: int) -> tuple[dict[str, f
                     seconds.append(time.monotonic() - start)
                 return statistics.median(seconds)
 
-            equal = {}
-            for act in (acts.sample, acts.create, acts.train, acts.connect):
-                async with running(repeat(act, alice)):
-                    equal[act] = await median(act)
             numbers = itertools.count(10_000)
             many = [await alice.model(number) for number in range(1_000, 1_024)]
 
@@ -153,10 +159,13 @@ async def waits(directory: Path, repeats: int, models: int) -> tuple[dict[str, f
             }
             ratios = {}
             for name, (act, works) in attacks.items():
+                async with running(repeat(act, alice)):  # just before, since the machine's speed changes
+                    equal = await median(act)
                 async with running(*works):
                     seconds = await median(act)
-                ratios[name] = seconds / equal[act]
-                print(f"  {name}: {seconds:.3f} s, beside an equal client {equal[act]:.3f} s", flush=True)
+                await acts.cancel_samples(alice)
+                ratios[name] = seconds / equal
+                print(f"  {name}: {seconds:.3f} s, beside an equal client {equal:.3f} s", flush=True)
     finally:
         server.kill()
     return ratios, lost

@@ -50,6 +50,9 @@ GRADIENT_TOLERANCE = 1e-3
 RELOADING_TOKENS = 1 << 14
 """Tokens that a model with all weights trains on before another one takes its place in memory, while both wait."""
 
+RESTORING_TOKENS = 1 << 10
+"""The same, of a model with an adapter, while memory is full."""
+
 _CHANGES = ("forward_backward", "optim_step", "load_weights", "save_weights_for_sampler", "save_weights_external")
 """Routes that change or publish the weights or the gradient."""
 
@@ -109,8 +112,12 @@ class ModelTraining:
 
     def turn(self, model: ClientModel) -> float:
         """Return the tokens by which a model's turn is decided; the lowest is next."""
-        replaces = model.lora is None and model.base.trainer.learners and not model.base.trainer.has(model.id)
-        return model.trained_tokens + RELOADING_TOKENS * bool(replaces)
+        if model.base.trainer.has(model.id):
+            return model.trained_tokens
+        if model.lora is None:
+            return model.trained_tokens + RELOADING_TOKENS * bool(model.base.trainer.learners)
+        resident = sum(len(base.trainer.learners) for base in self._tables.bases.values())
+        return model.trained_tokens + RESTORING_TOKENS * (resident >= self._max_models)
 
     async def prepare(self, model: ClientModel) -> bool:
         """Read a part of a model into memory; returns whether it is there. Each part is a turn of its owner, so that
