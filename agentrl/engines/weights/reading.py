@@ -139,7 +139,7 @@ def count_numbers(model: PreTrainedModel) -> int:
 
 def count_adapter_numbers(model: PreTrainedModel, max_rank: int) -> int:
     """Count the numbers that an adapter on every matrix of a model has at most."""
-    matrices = (parameter.shape for parameter in model.parameters() if parameter.ndim > 1)
+    matrices: list[tuple[int, ...]] = [tuple(each.shape) for each in model.parameters() if each.ndim > 1]
     return sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * max_rank for shape in matrices)
 
 
