@@ -19,8 +19,8 @@ import numpy as np
 from agentrl.app.tinker_shares import EnginePlaces
 from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
-from agentrl.core.clock import Clock
-from agentrl.core.errors import EngineError, InputError
+from agentrl.core.clock import Clock, RetryBudget
+from agentrl.core.errors import EngineError, EngineLostError, InputError
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -49,6 +49,7 @@ from agentrl.journal.routing import move_routing
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.external.agent import cut_at_text
 from agentrl.rollout.scoring.retrying import call_engine
+from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 from agentrl.rollout.turn_entries import completion_from_entry
 
 if TYPE_CHECKING:
@@ -494,6 +495,7 @@ class ClientSampler:
 
         # An engine serves one version of full weights at a time; conversations cannot be pinned to it.
         pin = source.version if source.weights is not None and source.weights.kind == "adapter" else None
+        budget, is_resumed = RetryBudget(LOST_IN_A_ROW), False
         while True:
             count = sum(map(len, pieces))
             request = GenerateRequest(
@@ -503,7 +505,8 @@ class ClientSampler:
                 seed=seed,
                 sampled_before=count,
             )
-            async with self._places.take(source.owner, call_id, is_resumed=bool(pieces)) as place:
+            async with self._places.take(source.owner, call_id, is_resumed=is_resumed) as place:
+                is_resumed = True
                 if place.is_interrupted:
                     continue
                 pieces.append(
@@ -515,10 +518,12 @@ class ClientSampler:
             cut = cut_at_text(completion, texts, decode)
             if cut is not None:
                 return Completion.of(cut, "stop", cut.cached_tokens)
-            if completion.finish_reason != "abort":
+            if completion.finish_reason != "abort" or (texts and not place.is_interrupted):
                 return completion
-            if not place.is_interrupted:
-                raise EngineError(f"{call_id}: the engine ended the call")
+            if not place.is_interrupted:  # the engine ended the call
+                if (wait := budget.lost()) is None:
+                    raise EngineLostError(f"{call_id}: the call was aborted")
+                await self._clock.sleep(wait)
 
     def _record(
         self,
