@@ -108,4 +108,4 @@ def test_a_version_is_not_larger_than_its_model(tmp_path: Path) -> None:
     count = count_numbers(model)
     assert sum(one.numel() for one in model.parameters()) <= count <= 3 * sum(one.numel() for one in model.parameters())
     shapes = [one.shape for one in model.parameters() if one.ndim > 1]
-    assert count_adapter_numbers(model, 4) == 4 * sum(rows + columns for rows, columns in shapes)
+    assert count_adapter_numbers(model, 4) == 16 * sum(rows + columns for rows, columns in shapes)

@@ -138,9 +138,10 @@ def count_numbers(model: PreTrainedModel) -> int:
 
 
 def count_adapter_numbers(model: PreTrainedModel, max_rank: int) -> int:
-    """Count the numbers that an adapter on every matrix of a model has at most."""
+    """Count the numbers that an adapter on every matrix of a model has at most, at four times the rank: of one with a
+    slightly larger rank, `check_adapter` names the rank."""
     matrices: list[tuple[int, ...]] = [tuple(each.shape) for each in model.parameters() if each.ndim > 1]
-    return sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * max_rank for shape in matrices)
+    return sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * 4 * max_rank for shape in matrices)
 
 
 def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", is_private: bool = False) -> WeightFile:
