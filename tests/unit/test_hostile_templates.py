@@ -133,6 +133,21 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str, content: bytes) ->
         TemplateChatFormat.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"),
+        *("config.json", "generation_config.json"),
+    ],
+)
+def test_a_file_that_could_not_be_read_whole_is_refused(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(ModelError, match="4,398,046,511,104 bytes"):
+        TemplateChatFormat.load(tmp_path)
+
+
 def test_a_lone_surrogate_of_a_template_is_replaced(tmp_path: Path) -> None:
     source = json.loads("\"{{ '\\\\ud800' }}\"")
     assert ChatTemplate(write_model(tmp_path, source, QWEN_SPECIAL)).render([], [], prompt=True) == "?"

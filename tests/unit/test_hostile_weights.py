@@ -76,6 +76,11 @@ def lost_shard(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
+def enormous(path: Path, name: str) -> None:
+    with (path / name).open("ab") as file:
+        file.truncate(1 << 42)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled": (pickled, "safetensors"),
     "missing": (lambda path: change(path, lambda tensors: tensors.pop(NORM)), f"missing .'{NORM}'"),
@@ -83,6 +88,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard": (lost_shard, r"1 of 3 weight files are missing \('model-00003-of-00003\.safetensors'\)"),
     "truncated": (truncated, "SafetensorError"),
     "header": (oversized_header, "SafetensorError"),
+    "long": (lambda path: enormous(path, "config.json"), "4,398,046,511,104 bytes"),
+    "long generation": (lambda path: enormous(path, "generation_config.json"), "4,398,046,511,104 bytes"),
+    "long index": (lambda path: enormous(path, "model.safetensors.index.json"), "4,398,046,511,104 bytes"),
     "deep": (deep_configuration, "cannot be (loaded|read)"),
     "heads": (lambda path: configuration(path, num_attention_heads="x"), "cannot be loaded"),
     "padding": (lambda path: configuration(path, pad_token_id=10**6), "cannot be loaded.*AssertionError"),
