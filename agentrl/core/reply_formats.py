@@ -39,6 +39,9 @@ MAX_NAME_CHARACTERS = 128
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+SPACE = " \t\r\n"
+"""White space of JSON, which models and templates put around the parts of a reply. `str.strip` would also remove U+001C
+to U+001F, U+0085, U+00A0, U+2028 and U+2029, which belong to the text."""
 THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -210,15 +213,15 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
         ('', '</think> ends it')
     """
     begin, end = marks
-    if not is_open and not text.lstrip().startswith(begin):
+    if not is_open and not text.lstrip(SPACE).startswith(begin):
         return "", text
     thinking, _, remainder = text.partition(end)
-    return thinking.strip().removeprefix(begin).strip(), remainder.lstrip()
+    return thinking.strip(SPACE).removeprefix(begin).strip(SPACE), remainder.lstrip(SPACE)
 
 
 def is_thinking_open(text: str, marks: tuple[str, str], *, is_open: bool = False) -> bool:
     """Whether a reply ends within its thinking. Takes the arguments of `split_thinking`."""
-    return marks[1] not in text and (is_open or text.lstrip().startswith(marks[0]))
+    return marks[1] not in text and (is_open or text.lstrip(SPACE).startswith(marks[0]))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ def _blocks(
         start = at + len(begin)
         stop = text.find(end or begin, start)
         after = len(text) if stop < 0 else stop + len(end)
-        raw = text[start : stop if stop >= 0 else len(text)].strip()
+        raw = text[start : stop if stop >= 0 else len(text)].strip(SPACE)
         block_calls = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
         if stop < 0 and is_cut(raw):
             block_calls = [*block_calls[:-1], (block_calls[-1][0], None)]
@@ -261,7 +264,7 @@ def _blocks(
         content.append(text[after : at if at >= 0 else len(text)])
     if at >= 0:
         content.append(text[at:])
-    return "".join(content).strip(), tuple(calls)
+    return "".join(content).strip(SPACE), tuple(calls)
 
 
 def _is_cut_before(end: str) -> Callable[[str], bool]:
@@ -287,7 +290,7 @@ def _in_blocks(
         content, calls = _blocks(text, (begin, end), read, tools, is_cut)
         for mark in left_out:
             if mark in content:
-                content = content.replace(mark, "").strip()
+                content = content.replace(mark, "").strip(SPACE)
         return content, calls
 
     return parse
@@ -315,7 +318,7 @@ def arguments_object(value: Any) -> dict[str, Any] | None:
     """Return the arguments of a call: an object, also if it was encoded twice, as Granite 4 and Qwen3 do. Null and an
     empty text are no arguments; anything else is None."""
     if isinstance(value, str):
-        text = value.strip()
+        text = value.strip(SPACE)
         inner = {} if text in ("", "null") else parse_json_value(text)
         return arguments_object(inner) if isinstance(inner, dict | str) else None
     return {} if value is None else value if isinstance(value, dict) else None
@@ -368,7 +371,7 @@ def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
 
 
 def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
-    return _json_object(raw.removeprefix("<|plugin|>").strip(), tools)
+    return _json_object(raw.removeprefix("<|plugin|>").strip(SPACE), tools)
 
 
 def _after_name(name: str, raw: str) -> NamedCall:
@@ -398,23 +401,23 @@ def _is_cut_mistral(raw: str) -> bool:
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `function<｜tool▁sep｜>NAME`, followed by JSON in a fence."""
     name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
-    body = body.strip()
+    body = body.strip(SPACE)
     if not body.startswith("```json"):
         return [(name.strip()[:MAX_NAME_CHARACTERS], None)]
-    return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip())]
+    return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip(SPACE))]
 
 
 def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME<｜tool▁sep｜>{…}`."""
     name, _, body = raw.partition("<｜tool▁sep｜>")
-    return [_after_name(name, body.strip())]
+    return [_after_name(name, body.strip(SPACE))]
 
 
 def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
     call_name, _, body = raw.partition("<|tool_call_argument_begin|>")
     name = call_name.strip().removeprefix("functions.").rpartition(":")[0] or call_name
-    return [(*_after_name(name, body.strip())[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
+    return [(*_after_name(name, body.strip(SPACE))[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
@@ -435,9 +438,9 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')[1][0].name
         'add'
     """
-    body = text.strip()
+    body = text.strip(SPACE)
     has_tag = body.startswith(PYTHON_TAG)
-    raw = body[len(PYTHON_TAG) :].strip() if has_tag else body
+    raw = body[len(PYTHON_TAG) :].strip(SPACE) if has_tag else body
     if not has_tag and not raw.startswith("{"):
         return text, ()
     value = parse_json_value(raw)
@@ -445,7 +448,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     if (
         not has_tag
         and not any(isinstance(v, dict) and "name" in v for _, v in parts)
-        and not _NAME.match(raw[1:].lstrip())
+        and not _NAME.match(raw[1:].lstrip(SPACE))
     ):
         return text, ()
     return "", tuple(_call(n, part, _named_call(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
@@ -454,10 +457,10 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
 def _split(raw: str) -> list[tuple[str, Any]]:
     """Split calls separated by `;`; if they do not parse, return one malformed call."""
     parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
-    values = [parse_json_value(part.strip()) for part in parts]
+    values = [parse_json_value(part.strip(SPACE)) for part in parts]
     if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
         return [(raw, None)]
-    return list(zip((part.strip() for part in parts), values, strict=True))
+    return list(zip((part.strip(SPACE) for part in parts), values, strict=True))
 
 
 # --- calls in tags ----------------------------------------------------------------------------------------------------
@@ -469,7 +472,7 @@ def _convert_value(raw: str, schema: Any, definitions: Mapping[str, Any]) -> Any
     Templates write the values of earlier calls with Python's `str`, so models write `True`, `None` and `{'a': 1}`.
     These count as their JSON values if the schema admits no text, or admits this type beside it.
     """
-    value, kinds, text = parse_json_value(raw), _kinds(schema, definitions), raw.strip()
+    value, kinds, text = parse_json_value(raw), _kinds(schema, definitions), raw.strip(SPACE)
     if value is None and text != "null":
         value, is_python = _python_literal(text)
         if not is_python or not kinds:
@@ -602,12 +605,18 @@ def _invokes(prefix: str) -> Reader:
     return read
 
 
+def _after_tag(text: str, tag: str) -> str:
+    """Return the text after a tag at its beginning; the whole text, with its white space, if there is none."""
+    before, _, value = text.partition(tag)
+    return value if tag in text and not before.strip(SPACE) else text
+
+
 def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
     at = raw.find("<arg_key>")
     name, body = (raw, "") if at < 0 else (raw[:at], raw[at:])
     pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
-    values = ((key, value.lstrip().removeprefix("<arg_value>")) for key, value in pairs)
+    values = ((key, _after_tag(value, "<arg_value>")) for key, value in pairs)
     return [_tagged_call(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
 
 
@@ -651,9 +660,37 @@ def _python_value(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
+_PYTHON_PIECE = re.compile(
+    r"""(?P<string>\"""(?:[^\\]|\\(?:.|\Z))*?(?:\"""|\Z)|'''(?:[^\\]|\\(?:.|\Z))*?(?:'''|\Z)"""
+    r"""|"(?:[^"\\\r\n]|\\(?:.|\Z))*+"?|'(?:[^'\\\r\n]|\\(?:.|\Z))*+'?)"""
+    r"""|[(\[{]|(?P<close>[)\]}])|(?P<line>[\r\n]+)""",
+    re.DOTALL,
+)
+"""A string, a bracket or a line break of Python; a string that is not closed ends with its line, or the text."""
+_ESCAPE_OR_RETURN = re.compile(r"\\.|\r", re.DOTALL)
+
+
+def _python_lines(raw: str) -> list[str]:
+    """Split Python at the line breaks outside strings and brackets. Returns within strings become `\\r`, because Python
+    reads them as line feeds."""
+    lines, parts, depth, at = list[str](), list[str](), 0, 0
+    for match in _PYTHON_PIECE.finditer(raw):
+        parts += [raw[at : match.start()], match[0]]
+        at = match.end()
+        if match["string"]:
+            parts[-1] = _ESCAPE_OR_RETURN.sub(lambda piece: r"\r" if piece[0] == "\r" else piece[0], match[0])
+        elif not match["line"]:
+            depth += -1 if match["close"] else 1
+        elif depth <= 0:
+            lines.append("".join(parts))
+            parts = []
+    return [*lines, "".join(parts) + raw[at:]]
+
+
 def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[f(a=1), g(b="x")]`, or one call per line."""
-    expression = raw if raw.startswith("[") else f"[{','.join(line for line in raw.splitlines() if line.strip())}]"
+    lines = [line for line in _python_lines(raw) if line.strip()]
+    expression = "\n".join(lines) if raw.startswith("[") else f"[{','.join(lines)}]"
     try:
         tree = ast.parse(expression, mode="eval").body
         items = tree.elts[:MAX_CALLS] if isinstance(tree, ast.List) else []
@@ -695,9 +732,9 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         >>> parse_pythonic('[add(a=1, b=2)]')[1][0].arguments
         {'a': 1, 'b': 2}
     """
-    raw = text.strip()
+    raw = text.strip(SPACE)
     has_tag = raw.startswith("<|python_start|>")
-    raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip(SPACE)
     if not has_tag and not re.match(r"\[\s*[A-Za-z_][\w.-]*\s*\(", raw):
         return text, ()
     calls = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
@@ -745,7 +782,7 @@ def parse_harmony(text: str) -> ReplyParts:
     content: list[str] = []
     calls: list[ToolCall] = []
     if "<|message|>" not in text:
-        return ReplyParts("", "" if text.lstrip().startswith("<|channel|>") else text, ())
+        return ReplyParts("", "" if text.lstrip(SPACE).startswith("<|channel|>") else text, ())
     for message in text.split("<|start|>"):
         head, _, body = message.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
@@ -753,7 +790,7 @@ def parse_harmony(text: str) -> ReplyParts:
         recipient = head.partition("to=functions.")[2]
         if recipient and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
-            raw = body.strip()
+            raw = body.strip(SPACE)
             named_call = _after_name(name, raw)
             if not raw and "<|call|>" not in message:  # it breaks off before its arguments
                 raw, named_call = head.strip(), (named_call[0], None)
@@ -762,7 +799,7 @@ def parse_harmony(text: str) -> ReplyParts:
             thinking.append(body)
         else:
             content.append(body)
-    return ReplyParts("\n".join(thinking).strip(), "\n".join(content).strip(), tuple(calls))
+    return ReplyParts("\n".join(thinking).strip(SPACE), "\n".join(content).strip(SPACE), tuple(calls))
 
 
 def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:

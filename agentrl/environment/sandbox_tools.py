@@ -9,6 +9,7 @@ They are ordinary tools: what they call on `self.box` is journaled, and their ob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ def read_file(*, lines: int = 500) -> Tool:
     @tool(timeout_s=_SPARE_S)
     async def read_file(self: ToolEnvironment, path: str, first_line: int = 1) -> str:
         """Return lines of a text file, from `first_line` on, counted from 1."""
-        content = (await _content(self, path)).decode("utf-8", "replace").splitlines(keepends=True)
+        # `str.splitlines` would also split at form feeds and at separators of Unicode, which grep and sed do not count.
+        content = re.findall(r"[^\n]*\n|[^\n]+", (await _content(self, path)).decode("utf-8", "replace"))
         start = max(first_line - 1, 0)
         lines_to_return, num_more = content[start : start + lines], len(content) - start - lines
         return "".join(lines_to_return) + (f"[{num_more} more lines]" if num_more > 0 else "")

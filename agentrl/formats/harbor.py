@@ -260,7 +260,7 @@ def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
     for script in sorted(path for path in tests.rglob("*.sh") if path.is_file() and not path.is_symlink()):
         with open_regular(script) as file:
             text = read_at_most(file, _TEXT_BYTES).decode("utf-8", "replace")
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             found = _NEEDS_NETWORK.search(line.partition("#")[0] if number > 1 else "")
             if found and network == "none":
                 task.refusals.append(
@@ -294,7 +294,7 @@ class _Dockerfile:
             self.task.refusals.append(f"{self.environment / 'Dockerfile'}: {error}")
             return
         started, instruction = 0, ""
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.lstrip().startswith("#") or not (line.strip() or instruction):
                 continue
             started = started if instruction else number

@@ -454,3 +454,44 @@ def test_the_time_is_linear_in_the_length(name: str) -> None:
         for text in (long, REPLY_FORMATS[name].markup[0] + long):
             read = partial(REPLY_FORMATS[name].read, text, THINKING[0], [WEATHER])
             assert least_cpu_s(read, enough=5.0) < 5.0, "quadratic, it takes minutes"
+
+
+SEPARATORS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x1f", "\x85", "\xa0", "\u2028", "\u2029")
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+@pytest.mark.parametrize("separator", SEPARATORS, ids=ascii)
+def test_separators_in_an_argument_arrive_as_written(name: str, separator: str) -> None:
+    value = f"{separator}Os{separator}lo{separator}"
+    calls = REPLY_FORMATS[name].read(CALLS[name].replace("Oslo", value), None, [WEATHER]).tool_calls
+    read = [call.arguments for call in calls if not isinstance(call.arguments, str)]
+    assert all(arguments in (FIRST, {**SECOND, "city": value}) for arguments in read), read
+    # Control characters are not JSON, and line breaks end a string of Python: such a call is malformed.
+    if separator > " " or (name in ("olmo3", "lfm2", "llama4_pythonic") and separator not in ("\n", "\r", "\r\n")):
+        assert {**SECOND, "city": value} in read
+
+
+@pytest.mark.parametrize("separator", SEPARATORS[4:], ids=ascii)
+def test_separators_around_thinking_and_content_are_part_of_them(separator: str) -> None:
+    said = REPLY_FORMATS["hermes"].read(
+        f"<think>\n{separator}a\n</think>\n\n{separator}b{separator}{CALL}", THINKING[0]
+    )
+    assert said[:2] == (f"{separator}a", f"{separator}b{separator}")
+
+
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        ('f(a="""x\n\ny""")', [{"a": "x\n\ny"}]),
+        ('f(a="""x\r\ny\\\\\r""")', [{"a": "x\r\ny\\\r"}]),
+        ('f(a=\'("\')\r\n  f(a="]")', [{"a": '("'}, {"a": "]"}]),
+        ('f(\n  a="x",\n  b=[1,\n2])\nf(a="")', [{"a": "x", "b": [1, 2]}, {"a": ""}]),
+        ('f(a="x\ny")', None),
+        ("f(a='x\ny')\nf(a=\"z\")", None),
+        ('f(a="""x', None),
+    ],
+    ids=ascii,
+)
+def test_python_calls_are_split_only_between_them(written: str, calls: list[Any] | None) -> None:
+    read = REPLY_FORMATS["olmo3"].read(f"<function_calls>\n{written}\n</function_calls>", None).tool_calls
+    assert [call.arguments for call in read] == (calls or [written])

@@ -179,3 +179,15 @@ def test_directories_of_this_machine_are_copied(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
     with pytest.raises(CheckFailedError, match="link: a link to /etc/passwd, outside of"):
         play(Given, Given.tasks("train")[0], ["done"])
+
+
+def test_lines_of_a_file_are_those_that_a_shell_counts() -> None:
+    text = "one\x0ctwo\u2028three\x85\nfour\r\nfive"
+    _, observations = played(
+        [
+            call("write_file", path="/box/a.txt", content=text),
+            call("read_file", path="/box/a.txt"),
+            call("read_file", path="/box/a.txt", first_line=2),
+        ]
+    )
+    assert observations[1:] == [text, "four\r\nfive"]
