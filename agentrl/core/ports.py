@@ -293,7 +293,14 @@ class ChatFormat(Protocol):
         """Return the token ids of a new conversation, up to the start of the assistant's turn."""
         ...
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`),
         the new messages, and the start of the next assistant turn.
 
@@ -301,6 +308,7 @@ class ChatFormat(Protocol):
             messages: the new messages.
             after: why the turn ended.
             turn: its tokens. If they were cut within thinking, the thinking is closed too.
+            tools: tools that the conversation offers; some models have another template for these conversations.
         """
         ...
 

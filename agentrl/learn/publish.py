@@ -56,8 +56,8 @@ from agentrl.engines.weights.transports import transport_named
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit
 from agentrl.learn.storage import converting_write_errors, write_tensors
-from agentrl.rollout.chat.chat_template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
-from agentrl.rollout.chat.published import published_template
+from agentrl.rollout.chat.chat_template import TOOL_TEMPLATE_FILE
+from agentrl.rollout.chat.published import published_templates
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -256,11 +256,13 @@ class Publisher:
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
                 _describe_weights(copy / "config.json", dtype)
-                settings, tool_template = self._settings, copy / TOOL_TEMPLATE_FILE
-                if settings.template_variables or settings.tools_in != "template" or tool_template.is_file():
-                    template = published_template(base, settings.template_variables, settings.tools_in)
-                    (copy / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-                    tool_template.unlink(missing_ok=True)  # training rendered all conversations with one template
+                settings = self._settings
+                if settings.template_variables or settings.tools_in != "template":
+                    (copy / TOOL_TEMPLATE_FILE).unlink(missing_ok=True)
+                    templates = published_templates(base, settings.template_variables, settings.tools_in)
+                    for name, template in templates.items():
+                        (copy / name).parent.mkdir(exist_ok=True)
+                        (copy / name).write_text(template, encoding="utf-8")
                 rename_durably(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)

@@ -26,9 +26,16 @@ class Changing(PlainChatFormat):
         Changing.tokenised += 1
         return [*self.prefix, *super().start(messages, tools)]
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         Changing.tokenised += 1
-        return super().extend(messages, after=after, turn=turn)
+        return super().extend(messages, after=after, turn=turn, tools=tools)
 
 
 class Talk(agentrl.Environment):

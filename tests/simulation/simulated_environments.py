@@ -161,7 +161,14 @@ class LengthChatFormat:
         length, turn = map(int, messages[-1].content.split())
         return [0] * (length - 1) + [turn]
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         return self.start(messages, ())
 
     def rewritten(

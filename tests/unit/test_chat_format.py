@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agentrl.app.model_files import record_models
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, PolicyVersion, SampledTurn, ToolCall, ToolSpec, VersionSpan
 from agentrl.core.tokens import Completion
 from agentrl.rollout.chat.chat_format import TemplateChatFormat, TokenizedTextCache
-from agentrl.rollout.chat.chat_template import TOOL_TEMPLATE_FILE
 from agentrl.rollout.external.token_tree import TokenTree
 from agentrl.rollout.turn.agent import AgentTokenRows
 
@@ -528,23 +526,6 @@ def test_added_tokens_that_are_text_keep_their_ids_in_content(tmp_path: Path) ->
     ids = chat.start([user("a[move]b")], [])
     assert [token for token in ids if token in chat.encode("[board][move]")] == chat.encode("[move]")
     assert chat.decode(ids).count("a[move]b") == 1
-
-
-def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
-    named = [{"name": "default", "template": "{{ raise_exception('no') }}"}, {"name": "tool_use", "template": QWEN}]
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert TemplateChatFormat.load(directory, reply_format="llama3_json").reply_format.name == "llama3_json"
-
-
-def test_the_file_of_the_template_for_tools_is_read(tmp_path: Path) -> None:
-    """transformers writes several templates as files, of which it takes this one if there are tools."""
-    directory = write_model(tmp_path, "{{ raise_exception('no') }}", QWEN_SPECIAL, QWEN_MARKUP)
-    (directory / "additional_chat_templates").mkdir()
-    (directory / TOOL_TEMPLATE_FILE).write_text(QWEN)
-    assert TemplateChatFormat.load(directory, reply_format="llama3_json").reply_format.name == "llama3_json"
-    (record,) = record_models({("model", "path"): str(directory)})
-    assert "tool_use.jinja" in record.files, "a resume would not notice another one"
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_brings_the_model(tmp_path: Path) -> None:

@@ -471,7 +471,7 @@ def test_separators_in_an_argument_arrive_as_written(name: str, separator: str) 
         assert {**SECOND, "city": value} in read
 
 
-@pytest.mark.parametrize("separator", SEPARATORS[4:], ids=ascii)
+@pytest.mark.parametrize("separator", SEPARATORS[3:], ids=ascii)
 def test_separators_around_thinking_and_content_are_part_of_them(separator: str) -> None:
     said = REPLY_FORMATS["hermes"].read(
         f"<think>\n{separator}a\n</think>\n\n{separator}b{separator}{CALL}", THINKING[0]

@@ -20,7 +20,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, SampledTurn, ToolCall, ToolSpec
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.chat.published import published_template
+from agentrl.rollout.chat.chat_template import TEMPLATE_FILE
+from agentrl.rollout.chat.published import published_templates
 from tests.unit.test_chat_format import ADD, HOSTILE, PARTS, QWEN, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
 
 PLAIN = """
@@ -188,7 +189,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 def test_the_published_template_shows_a_conversation_as_training_did(
     name: str, tools: list[ToolSpec], model: Path, chat: TemplateChatFormat
 ) -> None:
-    template = published_template(model, {}, "system")
+    template = published_templates(model, {}, "system")[TEMPLATE_FILE]
     offered = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in tools
@@ -210,7 +211,7 @@ def test_a_template_that_reads_parts_is_published_for_text_and_parts(name: str, 
     render = partial(
         AutoTokenizer.from_pretrained(model).apply_chat_template,
         tools=[{"type": "function", "function": tool}],
-        chat_template=published_template(model, {}, "system"),
+        chat_template=published_templates(model, {}, "system")[TEMPLATE_FILE],
         tokenize=False,
         add_generation_prompt=True,
     )
@@ -243,7 +244,7 @@ def test_a_variable_of_the_template_is_set_and_published(tmp_path: Path) -> None
         chat = TemplateChatFormat.load(model, template_variables={"enable_thinking": thinks})
         shown = chat.decode(chat.start([user("2 + 3?")], ()))
         assert shown.endswith("</think>\n") == (not thinks)
-        published = published_template(model, {"enable_thinking": thinks}, "template")
+        published = published_templates(model, {"enable_thinking": thinks}, "template")[TEMPLATE_FILE]
         render = partial(tokenizer.apply_chat_template, asked, chat_template=published, tokenize=False)
         assert render(add_generation_prompt=True) == shown
         assert render(add_generation_prompt=True, enable_thinking=False).endswith("</think>\n")
@@ -260,7 +261,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -
 @pytest.mark.parametrize("value", [None, True, -1.5, 'é"\\n{{ x }}\U0001f600', [1, "a"], {"a": {"b": [False, None]}}])
 def test_any_json_value_is_published_as_it_is(value: Any, tmp_path: Path) -> None:
     model = write_model(tmp_path, PLAIN + "{{- thing | tojson }}", QWEN_SPECIAL)
-    published = published_template(model, {"thing": value}, "template")
+    published = published_templates(model, {"thing": value}, "template")[TEMPLATE_FILE]
     shown = AutoTokenizer.from_pretrained(model).apply_chat_template(
         [{"role": "user", "content": "?"}], chat_template=published, tokenize=False
     )

@@ -63,7 +63,14 @@ class PlainChatFormat:
             ids += _message_ids(message)
         return ids + _PROMPT
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         """Return the token ids that follow a sampled turn; its stop token is added unless it was sampled."""
         ids = [] if after == "stop" else [STOP_TOKEN]
         for message in messages:
@@ -140,7 +147,14 @@ class JsonChatFormat:
             messages, after="stop"
         )
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         return self.encode("".join(_line(_message_value(message)) for message in messages))
 
     def rewritten(

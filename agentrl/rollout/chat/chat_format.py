@@ -34,11 +34,14 @@ from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING
 from agentrl.core.text import common_prefix_length, valid_unicode
 from agentrl.rollout.chat import tools_in_system
 from agentrl.rollout.chat.chat_template import (
+    DEFAULT,
+    FOR_TOOLS,
     PROBE,
     AddedToken,
     ChatTemplate,
     ControlTokens,
     message_for_template,
+    read_templates,
     stop_token_ids,
     tool_for_template,
 )
@@ -102,6 +105,11 @@ class _ReplyParts(NamedTuple):
 
 class TemplateChatFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
+
+    _with_tools: TemplateChatFormat | None = None
+    """Format of conversations that offer tools, if the model has another template for them."""
+    _unusable_without_tools: ModelError | None = None
+    """Why the model's template for conversations without tools cannot be used."""
 
     def __init__(
         self,
@@ -207,10 +215,47 @@ class TemplateChatFormat:
         _check_vocabulary(directory, tokenizer, _embedding_rows(directory))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        template = ChatTemplate(directory, template_variables)
-        chat_format = cls(directory, tokenizer, template, reply_format, forks=history == "fork", tools_in=tools_in)
-        chat_format._check_rows()
+        templates = read_templates(directory)
+        with_tools: TemplateChatFormat | None = None
+
+        def load(for_tools: bool) -> TemplateChatFormat:
+            template = ChatTemplate(directory, template_variables, with_tools=for_tools)
+            name = with_tools.reply_format.name if with_tools is not None else reply_format
+            chat_format = cls(directory, tokenizer, template, name, forks=history == "fork", tools_in=tools_in)
+            chat_format._check_rows()
+            return chat_format
+
+        # With `tools_in = "system"`, the template gets no tools.
+        if tools_in == "system" or templates.get(FOR_TOOLS, templates.get(DEFAULT)) == templates.get(DEFAULT):
+            return load(for_tools=False)
+        with_tools = load(for_tools=True)
+        try:
+            chat_format = load(for_tools=False)
+        except ModelError as error:  # an environment may offer tools in all conversations
+            with_tools._unusable_without_tools = error
+            return with_tools
+        chat_format._join(with_tools)
         return chat_format
+
+    def _join(self, with_tools: TemplateChatFormat) -> None:
+        """Use another format of the same tokenizer for conversations that offer tools."""
+        self._with_tools = with_tools
+        self.fingerprint = hashlib.blake2b(self.fingerprint + with_tools.fingerprint, digest_size=8).digest()
+        self.stop_token_ids = tuple(dict.fromkeys((*self.stop_token_ids, *with_tools.stop_token_ids)))
+        self.rewrites = tuple(dict.fromkeys((*self.rewrites, *with_tools.rewrites)))
+        self.forks, self.shows_tools = self.forks or with_tools.forks, with_tools.shows_tools
+
+    def _of(self, tools: Sequence[ToolSpec]) -> TemplateChatFormat:
+        """Return the format of conversations that offer `tools`.
+
+        Raises:
+            ModelError: the model's template for them cannot be used.
+        """
+        if tools:
+            return self._with_tools or self
+        if self._unusable_without_tools is not None:
+            raise self._unusable_without_tools
+        return self
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation, up to the start of the assistant's turn.
@@ -221,6 +266,8 @@ class TemplateChatFormat:
         Raises:
             ModelError: the template refuses the conversation.
         """
+        if (chat_format := self._of(tools)) is not self:
+            return chat_format.start(messages, tools)
         if not self._varies_in_last(messages):
             return self._encode_pieces(self._opening_pieces(messages, tools))
         last = messages[-1]
@@ -236,7 +283,14 @@ class TemplateChatFormat:
             return self._encode_pieces(self._opening_pieces(messages, tools))
         return self._fill(opening[0], last.content)
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: FinishReason,
+        turn: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
         turn.
 
@@ -246,6 +300,8 @@ class TemplateChatFormat:
         Raises:
             ModelError: the template refuses the messages.
         """
+        if (chat_format := self._of(tools)) is not self:
+            return chat_format.extend(messages, after=after, turn=turn, tools=tools)
         if len(messages) == 1 and (frame := self._replies.get(messages[0].role)) is not None:
             ids = self._fill(frame, messages[0].content)
         else:
@@ -268,12 +324,14 @@ class TemplateChatFormat:
         Raises:
             ModelError: the template refuses the conversation.
         """
-        text = self._template.render(self._answers(messages), [], prompt=False)
+        text = self._of(())._template.render(self._answers(messages), [], prompt=False)
         return self._encode_pieces(self._control.split(text))
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
+        if (chat_format := self._of(tools)) is not self:
+            return chat_format.rewritten(turns, messages, tools)
         values, replies = list[dict[str, Any]](), list[_ReplyParts]()
         requests = [list(turn.messages) for turn in turns] + [list(messages)]
         if self._tools_in_system:
@@ -369,6 +427,8 @@ class TemplateChatFormat:
         return _ReplyParts(thinking, ids, ids[after:])
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        if tools and self._with_tools is not None:
+            return self._with_tools.parse(token_ids, tools)
         text = self._decode_reply(_as_list(token_ids))
         thinking, content, calls = self.reply_format.read(text, self._thinking, tools, is_open=self._opens_thinking)
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)

@@ -42,17 +42,25 @@ class AddedToken(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders conversations with the chat template in `directory`, and the given values of its variables.
+    """Renders conversations with a chat template in `directory`, and the given values of its variables.
+
+    Args:
+        directory: model directory.
+        variables: values of variables that the template reads.
+        with_tools: whether the conversations offer tools; see `choose_template`.
 
     Raises:
-        ModelError: there is no template, it does not compile, or it does not read a variable.
+        ModelError: there is no template, it does not compile, or no template of the directory reads a variable.
     """
 
-    def __init__(self, directory: Path, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, directory: Path, variables: Mapping[str, Any] | None = None, *, with_tools: bool = False
+    ) -> None:
         self._directory = directory
         self._variables = dict(variables or {})
         config = read_json(directory / "tokenizer_config.json")
-        self.source = read_template(directory)
+        templates = read_templates(directory)
+        self.source = choose_template(directory, templates, with_tools=with_tools)
         values = {**read_json(directory / "special_tokens_map.json"), **config}
         self._tokens = {
             key: text for key, value in values.items() if key.endswith("_token") and (text := _literal(value))
@@ -65,7 +73,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
         if self._variables:
-            self._check_read()
+            self._check_read([templates[name] for name in (DEFAULT, FOR_TOOLS) if name in templates])
         self.takes_parts = False
         """Whether the template reads a message's text only from a list of parts, as some for images and text do."""
         if not self._shows_text():
@@ -78,15 +86,13 @@ class ChatTemplate:
         except ModelError:
             return False
 
-    def _check_read(self) -> None:
-        """Refuse a value of a variable that the template does not read."""
-        read = {*_PROCESS.variables(self.source)} - {
-            "messages",
-            "tools",
-            "documents",
-            "add_generation_prompt",
-            *self._tokens,
-        }
+    def _check_read(self, sources: Sequence[str]) -> None:
+        """Refuse a value of a variable that none of the templates reads."""
+        of_ours = {"messages", "tools", "documents", "add_generation_prompt", *self._tokens}
+        try:
+            read = {name for source in sources for name in _PROCESS.variables(source)} - of_ours
+        except TemplateError as error:
+            raise ModelError(f"{self._directory}: a chat template does not compile: {error}") from error
         if unread := sorted(self._variables.keys() - read):
             raise ModelError(
                 f"{self._directory}: model.template_variables.{unread[0]}: the chat template reads no such variable; "
@@ -234,35 +240,66 @@ def stop_token_ids(directory: Path) -> list[int]:
     return []
 
 
+DEFAULT, FOR_TOOLS = "default", "tool_use"
+"""Names of the templates that a conversation without tools, and one with tools, is rendered with."""
 TEMPLATE_FILE = "chat_template.jinja"
-TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
-"""File of the template for conversations with tools, where a model has two. All conversations are rendered with it."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates with other names than `default`."""
+TOOL_TEMPLATE_FILE = f"{NAMED_TEMPLATES}/{FOR_TOOLS}.jinja"
 
 
-def read_template(directory: Path) -> str:
-    """Return the source of a model directory's chat template.
+def read_templates(directory: Path) -> dict[str, str]:
+    """Return the sources of a model directory's chat templates by name; a single one is named `default`. As in
+    transformers, templates in files replace those of `tokenizer_config.json`.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: one cannot be read.
     """
-    for path in (directory / TOOL_TEMPLATE_FILE, directory / TEMPLATE_FILE):
-        if path.is_file():
-            try:
-                return read_whole(path).decode().replace("\r\n", "\n").replace("\r", "\n")
-            except (OSError, ValueError) as error:
-                raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
+    files = {path.stem: path for path in sorted((directory / NAMED_TEMPLATES).glob("*.jinja")) if path.is_file()}
+    if (directory / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = directory / TEMPLATE_FILE
+    if files:
+        return {name: _read_text(path) for name, path in files.items()}
     for name in ("tokenizer_config.json", "chat_template.json"):  # the second belongs to a processor
-        template = read_json(directory / name).get("chat_template")
-        if isinstance(template, list):
-            templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = templates.get("tool_use", templates.get("default"))
-        if isinstance(template, str):
-            return template
+        value = read_json(directory / name).get("chat_template")
+        if isinstance(value, list):
+            named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+        else:
+            named = {DEFAULT: value}
+        templates = {name: source for name, source in named.items() if isinstance(source, str)}
+        if templates:
+            return templates
+    return {}
+
+
+def choose_template(directory: Path, templates: Mapping[str, str], *, with_tools: bool) -> str:
+    """Return the source of the template that transformers takes: `tool_use` if there are tools, else `default`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if with_tools and FOR_TOOLS in templates:
+        return templates[FOR_TOOLS]
+    if DEFAULT in templates:
+        return templates[DEFAULT]
+    if templates:
+        raise ModelError(
+            f"{directory}: there is no chat template for conversations with{'' if with_tools else 'out'} tools: none "
+            f"of {', '.join(map(repr, sorted(templates)))} is named {DEFAULT!r}. Save the one that the model was "
+            f"trained with as {TEMPLATE_FILE}"
+        )
     raise ModelError(
         f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json or "
         "chat_template.json. Use an instruction-tuned model, or put the template that the model was trained with into "
         "chat_template.jinja"
     )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_whole(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
 
 
 def _literal(value: Any) -> str | None:

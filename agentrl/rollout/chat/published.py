@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.rollout.chat.chat_template import ChatTemplate
+from agentrl.rollout.chat.chat_template import (
+    DEFAULT,
+    FOR_TOOLS,
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
+    ChatTemplate,
+    read_templates,
+)
 from agentrl.rollout.chat.tools_in_system import INSTRUCTIONS
 
 if TYPE_CHECKING:
@@ -81,13 +88,29 @@ _TEXT_AS_PARTS = """\
 """
 
 
-def published_template(directory: Path, variables: Mapping[str, Any], tools_in: Literal["template", "system"]) -> str:
-    """Return the chat template of a policy trained from a model directory, for programs that know nothing of the run's
-    settings; they may still set the variables otherwise."""
+def published_templates(
+    directory: Path, variables: Mapping[str, Any], tools_in: Literal["template", "system"]
+) -> dict[str, str]:
+    """Return the chat templates of a policy trained from a model directory by file, for programs that know nothing of
+    the run's settings; they may still set the variables otherwise."""
+    templates = read_templates(directory)
+    files = {TEMPLATE_FILE: DEFAULT, TOOL_TEMPLATE_FILE: FOR_TOOLS}
+    if tools_in == "system":  # training rendered all conversations with this one
+        return {TEMPLATE_FILE: _published(directory, variables, tools_in)}
+    return {
+        file: _published(directory, variables, tools_in, with_tools=name == FOR_TOOLS)
+        for file, name in files.items()
+        if name in templates
+    }
+
+
+def _published(
+    directory: Path, variables: Mapping[str, Any], tools_in: Literal["template", "system"], *, with_tools: bool = False
+) -> str:
     opening = "".join(
         f"{{%- set {name} = {name} | default({_jinja(value)}) -%}}\n" for name, value in sorted(variables.items())
     )
-    template = ChatTemplate(directory)
+    template = ChatTemplate(directory, with_tools=with_tools)
     if tools_in == "system":
         before, _, behind = INSTRUCTIONS.partition("{tools}")
         rewriting = _TOOLS_IN_SYSTEM.replace("BEFORE", _jinja(before)).replace("BEHIND", _jinja(behind))

@@ -153,7 +153,7 @@ class TokenTree:
             row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
             before = 0
         else:
-            new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled())
+            new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled(), tools=tools)
             row, before = turn.row, turn.end
             if turn.is_open:
                 cause = None
@@ -192,7 +192,8 @@ class TokenTree:
         )
         if turn is None:
             return len(self._format.start(messages, tools))
-        return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after, turn=turn.sampled()))
+        new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled(), tools=tools)
+        return len(turn.history()) + len(new)
 
     def answer(
         self, placement: RequestPlacement, token_ids: Sequence[int], finish_reason: FinishReason, reply: Message

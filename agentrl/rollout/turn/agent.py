@@ -308,7 +308,7 @@ class AgentTokenRows:
         if self._after is None:
             context_ids = self._format.start(messages, self.tools)
         else:
-            context_ids = self._format.extend(messages, after=self._after, turn=self._turn)
+            context_ids = self._format.extend(messages, after=self._after, turn=self._turn, tools=self.tools)
             rewritten = self._format.rewritten(self._turns, messages, self.tools) if self._turns else None
             if rewritten is not None and not self._is_same([*self._row_tokens, *context_ids], rewritten):
                 context_ids, row = rewritten, row + 1
