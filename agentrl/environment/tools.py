@@ -41,7 +41,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 from agentrl.environment.rewards import awaited_reward
 from agentrl.environment.tool_arguments import ToolArguments, read_arguments
-from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.calls import RequestRefusedError, order_tool_results
 from agentrl.gateway.chat_completions import assistant_names, parse_messages
 from agentrl.sandbox.sandbox import Sandbox, read_sources
 
@@ -480,6 +480,8 @@ def read_messages(value: Any, where: str) -> list[Message]:
     """
     try:
         messages = parse_messages(value)
+        if any(message.tool_call_id for message in messages):  # many data sets have no ids
+            messages = order_tool_results(messages, "messages")
     except RequestRefusedError as error:
         raise EnvironmentDefinitionError(f"{where}: {error}") from None
     if names := assistant_names(value):

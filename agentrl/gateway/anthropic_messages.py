@@ -17,6 +17,7 @@ from agentrl.gateway.calls import (
     ReplyEnd,
     RequestRefusedError,
     bounded_repr,
+    order_tool_results,
     read_integer,
     require_object_list,
     require_text,
@@ -58,7 +59,7 @@ class AnthropicMessagesProtocol:
             demands["response_format"] = form
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
-            messages=_messages(body),
+            messages=order_tool_results(_messages(body), "messages"),
             tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
             max_tokens=read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),

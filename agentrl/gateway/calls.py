@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from agentrl.core.errors import AgentRLError
 
 if TYPE_CHECKING:
-    from agentrl.core.records import Message, ToolSpec
+    from agentrl.core.records import Message, ToolCall, ToolSpec
 
 RefusalKind = Literal[
     "invalid", "setting", "key", "forbidden", "model", "context", "limit", "large", "slow", "busy", "unavailable"
@@ -200,6 +200,80 @@ def require_object_list(value: Any, location: str) -> list[dict[str, Any]]:
             f"{location} has {len(value)} items; at most {MOST_ITEMS} are read", "large", location
         )
     return value
+
+
+def order_tool_results(messages: Sequence[Message], location: str) -> list[Message]:
+    """Put tool results in the order of the calls that they answer: many chat templates write no ids, so the model reads
+    results in this order. Clients may send them in the order in which the tools ended.
+
+    Results directly follow the message with their calls, one for each call. Ids need to be distinct only within a
+    message. A result without an id answers the only call, or the only one of its name.
+
+    Args:
+        messages: messages of a request.
+        location: field of the request that holds them.
+
+    Raises:
+        RequestRefusedError: a result answers no call, a call has no result or two, or it is unknown which call a result
+            answers.
+    """
+    ordered: list[Message] = []
+    calls: Sequence[ToolCall] = ()
+    results: dict[int, Message] = {}
+    numbers: dict[_CallKey, list[int]] = {}
+    for message in (*messages, None):
+        if message is not None and message.role == "tool":
+            number = _answered_call(message, numbers, location)
+            if number in results:
+                raise _misplaced_result(location, f"the call {_named(calls[number])} has two results")
+            results[number] = message
+            continue
+        for number, call in enumerate(calls):
+            if number not in results:
+                raise _misplaced_result(location, f"the call {_named(call)} has no result")
+            ordered.append(results[number])
+        if message is not None:
+            calls, results, numbers = message.tool_calls, {}, {}
+            for number, call in enumerate(calls):
+                for key in (("id", call.id), ("name", call.name), ("name", None)):
+                    numbers.setdefault(key, []).append(number)
+            ordered.append(message)
+    return ordered
+
+
+_CallKey = tuple[Literal["id", "name"], str | None]
+"""The id or the name of calls; the name None is that of all calls."""
+
+
+def _answered_call(result: Message, numbers: Mapping[_CallKey, Sequence[int]], location: str) -> int:
+    """Return the number of the call that a tool's message answers; `numbers` has those of the calls before it.
+
+    Raises:
+        RequestRefusedError: it is none of them, or unknown.
+    """
+    if result.tool_call_id:
+        key, which = ("id", result.tool_call_id), f"the id {bounded_repr(result.tool_call_id)}"
+    else:
+        key = ("name", result.name)
+        which = "no id" if result.name is None else f"no id and the name {bounded_repr(result.name)}"
+    fitting = numbers.get(key, ())
+    if len(fitting) != 1:
+        fits = f"fits {len(fitting)} calls" if fitting else "fits no call"
+        raise _misplaced_result(location, f"a tool result with {which} {fits} of the message before it")
+    return fitting[0]
+
+
+def _named(call: ToolCall) -> str:
+    return f"{bounded_repr(call.id)} of {bounded_repr(call.name)}"
+
+
+def _misplaced_result(location: str, problem: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"{location}: {problem}. Send one result for each call, with the call's id, directly after the message with "
+        "the calls",
+        "invalid",
+        location,
+    )
 
 
 def stop_texts(value: Any, location: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from agentrl.gateway.calls import (
     ChatRequest,
     RequestRefusedError,
     bounded_repr,
+    order_tool_results,
     read_integer,
     require_object_list,
     require_text,
@@ -60,7 +61,7 @@ class ChatCompletionsProtocol:
             demands["name"] = names
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
-            messages=parse_messages(body.get("messages")),
+            messages=order_tool_results(parse_messages(body.get("messages")), "messages"),
             tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
             max_tokens=read_integer(body, "max_completion_tokens") or read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop"), "stop"),

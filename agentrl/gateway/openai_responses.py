@@ -18,6 +18,7 @@ from agentrl.gateway.calls import (
     ReplyEnd,
     RequestRefusedError,
     bounded_repr,
+    order_tool_results,
     read_integer,
     require_object_list,
     require_text,
@@ -55,7 +56,7 @@ class OpenAIResponsesProtocol:
         tools_by_namespace = list(_flatten_tools(tools))
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
-            messages=_messages(body),
+            messages=order_tool_results(_messages(body), "input"),
             tools=[_tool(tool, space) for space, tool in tools_by_namespace],
             max_tokens=read_integer(body, "max_output_tokens"),
             stream=body.get("stream") is True,

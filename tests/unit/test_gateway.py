@@ -165,6 +165,11 @@ def test_a_client_gets_a_reply_once_it_is_on_disk() -> None:
     assert Durable.on_disk == ["one<|stop|>", "two<|stop|>"]
 
 
+def answered_call(call_id: str) -> list[dict[str, Any]]:
+    call = {"id": call_id, "function": {"name": "add"}}
+    return [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "", "tool_call_id": call_id}]
+
+
 class Refused(Loop):
     """Asks for what a run does not have."""
 
@@ -191,7 +196,7 @@ class Refused(Loop):
         ({"n": 1000}, 400, "n is 1000"),
         ({"messages": [user("a" * 5000)]}, 400, "context"),
         ({"messages": [user("")] * 5000}, 400, "context"),
-        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "a" * 300_000}]}, 400, "context"),
+        ({"messages": answered_call("a" * 300_000)}, 400, "context"),
         ({"tools": [{"function": {"name": "a" * 300_000}}]}, 400, "context"),
         ({"tools": [{"function": {"name": "a"}}] * 5000}, 400, "context"),
         (

@@ -22,8 +22,6 @@ from tests.unit.episodes import Played, play
 from tests.unit.test_gateway import CALL, Loop, turns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import aiohttp
 
 PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}}}
@@ -300,16 +298,20 @@ def test_an_enforced_form_is_one_demand_in_every_protocol(protocol: ChatProtocol
     assert request.demands == {"response_format": {"type": "json_schema"}}
 
 
-@pytest.mark.parametrize(
-    "item", [{"type": "function_call", "call_id": "", "name": ""}, {"role": "assistant", "content": "abcdefgh"}]
-)
-def test_items_of_one_message_are_read_in_linear_time(item: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_items_of_one_message_are_read_in_linear_time(has_calls: bool) -> None:
     """Reading blocks all episodes of a worker; a body may hold thousands of items."""
 
     def read(count: int) -> None:
-        body = {"model": "m", "input": [item] * count + [{"role": "user", "content": "a"}]}
-        said, _ = OpenAIResponsesProtocol().read(body).messages
-        assert (len(said.tool_calls) or said.content.count("abcdefgh")) == count
+        if has_calls:
+            ids = list(map(str, range(count // 2)))
+            items: list[Any] = [{"type": "function_call", "call_id": call_id, "name": "f"} for call_id in ids]
+            items += [{"type": "function_call_output", "call_id": call_id, "output": ""} for call_id in reversed(ids)]
+        else:
+            items = [{"role": "assistant", "content": "abcdefgh"}] * count
+        body = {"model": "m", "input": [*items, {"role": "user", "content": "a"}]}
+        said, *_ = OpenAIResponsesProtocol().read(body).messages
+        assert (2 * len(said.tool_calls) or said.content.count("abcdefgh")) == count
 
     few = least_cpu_s(lambda: read(250))
     assert least_cpu_s(lambda: read(8_000), enough=100 * few) < 200 * few  # linear, it is 32, quadratic, 1,024
@@ -351,8 +353,8 @@ def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
         ("custom_tool_call", "agents", "say"),
         ("function_call", None, "close"),
     ]
-    output = {"type": "function_call_output", "call_id": "c", "output": "ok"}
-    again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, *items, output]})
+    outputs = [{"type": "function_call_output", "call_id": call_id, "output": "ok"} for call_id in "cde"]
+    again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, *items, *outputs]})
     assert again.messages[1].tool_calls == calls
 
 
@@ -431,6 +433,8 @@ def test_answers_to_calls_without_ids_keep_their_names() -> None:
     answers = [{"role": "tool", "tool_call_id": None, "name": name, "content": "1"} for name in ("search", "add")]
     request = read_chat(user_message(), {"role": "assistant", "content": None, "tool_calls": calls}, *answers)
     assert [call.id for call in request.messages[1].tool_calls] == ["", ""]
+    assert [message.name for message in request.messages[2:]] == ["search", "add"]
+    request = read_chat(user_message(), {"role": "assistant", "content": None, "tool_calls": calls}, *answers[::-1])
     assert [message.name for message in request.messages[2:]] == ["search", "add"]
 
 

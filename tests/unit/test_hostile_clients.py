@@ -536,7 +536,13 @@ def test_a_list_too_long_to_be_read_is_refused_and_quoted_shortly() -> None:
 
 UNUSUAL: list[dict[str, Any]] = [
     {"messages": [user("\ud800")], "stop": ["\udfff"]},
-    {"messages": [user("a"), {"role": "tool", "tool_call_id": "\ud800", "content": "x"}]},
+    {
+        "messages": [
+            user("a"),
+            {"role": "assistant", "tool_calls": [{"id": "\ud800", "function": {"name": "f"}}]},
+            {"role": "tool", "tool_call_id": "\ud800", "content": "x"},
+        ]
+    },
     {
         "messages": [user("a")],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}],
