@@ -38,6 +38,7 @@ from agentrl.journal.entries import (
     REQUEST_VERSION,
     BeginEntry,
     JournalEntry,
+    ReplyRecord,
     SeatSettings,
     TurnEntry,
     decode_entries,
@@ -590,6 +591,7 @@ class ClientSampler:
                 seconds=seconds,
                 started=started,
                 cached_tokens=completion.cached_tokens,
+                reply=ReplyRecord(),  # its client reads it
             )
             entries = [
                 JournalEntry(episode_id, 0, call_id, b"", encode_body(body))

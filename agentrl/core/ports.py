@@ -327,9 +327,14 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
         """Parse a completion into the assistant message, with thinking and tool calls; never raises on hostile content.
-        The offered tools give the types of arguments that the format writes without types."""
+
+        Args:
+            token_ids: tokens of the completion.
+            tools: the offered tools, for the types of arguments that the format writes without types.
+            reads_calls: False: calls are part of the content.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -769,9 +769,9 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>
 HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
-def parse_harmony(text: str) -> ReplyParts:
+def parse_harmony(text: str, *, reads_calls: bool = True) -> ReplyParts:
     """Parse messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest
-    content.
+    content. Without `reads_calls`, the text of a call is content.
 
     Example:
         >>> reply = '<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5'
@@ -788,7 +788,7 @@ def parse_harmony(text: str) -> ReplyParts:
         for end in ("<|end|>", "<|call|>", "<|return|>"):
             body = body.partition(end)[0]
         recipient = head.partition("to=functions.")[2]
-        if recipient and len(calls) < MAX_CALLS:
+        if recipient and reads_calls and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
             raw = body.strip(SPACE)
             named_call = _after_name(name, raw)
@@ -825,13 +825,22 @@ class ReplyFormat:
     """Tokens that end a reply, if they differ from the token after a message in the template."""
 
     def read(
-        self, text: str, marks: tuple[str, str] | None, tools: Sequence[ToolSpec] = (), *, is_open: bool = False
+        self,
+        text: str,
+        marks: tuple[str, str] | None,
+        tools: Sequence[ToolSpec] = (),
+        *,
+        is_open: bool = False,
+        reads_calls: bool = True,
     ) -> ReplyParts:
-        """Split a reply into its parts; see `split_thinking`."""
+        """Split a reply into its parts; see `split_thinking`. Without `reads_calls`, calls are part of the content."""
         if self.parse is _harmony:
-            return parse_harmony(text)
+            return parse_harmony(text, reads_calls=reads_calls)
         thinking, remainder = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
-        return ReplyParts(thinking, *self.parse(remainder, tools))
+        content, calls = self.parse(remainder, tools)
+        if calls and not reads_calls:
+            content, calls = remainder, ()
+        return ReplyParts(thinking, content, calls)
 
 
 def _format(
@@ -945,36 +954,3 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
     )
 }
 """Formats, keyed by name. Of formats with the same marks, the one that can parse a reply is chosen."""
-
-
-_END_TOKENS = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eos)>\s{0,8}){1,2}\Z")
-"""Tokens at the end of a reply, as far as its text shows them."""
-
-
-def guess_reply_parts(text: str, called: Collection[str] = ()) -> ReplyParts:
-    """Split a reply into its parts as far as possible without its model, for readers of a run.
-
-    Args:
-        text: text of the reply.
-        called: names of the tool calls that the episode recorded, if any. GLM's format reads any text as the name of a
-            call without arguments, so such a call counts only if it was recorded.
-    """
-    if "<|channel|>" in text and "<|message|>" in text:
-        return parse_harmony(text)
-    text = _END_TOKENS.sub("", text)
-    marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
-    is_open = marks[1] in text and marks[0] not in text.partition(marks[1])[0]  # the prompt may have begun it
-    best: ReplyParts | None = None
-    for reply_format in REPLY_FORMATS.values():
-        if reply_format.parse not in (parse_llama, parse_pythonic) and not any(
-            mark in text for mark in reply_format.markup
-        ):
-            continue
-        reply = reply_format.read(text, marks, is_open=is_open)
-        if reply.tool_calls and not any(
-            isinstance(call.arguments, str) or (called and not call.arguments and call.name not in called)
-            for call in reply.tool_calls
-        ):
-            return reply
-        best = best or (reply if reply.tool_calls else None)
-    return best or ReplyParts(*split_thinking(text, marks, is_open=is_open), ())

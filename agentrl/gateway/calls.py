@@ -251,6 +251,7 @@ def _answered_call(result: Message, numbers: Mapping[_CallKey, Sequence[int]], l
     Raises:
         RequestRefusedError: it is none of them, or unknown.
     """
+    key: _CallKey
     if result.tool_call_id:
         key, which = ("id", result.tool_call_id), f"the id {bounded_repr(result.tool_call_id)}"
     else:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
-from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
+from agentrl.core.reply_formats import parse_json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, verified_control_rows
 from agentrl.inspection.tokens import text_beside_messages
 from agentrl.journal.entries import (
@@ -21,6 +21,7 @@ from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
     NondeterministicValueEntry,
+    ReplyRecord,
     ResourceCallEntry,
     RewardEntry,
     SpawnEntry,
@@ -30,7 +31,7 @@ from agentrl.journal.entries import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agentrl.inspection.reader import RunReader
 
@@ -58,9 +59,9 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     text: str
     """Sampled text, special tokens included."""
     thinking: str
-    """Reasoning before the answer, as far as the text shows it. `thinking`, `content` and `calls` are for display."""
+    """Reasoning before the answer. `thinking`, `content` and `calls` are what the run read in the text."""
     content: str
-    """Text without thinking, calls and the token that ends the turn."""
+    """Text without thinking and calls; the whole text if there are neither."""
     calls: list[dict[str, Any]]
     """Name and arguments of each call; malformed arguments are text."""
     tokens: int
@@ -194,6 +195,14 @@ class ConversationView(msgspec.Struct, frozen=True):
     children: list[EpisodeLine]
     problems: list[str]
     """Problems met while reading, for people."""
+    note: str
+    """Why replies are shown as text alone; empty if they are not."""
+
+
+UNREAD_REPLIES = (
+    "an older version of agentrl recorded this episode, without what it read in the replies: thinking and tool calls "
+    "are shown as text"
+)
 
 
 def read_conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
@@ -209,12 +218,11 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
-    called = {body.name for _, body in bodies if isinstance(body, ToolEntry)}
-    acts = [_act(reader, call, body, waits, called) for call, body in bodies[: view.inherited]]
+    acts = [_act(reader, call, body, waits) for call, body in bodies[: view.inherited]]
     new_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and new_turns:
         waits.continue_at(new_turns[0].started)
-    acts += [_act(reader, call, body, waits, called) for call, body in bodies[view.inherited :]]
+    acts += [_act(reader, call, body, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
         summary=view.summary,
@@ -230,6 +238,7 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
         updates=_updates(reader, new_turns, waits.began, problems),
         children=reader.children(view.summary.episode),
         problems=problems,
+        note=UNREAD_REPLIES if any(turn.reply is None for turn in turns) else "",
     )
 
 
@@ -279,10 +288,10 @@ class _Waits:
             self._ends[branch] += seconds
 
 
-def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits, called: Collection[str]) -> Act:
+def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
     match body:
         case TurnEntry():
-            return _turn(reader, call, body, waits, called)
+            return _turn(reader, call, body, waits)
         case ToolEntry():
             waits.add_action(call, body.seconds)
             return ToolAct(
@@ -323,9 +332,8 @@ def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits, called: C
     return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
-def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits, called: Collection[str]) -> PolicyTurn:
-    # A longer reply is shown as sampled, because parsing would take too long.
-    reply = guess_reply_parts(turn.text, called) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
+def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
+    reply = turn.reply or ReplyRecord()
     return PolicyTurn(
         call=call,
         seat=turn.seat,
@@ -337,8 +345,8 @@ def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits, called: 
         beside_messages="" if turn.parent_context else text_beside_messages(reader, turn),
         text=turn.text,
         thinking=reply.thinking,
-        content=reply.content,
-        calls=[{"name": tool_call.name, "arguments": tool_call.arguments} for tool_call in reply.tool_calls],
+        content=reply.content if reply.thinking or reply.calls else turn.text,
+        calls=list(reply.calls),
         tokens=len(turn.tokens),
         finish_reason=turn.finish_reason,
         versions=[(span.start, str(span.version)) for span in turn.tokens.spans],

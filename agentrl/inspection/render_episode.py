@@ -57,6 +57,8 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     """Make a page about an episode: its header, then the acts of each agent in order."""
     page = summary_page(view)
     page.line()
+    if view.note:
+        page.line((view.note, "dim"))
     page.add(
         events_page(
             acts_with_weight_updates(view),

@@ -106,6 +106,16 @@ class ExternalRequestParameters(msgspec.Struct, frozen=True, array_like=True):
     """Tools as JSON text; None: those of the row's first turn."""
 
 
+class ReplyRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The parts of a reply, as the run read them with its format and tools. All are empty if the reply has no thinking
+    and no calls, so that the whole `text` is its content."""
+
+    thinking: str = ""
+    content: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+    """`name` and `arguments` of each call; malformed arguments are text."""
+
+
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """One engine call of an agent: the context tokens that were new, and the reply.
 
@@ -143,6 +153,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """State of the environment before the turn, if the program said it; see `Agent.act`."""
     routing: RoutingReference | None = None
     """The turn's expert routing, if it is stored beside the journal and not in `tokens`."""
+    reply: ReplyRecord | None = None
+    """What the run read in `text`; None if an older version wrote the entry."""
 
     @property
     def name(self) -> str:

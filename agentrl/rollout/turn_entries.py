@@ -21,6 +21,7 @@ from agentrl.core.tokens import Completion, Tokens
 from agentrl.journal.entries import (
     JournalEntry,
     PartialTurnTokens,
+    ReplyRecord,
     TurnEntry,
     decode_partial_turn,
     encode_partial_turn,
@@ -66,6 +67,14 @@ def decode_message(data: Mapping[str, Any]) -> Message:
         )
     except (msgspec.ValidationError, TypeError, AttributeError) as error:
         raise JournalError(f"an edited message cannot be read ({error})") from error
+
+
+def record_reply(message: Message) -> ReplyRecord:
+    """Return what the journal holds of a parsed reply besides its text."""
+    if not (message.thinking or message.tool_calls):
+        return ReplyRecord()
+    calls = [{"name": call.name, "arguments": to_journal_data(call.arguments)} for call in message.tool_calls]
+    return ReplyRecord(message.thinking, message.content, tuple(calls))
 
 
 def completion_from_entry(entry: TurnEntry) -> Completion:

@@ -51,10 +51,12 @@ def test_what_an_agent_does_about_a_tool_that_does_not_exist(library: str) -> No
         replies = [UNKNOWN] * number + good
         return play(environment, replies, data=data, max_turns=20, max_context=1 << 20, episode_timeout_s=300.0)
 
-    told = played(environment.patience if environment.unknown_tool else 3, environment)
+    is_patient = not (environment.unknown_tool or environment.patience)
+    told = played(3 if is_patient else environment.patience, environment)
     assert (told.header.reward, told.header.drop_reason) == (1.0, None), told.told
-    if environment.unknown_tool:
+    if not is_patient:
         assert played(environment.patience + 1, environment).header.reward == 0.0
+    if environment.unknown_tool:
         name = environment.__name__
         dropped = type(name, (environment,), {"failed_reward": None, "__module__": __name__})
         message = played(environment.patience + 1, dropped).told

@@ -115,8 +115,6 @@ class Anthropic(Clerk):
 
 class AutoGen(Clerk):
     command = program("autogen")
-    failed_reward = 0.0
-    unknown_tool = "RuntimeError"
     patience = 1
 
 

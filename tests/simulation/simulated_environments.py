@@ -177,7 +177,7 @@ class LengthChatFormat:
         """See `core.ports.ChatFormat.rewritten`; nothing is ever rewritten."""
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
         """Return an empty message, because simulated tokens have no text."""
         return Message(role="assistant", content="")
 

@@ -15,6 +15,7 @@ from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
+from agentrl.journal.entries import ReplyRecord
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.external.token_tree import TokenTree
 from tests.support.cpu_time import least_cpu_s
@@ -494,3 +495,69 @@ def test_long_headers_are_read_or_refused_in_the_form_of_the_protocols() -> None
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert "8192 bytes" in body["error"]["message"]
+
+
+# --- replies to requests that offer no tools --------------------------------------------------------------------------
+
+
+class NoTools(Loop):
+    """Asks in each protocol, streamed and not, without and with a tool."""
+
+    answers: ClassVar[list[Any]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        messages = [user_message()]
+        function = {"name": "add", "parameters": PARAMETERS}
+        for path, body, tool in (
+            ("chat/completions", {"messages": messages}, {"type": "function", "function": function}),
+            ("responses", {"input": messages}, {"type": "function", **function}),
+            ("messages", {"messages": messages, "max_tokens": 99}, {"name": "add", "input_schema": PARAMETERS}),
+        ):
+            for more in ({}, {"stream": True}, {"tools": []}, {"tools": [tool]}):
+                _, answer = await post(client, f"{endpoint.url}/{path}", {"model": "main", **body, **more})
+                self.answers.append(answer)
+
+
+def test_a_call_that_no_tool_was_offered_for_is_text_in_every_protocol() -> None:
+    NoTools.answers.clear()
+    played = play(NoTools, [f"so {CALL}"] * 12, max_turns=12)
+    assert played.header.drop_reason is None
+    text = f"so {CALL}"
+    for first in (0, 2):
+        chat, responses, messages = NoTools.answers[first::4]
+        choice = chat["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "tool_calls" not in choice["message"]
+        (item,) = responses["output"]
+        assert item["content"][0]["text"] == text
+        assert (messages["content"], messages["stop_reason"]) == ([{"type": "text", "text": text}], "end_turn")
+    chat, responses, messages = NoTools.answers[1::4]
+    deltas = [choice["delta"] for event in chat for choice in event["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    assert responses[-1]["response"]["output"][0]["content"][0]["text"] == text
+    assert _content(messages) == [{"type": "text", "text": text}]
+    chat, responses, messages = NoTools.answers[3::4]
+    assert chat["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
+    assert [item["type"] for item in responses["output"]] == ["message", "function_call"]
+    assert [block["type"] for block in messages["content"]] == ["text", "tool_use"]
+    replies = [turn.reply for turn in turns(played)]
+    offered = ReplyRecord(content="so", calls=({"name": "add", "arguments": {"a": 1, "b": 2}},))
+    assert replies == [ReplyRecord(), ReplyRecord(), ReplyRecord(), offered] * 3
+    assert played.metrics["tool/not_offered"] == 9
+
+
+class Continuing(Loop):
+    """Sends back a reply that looks like a call."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        messages = [user_message()]
+        _, reply = await post(client, f"{endpoint.url}/chat/completions", {"model": "main", "messages": messages})
+        messages += [reply["choices"][0]["message"], user_message()]
+        await post(client, f"{endpoint.url}/chat/completions", {"model": "main", "messages": messages})
+
+
+def test_a_call_returned_as_text_continues_its_row_and_replays() -> None:
+    played = play(Continuing, [CALL, "done"])
+    assert [turn.row for turn in turns(played)] == [0, 0]
+    one_row_tokens = played.seen[1][: len(played.seen[0])]
+    assert one_row_tokens == played.seen[0]

@@ -584,11 +584,12 @@ def test_a_call_that_no_journal_can_hold_continues_its_row_when_it_is_sent_back(
     class Echoing(Loop):
         async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
             messages: list[Any] = [user("a")]
+            tools = [{"type": "function", "function": {"name": "f"}}]
             for _ in range(2):
-                _, reply = await ask(client, endpoint, messages)
+                _, reply = await ask(client, endpoint, messages, tools=tools)
                 message = reply["choices"][0]["message"]
                 messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "r"}]
-            await ask(client, endpoint, messages)
+            await ask(client, endpoint, messages, tools=tools)
 
     call = '<tool_call>{"name": "f", "arguments": {"a": 1' + "0" * 40 + ', "b": "\\ud800"}}</tool_call>'
     played = play(Echoing, [call, call, "done"])

@@ -18,7 +18,6 @@ from agentrl.core.reply_formats import (
     REPLY_FORMATS,
     THINKING,
     describe_malformed_call,
-    guess_reply_parts,
     is_thinking_open,
     parse_hermes,
     parse_llama,
@@ -294,28 +293,6 @@ def test_plain_text_is_content_and_the_empty_reply_is_empty(name: str) -> None:
         assert REPLY_FORMATS[name].read(text, THINKING[0]) == ("", text, ())
 
 
-@pytest.mark.parametrize("name", sorted(REPLY_FORMATS.keys() - WHOLE))
-def test_readers_of_a_run_tell_the_parts_without_the_model(name: str) -> None:
-    said = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALLS[name]}"
-    thinking, _, calls = guess_reply_parts(
-        said if name == "openai" else f"<think>\nHm.\n</think>\n\n{CALLS[name]}<|im_end|>\n"
-    )
-    assert thinking == "Hm."
-    assert [call.name for call in calls] == ["weather", "weather"]
-    assert not any(isinstance(call.arguments, str) for call in calls)
-
-
-def test_text_that_is_no_call_is_shown_as_a_malformed_one() -> None:
-    for text, called, shown in (
-        ("<tool_call>gu</tool_call>", {""}, ("", "gu")),
-        ("<tool_call>look</tool_call>", {"look"}, ("look", {})),
-        ("<tool_call>look</tool_call>", (), ("look", {})),
-        ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', {"take"}, ("look", {})),
-    ):
-        (call,) = guess_reply_parts(text, called).tool_calls
-        assert (call.name, call.arguments) == shown, text
-
-
 @pytest.mark.parametrize("marks", THINKING)
 def test_thinking_is_told_from_the_reply(marks: tuple[str, str]) -> None:
     begin, end = marks
@@ -437,7 +414,6 @@ def test_no_text_makes_a_parser_raise_or_invent(name: str, drawn: st.DataObject)
     for said in (reply.thinking, reply.content):
         left = iter(text)
         assert all(character in left for character in said if not character.isspace()), "pieces of the text, in order"
-    guess_reply_parts(text)
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)
@@ -495,3 +471,14 @@ def test_separators_around_thinking_and_content_are_part_of_them(separator: str)
 def test_python_calls_are_split_only_between_them(written: str, calls: list[Any] | None) -> None:
     read = REPLY_FORMATS["olmo3"].read(f"<function_calls>\n{written}\n</function_calls>", None).tool_calls
     assert [call.arguments for call in read] == (calls or [written])
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_without_calls_the_text_of_a_call_is_content(name: str) -> None:
+    opening = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if name == "openai" else "<think>Hm.</think>"
+    thinking, content, calls = REPLY_FORMATS[name].read(opening + CALLS[name], THINKING[0], reads_calls=False)
+    assert (thinking, calls) == ("Hm.", ())
+    assert "Par " in content
+    assert "Oslo" in content
+    plain = "The answer is 5."
+    assert REPLY_FORMATS[name].read(plain, THINKING[0], reads_calls=False) == ("", plain, ())

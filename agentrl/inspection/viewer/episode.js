@@ -26,7 +26,7 @@ export async function episodeView(page, { parts: [name, tab = "conversation"], p
   if (!panel) throw new Error(`there is no part ${tab} of an episode`);
   return {
     title: name,
-    content: [head(name, view.summary), detail(view), problems(view.problems), tabs(name, tab, parameters.attempt), element("div", { class: "panel", id: "panel" }, panel)],
+    content: [head(name, view.summary), detail(view), problems(view.problems), view.note ? element("p", { class: "quiet" }, view.note) : null, tabs(name, tab, parameters.attempt), element("div", { class: "panel", id: "panel" }, panel)],
     up: listed.from ?? address(["episodes"]),
   };
 }

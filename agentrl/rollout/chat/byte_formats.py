@@ -82,10 +82,10 @@ class PlainChatFormat:
     ) -> list[int] | None:
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
         """Return the assistant message of a completion; control tokens are left out."""
         text = _bytes(token_ids).decode("utf-8", "replace")
-        content, calls = parse_hermes(text)
+        content, calls = parse_hermes(text) if reads_calls else (text, ())
         return Message(role="assistant", content=content, tool_calls=calls)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -162,7 +162,7 @@ class JsonChatFormat:
     ) -> list[int] | None:
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
         text = self.decode(token_ids)
         try:
             line = json.loads(text)

@@ -106,6 +106,8 @@ class _ReplyParts(NamedTuple):
 class TemplateChatFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
 
+    rewrites: tuple[str, ...]
+    forks: bool
     _with_tools: TemplateChatFormat | None = None
     """Format of conversations that offer tools, if the model has another template for them."""
     _unusable_without_tools: ModelError | None = None
@@ -426,11 +428,13 @@ class TemplateChatFormat:
             after += 1
         return _ReplyParts(thinking, ids, ids[after:])
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
         if tools and self._with_tools is not None:
-            return self._with_tools.parse(token_ids, tools)
+            return self._with_tools.parse(token_ids, tools, reads_calls=reads_calls)
         text = self._decode_reply(_as_list(token_ids))
-        thinking, content, calls = self.reply_format.read(text, self._thinking, tools, is_open=self._opens_thinking)
+        thinking, content, calls = self.reply_format.read(
+            text, self._thinking, tools, is_open=self._opens_thinking, reads_calls=reads_calls
+        )
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -692,7 +696,7 @@ class TemplateChatFormat:
         """Find how the template rewrites earlier turns."""
         marks = HARMONY_THINKING if self.reply_format.name == "openai" else self._thinking
         call = self._standin_call("probe")
-        self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
+        self.rewrites = rewrite_causes(self._template, call, marks)
         self.forks = forks and not {"thinking", "tools", "prompt", "history"}.isdisjoint(self.rewrites)
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
         self._thinking_form = detect_thinking_message_form(self._template, call, marks)

@@ -264,6 +264,7 @@ class ExternalAgent(TurnRecorder):
                 placement.context_ids,
                 placement.before,
                 completion,
+                request.tools,
                 clock.monotonic() - start_s,
                 sampler.pauses,
             )
@@ -325,7 +326,7 @@ class ExternalAgent(TurnRecorder):
         text = chat_format.decode(token_ids)
         refusal: LimitReachedError | None = None
         try:
-            message = chat_format.parse(token_ids, request.tools)
+            message = self._parse(token_ids, request.tools)
         except LimitReachedError as limit:
             message, refusal = Message(role="assistant", content=""), limit
         calls = message.tool_calls
@@ -348,7 +349,8 @@ class ExternalAgent(TurnRecorder):
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         completion = ended_by_text(completion, text, request.stop)
-        self._count_reply(message, completion, request.tools, is_cut=is_cut(completion.finish_reason))
+        read = message if request.tools or refusal is not None else super()._parse(token_ids, ())
+        self._count_reply(read, completion, request.tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
@@ -366,6 +368,17 @@ class ExternalAgent(TurnRecorder):
             completion_tokens=completion_tokens,
             cached_tokens=completion.cached_tokens,
         )
+
+    def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
+        """Parse a reply. Without `tools`, calls are text, as OpenAI's and vLLM's servers return them.
+
+        Raises:
+            LimitReachedError: it is the refusal of a remote endpoint.
+        """
+        message = super()._parse(token_ids, tools)
+        if tools or not message.tool_calls or isinstance(self._settings.chat_format, JsonChatFormat):
+            return message
+        return self._settings.chat_format.parse(token_ids, reads_calls=False)
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse a request whose texts cannot fit the context, before anything looks through them.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, get_args
 
+import msgspec
 import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError
@@ -174,7 +175,9 @@ class LiveAgent(TurnRecorder):
             journal.fail(error)
             raise
         seconds = clock.monotonic() - start_s
-        entry = self._entry(request.messages, row, context, before, completion, seconds, sampler.pauses, request.state)
+        entry = self._entry(request.messages, row, context, before, completion, rows.tools, seconds, sampler.pauses)
+        if request.state is not None:
+            entry = msgspec.structs.replace(entry, state=request.state)
         return completion, entry
 
     def _answer(self, call: JournaledCall, request: TurnRequest, completion: Completion) -> Turn:
@@ -185,7 +188,7 @@ class LiveAgent(TurnRecorder):
         call.strand.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)
+        message = self._parse(completion.token_ids.tolist(), self._rows.tools)
         self._rows.answer(completion)
         self._count_reply(message, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
         return self._append(call, request.messages, message, completion, request.state)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from agentrl.core.errors import RewardError
 from agentrl.core.records import REWARD, Message, PolicyVersion, TrajectoryHeader, Turn
 from agentrl.core.tokens import Completion
-from agentrl.environment.context import Agent
+from agentrl.environment.context import Agent, LimitReachedError
 from agentrl.environment.rewards import check_reward_name, finite_reward
-from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
+from agentrl.journal.entries import ReplyRecord, RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
-from agentrl.rollout.turn_entries import encode_message
+from agentrl.rollout.turn_entries import encode_message, record_reply
 
 if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
@@ -168,6 +168,14 @@ class TurnRecorder(Agent):
             self.reward(penalty)
         return accepted
 
+    def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
+        """Parse a reply to a prompt that offers `tools`.
+
+        Raises:
+            LimitReachedError: it is the refusal of a remote endpoint.
+        """
+        return self._settings.chat_format.parse(token_ids, tools)
+
     def _count_reply(
         self, message: Message, completion: Completion, tools: Sequence[ToolSpec], *, is_cut: bool
     ) -> None:
@@ -195,9 +203,9 @@ class TurnRecorder(Agent):
         context: bytes,
         before: int,
         completion: Completion,
+        tools: Sequence[ToolSpec],
         seconds: float,
         pauses: tuple[TurnPause, ...],
-        state: str | None = None,
     ) -> TurnEntry:
         """Make the journal entry of the agent's next turn.
 
@@ -207,14 +215,18 @@ class TurnRecorder(Agent):
             context: the new context tokens, as `int32`.
             before: number of tokens of the row before these.
             completion: the sampled completion.
+            tools: tools that the prompt offers.
             seconds: duration of the turn.
             pauses: pauses of the turn.
-            state: the environment's state before the turn, if the program named it.
         """
         chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
         drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
+        try:
+            reply = record_reply(self._parse(sampled, tools))
+        except LimitReachedError:
+            reply = ReplyRecord()
         return TurnEntry(
             seat=self.seat,
             index=self.index,
@@ -233,7 +245,7 @@ class TurnRecorder(Agent):
             cached_tokens=completion.cached_tokens,
             parent_context=before,
             pauses=pauses,
-            state=state,
+            reply=reply,
         )
 
     def _record(self, call: JournaledCall, entry: TurnEntry) -> None:
