@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
+from agentrl.testing.check import check_environment
 from tests.unit.episodes import play
-from tests.unit.test_gateway import Loop, ask, turns, user
+from tests.unit.test_gateway import Loop, Stable, ask, turns, user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,6 +182,22 @@ def test_the_journal_and_the_policy_get_results_in_the_order_of_the_calls() -> N
     assert [json.loads(message["content"])["city"] for message in first.messages] == ["Oslo", "Rome"]
     assert first.messages == second.messages
     assert first.context_ids == second.context_ids[-len(first.context_ids) :]
+
+
+ORDERS = itertools.cycle([1, -1, -1])
+
+
+class Racing(Stable):
+    """Sends results in an order that differs from run to run."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        asked, said, *results = chat_body(["?", ("a", "b"), {"a": "1", "b": "2"}])["messages"]
+        await ask(client, endpoint, [asked, said, *results[:: next(ORDERS)]])
+
+
+def test_a_program_replays_in_whatever_order_its_tools_end() -> None:
+    report = check_environment(Racing)
+    assert (report.findings, report.resume_class) == ([], "replay")
 
 
 def test_rows_of_a_data_set_are_ordered_by_their_ids() -> None:
