@@ -125,3 +125,12 @@ def test_the_fingerprint_and_the_record_of_a_model_cover_both_templates(tmp_path
     assert len({TemplateChatFormat.load(directory).fingerprint for directory in (one, other, third)}) == 3
     (record,) = record_models({("model", "path"): str(one)})
     assert {"chat_template.jinja", "tool_use.jinja"} <= {*record.files}
+
+
+@pytest.mark.parametrize("templates", [{"default": QWEN}, {"default": QWEN, "tool_use": QWEN + " "}], ids="+".join)
+def test_arguments_are_written_as_the_template_takes_them(templates: Mapping[str, str], tmp_path: Path) -> None:
+    """Also with a format that the settings name, and in calls of a conversation that offers no tools any more."""
+    as_text = {name: source.replace("arguments | tojson", "arguments") for name, source in templates.items()}
+    chat = TemplateChatFormat.load(write(tmp_path, as_text, "files"), reply_format="hermes")
+    for tools in ([], [ADD]):
+        assert '"arguments": {"a": 1, "b": 2}' in chat.decode(chat.start([*ASKED, CALLED, *ANSWERED], tools))

@@ -773,13 +773,11 @@ class TemplateChatFormat:
                 f"model.reply_format = {name!r} does not go with model.tools_in = 'system', which asks the model for "
                 "calls in the format 'hermes'; leave reply_format at 'auto'"
             )
-        if name in REPLY_FORMATS:
-            return REPLY_FORMATS[name]
         names = ", ".join(REPLY_FORMATS)
-        if name == AUTO and self._tools_in_system:
-            return REPLY_FORMATS["hermes"]
-        if name != AUTO:
+        if name != AUTO and name not in REPLY_FORMATS:
             raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {names}")
+        if self._tools_in_system:
+            return REPLY_FORMATS["hermes"]
         marks = _thinking_marks(self._template.source, ())
         call_text = ""
         for self._arguments_as_text in (False, True):
@@ -793,8 +791,10 @@ class TemplateChatFormat:
                     text = text if literal in reply_format.markup else text.replace(literal, "")
                 calls = reply_format.read(text, marks).tool_calls
                 if [(call.name, call.arguments) for call in calls] == [("probe", {"probe": PROBE})]:
-                    return reply_format
+                    return REPLY_FORMATS.get(name, reply_format)
         self._arguments_as_text = False
+        if name in REPLY_FORMATS:
+            return REPLY_FORMATS[name]
         if "probe" in call_text:
             raise ModelError(
                 f"{self._directory}: the chat template writes tool calls in an unknown format. Set model.reply_format "
