@@ -66,7 +66,7 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
-from agentrl.observe.metrics import metrics_owner
+from agentrl.observe.metrics import metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.admission_limit import first_limit
@@ -227,8 +227,8 @@ def evaluate(
             return await reporting(playing, lambda: on_progress(*dispatcher.evaluated.progress()))
 
         headers = own_loop.run(play_in_new_run(config, environment_class, weights, run_path, play))
-        episodes = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
-    metrics_by_episode = {episode.id: episode.metrics for episode in episodes}
+        episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
+    metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
     dropped_headers = [header for header in headers if not header.committed]
     if dropped_headers:
         reason = next((episode.detail for episode in episodes if episode.id == dropped_headers[0].episode_id), "")
@@ -308,8 +308,8 @@ async def _models(policy: RemotePolicy) -> list[str]:
         await endpoint.close()
 
 
-def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode]:
-    """Return the episodes in the journal of an evaluation, each in its last attempt.
+def _episodes(external: Collection[str], journal: Path) -> tuple[list[EvaluatedEpisode], dict[str, str]]:
+    """Return the episodes in the journal of an evaluation, each in its last attempt, and their environments by id.
 
     Args:
         external: policies that return messages.
@@ -317,10 +317,12 @@ def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode
     """
     reader = RunReader(journal)
     episodes: list[EvaluatedEpisode] = []
+    environments: dict[str, str] = {}
     with contextlib.closing(reader), reader.remembering():
         for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
             if line.status == "repeated":
                 continue
+            environments[line.episode] = line.environment
             view = read_conversation(reader, line.episode)
             rewards = [agent.reward for agent in view.agents if agent.reward is not None]
             messages_of: dict[str, list[dict[str, Any]]] = {}
@@ -347,7 +349,7 @@ def _episodes(external: Collection[str], journal: Path) -> list[EvaluatedEpisode
                     conversations=messages_of,
                 )
             )
-    return episodes
+    return episodes, environments
 
 
 def _remote_message(line: str) -> dict[str, Any] | None:

@@ -248,7 +248,8 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def metric(self, name: str, value: float) -> None:
-        """Add a number to a metric of the episode; step metrics report its mean over the episodes that recorded it.
+        """Add a number to a metric of the episode; step metrics report its mean over the episodes of the environment.
+        An episode that does not add to it counts as 0.
 
         It belongs to the episode, not to an agent: with several policies, it is reported once, at the steps of the
         first learning policy, by name, that acted in the episode. The exception is `turns/illegal`, which counts for

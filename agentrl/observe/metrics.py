@@ -92,7 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/metric/<name>",
         "value",
-        "`ctx.metric` of an environment: mean over the episodes that set it, by task",
+        "`ctx.metric` of an environment: mean over its episodes, by task; an episode that does not set it counts as 0",
     ),
     Metric("evaluation/metric_error/<name>", "value", "half of the 95% interval of `evaluation/metric/<name>`"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
@@ -477,6 +477,27 @@ def metrics_owner(policies: Iterable[str], acted: Container[str]) -> str | None:
     """Return the policy whose steps report an episode's own metrics: the first of `policies`, by name, that acted in
     it. They belong to the episode and to no agent, so that they are reported once."""
     return min((policy for policy in policies if policy in acted), default=None)
+
+
+def with_unset_metrics(
+    metrics: Mapping[str, Mapping[str, float]],
+    environments: Mapping[str, str],
+    known: dict[str, dict[str, None]],
+) -> dict[str, dict[str, float]]:
+    """Return metrics by episode, with 0 for each of an environment's own metrics that another of its episodes has set:
+    the mean of a metric that is set only when something happens is then its rate.
+
+    Args:
+        metrics: values of `ctx.metric` by episode.
+        environments: environment of each episode.
+        known: names of each environment's own metrics that some episode has set; those of `metrics` are added.
+    """
+    for episode, values in metrics.items():
+        names = known.setdefault(environments[episode], {})
+        names.update((name, None) for name in values if find_registered_metric(name) is None)
+    return {
+        episode: {**dict.fromkeys(known[environments[episode]], 0.0), **values} for episode, values in metrics.items()
+    }
 
 
 def reward_metrics(names: Iterable[str], total: str = "reward/mean") -> list[str]:

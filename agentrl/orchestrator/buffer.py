@@ -33,7 +33,7 @@ from agentrl.core.records import (
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.journal.port import UnitDropped
-from agentrl.observe.metrics import PASS_RATES, metrics_owner, registered_metrics
+from agentrl.observe.metrics import PASS_RATES, metrics_owner, registered_metrics, with_unset_metrics
 from agentrl.orchestrator.metrics import (
     AS_TRAINED,
     NO_SIGNAL,
@@ -177,6 +177,10 @@ class EpisodeBuffer:
         """Episodes with unresolved units of which one was trained."""
         self._metrics: dict[str, dict[str, PolicyCounts]] = {}
         """Turns and metrics of each trainable policy, keyed by episode, until all units of the episode are resolved."""
+        self._metrics_owners: dict[str, str | None] = {}
+        """Policies whose steps report the environment's own metrics, keyed by the same episodes."""
+        self._metric_names: dict[str, dict[str, None]] = {}
+        """See `with_unset_metrics`."""
         self.ledger = Ledger()
         self.counts = EpisodeTotals()
         """Counts of the episodes that ended, and of those that were trained, since the run began."""
@@ -249,7 +253,7 @@ class EpisodeBuffer:
     def hold_metrics(self, episode_id: str, counted: Mapping[str, PolicyCounts], learning: Collection[str]) -> None:
         """Keep the turns and metrics of an episode that is about to end until its units are trained; the environment's
         own metrics for one policy, of those that are `learning`."""
-        owner = metrics_owner(learning, counted)
+        self._metrics_owners[episode_id] = owner = metrics_owner(learning, counted)
         self._metrics[episode_id] = {
             policy: counts if policy == owner else PolicyCounts(counts.turns, registered_metrics(counts.metrics))
             for policy, counts in counted.items()
@@ -400,10 +404,20 @@ class EpisodeBuffer:
 
     def consume(self, units: Iterable[ReadyUnit]) -> None:
         """Record that popped units were trained. Advantage 0 counts as consumed."""
+        units = list(units)
+        own = {
+            ready.unit.episode_id: self._metrics[ready.unit.episode_id][ready.unit.policy].metrics
+            for ready in units
+            if self._metrics_owners.get(ready.unit.episode_id) == ready.unit.policy
+        }
+        environments = {ready.unit.episode_id: ready.environment for ready in units}
+        own = with_unset_metrics(own, environments, self._metric_names)
         for ready in units:
             policy = ready.unit.policy
             self._consumed[policy] += 1
             if counts := self._metrics.get(ready.unit.episode_id, {}).get(policy):
+                if self._metrics_owners[ready.unit.episode_id] == policy:
+                    counts = counts._replace(metrics=own[ready.unit.episode_id])
                 self.counts.count_trained(policy, ready.trajectories, counts)
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
 
@@ -442,6 +456,7 @@ class EpisodeBuffer:
     def _close_episode(self, episode_id: str, *, reason: str) -> None:
         del self._unresolved[episode_id]
         self._metrics.pop(episode_id, None)
+        self._metrics_owners.pop(episode_id, None)
         self.ledger.ready -= 1
         if episode_id in self._trained:
             self._trained.discard(episode_id)

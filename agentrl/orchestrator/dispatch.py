@@ -22,7 +22,7 @@ from agentrl.core.text import plural, shorten_lines
 from agentrl.environment.environment import Environment
 from agentrl.journal.port import JournalStore
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.observe.metrics import metrics_owner
+from agentrl.observe.metrics import metrics_owner, with_unset_metrics
 from agentrl.orchestrator.admission import AdmissionPolicy, UnrestrictedAdmission
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.child_episodes import ChildEpisodes, OnEnd
@@ -72,10 +72,14 @@ class EvaluatedEpisodes:
         """Headers of ended child episodes."""
         self.counts: dict[str, Mapping[str, PolicyCounts]] = {}
         """Counts of the episodes, by id."""
+        self.environments: dict[str, str] = {}
+        """Environments of the episodes, by id."""
+        self._metric_names: dict[str, dict[str, None]] = {}
+        """See `with_unset_metrics`; of all evaluations."""
 
     def begin(self, count: int) -> Sequence[asyncio.Future[EpisodeHeader]]:
         """Forget the evaluation before; returns the futures of so many root episodes."""
-        self.children, self.counts = [], {}
+        self.children, self.counts, self.environments = [], {}, {}
         self.ends = _futures(count)
         return self.ends
 
@@ -83,14 +87,15 @@ class EvaluatedEpisodes:
         """Numbers of ended and of all root episodes."""
         return sum(end.done() for end in self.ends), len(self.ends)
 
-    def metrics(self, policy: str, policies: Collection[str]) -> dict[str, Mapping[str, float]]:
+    def metrics(self, policy: str, policies: Collection[str]) -> dict[str, dict[str, float]]:
         """Return the values of `ctx.metric` by episode id, of the episodes whose metrics belong to `policy`, one of the
         evaluated `policies`."""
-        return {
+        own = {
             episode: counted[policy].metrics
             for episode, counted in self.counts.items()
             if policy == metrics_owner(policies, counted)
         }
+        return with_unset_metrics(own, self.environments, self._metric_names)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

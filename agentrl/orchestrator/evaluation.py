@@ -266,8 +266,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
 def _environment_metrics(
     tasks: Sequence[_TaskResult], metrics_by_episode: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """Estimate the environment's own metrics, each over the episodes that set it, with half the widths of their 95 %
-    intervals over tasks."""
+    """Estimate the environment's own metrics, with half the widths of their 95 % intervals over tasks."""
     by_name: dict[str, list[float]] = {}
     for task in tasks:
         values: dict[str, list[float]] = {}

@@ -137,4 +137,5 @@ class DispatchingHost:
             dispatcher.examples |= dict.fromkeys([*built_in, header.stop_reason or ""], header.episode_id)
         elif spec.purpose == "evaluate":
             dispatcher.evaluated.counts[header.episode_id] = counted
+            dispatcher.evaluated.environments[header.episode_id] = spec.environment
             dispatcher.examples.setdefault(header.stop_reason or "", header.episode_id)

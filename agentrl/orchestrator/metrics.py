@@ -224,7 +224,7 @@ class EpisodeTotals:
         for form, episodes in rewarded.items():
             metrics[f"format/reward_{form}"] = self.of("reward", form, policy) / episodes
         for name in self._labels("metric", policy):
-            # A built-in count that no episode has is 0 per episode; a metric that no episode recorded has no mean.
+            # A built-in count that no episode has is 0 per episode. For an environment's own, see `with_unset_metrics`.
             is_own = find_registered_metric(name) is None
             episodes = self.of("episodes with metric", name, policy) if is_own else trained
             if episodes and not name.startswith("gate/") and len(metrics) < MAX_METRICS:

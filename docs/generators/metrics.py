@@ -29,9 +29,12 @@ left out.
 | `sinks = ["tensorboard"]` | TensorBoard; also `trackio` or `wandb` |
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
-the step's episodes that set it, which are those of `reward/mean`. After a resume, earlier episodes of several policies
-are left out. A metric belongs to the episode, not to an agent: with several policies, it is reported once, at the
-steps of the first learning policy, by name, that acted in the episode.
+the environment's episodes in the step, which are those of `reward/mean`. An episode that does not set the metric counts
+as 0, so `ctx.metric("no_deal", 1)` gives the share of episodes without a deal. A number that only some episodes have
+needs two metrics: divide the mean of the number by the mean of a count. A metric appears from the first step with an
+episode that sets it. After a resume, earlier episodes of several policies are left out.
+A metric belongs to the episode, not to an agent: with several policies, it is reported once, at the steps of the first
+learning policy, by name, that acted in the episode.
 Names of this page are refused, and so are {reserved}. The exception is
 `turns/illegal`, which counts unreadable replies of the agent that acted last, so that alarms see them.
 

@@ -85,7 +85,7 @@ def test_tokens_per_second_do_not_jump_with_the_episodes_that_happen_to_end(simu
 
 
 class Scored(Guess):
-    """Records its reward as a metric of its own."""
+    """Records its reward as a metric of its own, and another only where it happens."""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         turn = await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
@@ -94,6 +94,8 @@ class Scored(Guess):
             await ctx.sleep(2.0)
             await ctx.agent("guesser").act(agentrl.user("no"))
         ctx.metric("solved", solved)
+        if solved:
+            ctx.metric("happened", 1)
         ctx.agent("guesser").reward(solved)
 
 
@@ -112,6 +114,7 @@ def test_metrics_of_episodes_cover_the_episodes_of_the_steps_reward(
         for run in (first, second):
             for _, _, metrics in run.seen.steps:
                 assert metrics["solved"] == pytest.approx(metrics["reward/mean"])
+                assert metrics.get("happened", 0.0) == pytest.approx(metrics["reward/mean"])
                 assert metrics["episodes/turns"] == pytest.approx(2.0 - metrics["reward/mean"])
                 assert metrics["format/episodes"] == metrics["step/units"] == 8.0
 

@@ -16,6 +16,7 @@ from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.records import EpisodeHeader
+from agentrl.observe.metrics import with_unset_metrics
 from agentrl.orchestrator.evaluation import evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
@@ -113,3 +114,13 @@ def test_an_environments_metric_is_averaged_over_the_episodes_that_set_it() -> N
     assert found["evaluation/metric/kind_4"] == 0.5
     assert found["evaluation/metric_error/kind_4"] == pytest.approx(confidence_half_width([1.0, 0.0]))
     assert "evaluation/metric/turns/length" not in found, "agentrl's own counts have metrics of their own"
+
+
+def test_a_metric_that_an_episode_does_not_set_counts_as_0_in_its_environment() -> None:
+    environments = {"e0": "Deal", "e1": "Deal", "e2": "Chess"}
+    known: dict[str, dict[str, None]] = {}
+    first = with_unset_metrics(
+        {"e0": {"no_deal": 1.0, "turns/length": 2.0}, "e1": {}, "e2": {"won": 1.0}}, environments, known
+    )
+    assert first == {"e0": {"no_deal": 1.0, "turns/length": 2.0}, "e1": {"no_deal": 0.0}, "e2": {"won": 1.0}}
+    assert with_unset_metrics({"e1": {}}, environments, known) == {"e1": {"no_deal": 0.0}}, "also where none set it"
