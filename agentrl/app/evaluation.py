@@ -50,7 +50,6 @@ from agentrl.config.policies import (
     RemotePolicy,
 )
 from agentrl.config.run import RunConfig
-from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.files import expand_path, temporary_directory
@@ -203,7 +202,7 @@ def evaluate(
     trained = config.trained
     config, weights = prepare_evaluation(config, policy)
     environment_class = environment_of(config, environment)
-    own_loop.run(unproved_sandbox_promises(config.sandbox, environment_class))
+    asyncio.run(unproved_sandbox_promises(config.sandbox, environment_class))
     splits = (
         [HeldOutSplit("held_out", tasks)]
         if tasks is not None
@@ -226,7 +225,7 @@ def evaluate(
             playing = dispatcher.evaluate(played_tasks, {})
             return await reporting(playing, lambda: on_progress(*dispatcher.evaluated.progress()))
 
-        headers = own_loop.run(play_in_new_run(config, environment_class, weights, run_path, play))
+        headers = asyncio.run(play_in_new_run(config, environment_class, weights, run_path, play))
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
     metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
     dropped_headers = [header for header in headers if not header.committed]
@@ -251,7 +250,7 @@ def evaluate(
             )
             for name in config.policies
         }
-        own_loop.run(_record_metrics(run_path, metrics_by_policy))
+        asyncio.run(_record_metrics(run_path, metrics_by_policy))
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
 
 
@@ -291,7 +290,7 @@ def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
         policy = RemotePolicy(kind="remote", url=url, model=name, api_key_env=api_key_env, timeout_s=ENDPOINT_TIMEOUT_S)
     except ValidationError as error:
         raise InputError(f"--model {url}: {error.errors(include_url=False)[0]['msg']}") from None
-    models = own_loop.run(_models(policy))
+    models = asyncio.run(_models(policy))
     if name or len(models) == 1:
         return policy.model_copy(update={"model": name or models[0]})
     has = f"it has {', '.join(models[:SHOWN_MODELS])}" if models else "it lists none"

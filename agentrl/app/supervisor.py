@@ -53,7 +53,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.own_loop import SAME_PRESS_S, on_interrupt
+from agentrl.core.own_loop import SAME_PRESS_S, shares_process
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
@@ -573,29 +573,34 @@ def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
 def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
-    The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, the
-    second only calls `at_once`. A hangup that is ignored (`nohup`) stays ignored. With `stays`, a first signal keeps
-    the handlers until an outer `_first_signal` ends.
+    The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, whose
+    process stays, the second only calls `at_once`, and a third raises `KeyboardInterrupt`. A hangup that is ignored
+    (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `_first_signal` ends.
     """
-    loop = asyncio.get_running_loop()
+    loop, is_notebook = asyncio.get_running_loop(), shares_process()
     requested_at: float | None = None
+    presses = 0
     is_over = False
 
     def first() -> None:
         if not is_over:  # otherwise there is nothing left to stop
             then()
 
-    def schedule_first() -> None:
-        loop.call_soon_threadsafe(first)
-
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal requested_at
-        if requested_at is None:
-            requested_at = loop.time()
-            schedule_first()
-        elif loop.time() - requested_at > SAME_PRESS_S:
+        nonlocal requested_at, presses
+        if requested_at is not None and loop.time() - requested_at <= SAME_PRESS_S:
+            return
+        requested_at = loop.time()
+        presses += 1
+        if presses == 1:
+            loop.call_soon_threadsafe(first)
+        elif presses == 2:
             at_once()
-            os._exit(INTERRUPTED)
+            if not is_notebook:
+                os._exit(INTERRUPTED)
+        else:
+            signals.signal(signals.SIGINT, signals.default_int_handler)
+            raise KeyboardInterrupt
 
     numbers = [signals.SIGINT, signals.SIGTERM]
     if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
@@ -604,8 +609,7 @@ def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stay
         numbers = []
     before = {number: signals.signal(number, on_signal) for number in numbers}
     try:
-        with on_interrupt(schedule_first, at_once):
-            yield
+        yield
     finally:
         is_over = True
         if requested_at is None or not stays:

@@ -8,6 +8,9 @@ draws the same (0.1 ms a step). `RandomDrawDetector` only detects whether a step
 Process ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an
 environment forked ends once it leaves the environment's code: the files and connections of the event loop belong to its
 parent. `os._exit`, a signal or a crash does end the process; the resumed run names its episodes.
+
+Alarms: graders limit their time with `signal.alarm`, which works only in the main thread. Elsewhere Python raises a
+`ValueError`, which many graders catch and return a reward of 0. Such a call fails its episode instead.
 """
 
 from __future__ import annotations
@@ -15,15 +18,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import inspect
 import os
 import random
+import signal
+import threading
 import weakref
 from array import array
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 from agentrl.core.errors import EpisodeError, describe_user_code_error
+
+T = TypeVar("T")
 
 _abandoned: list[Any] = []
 """Coroutines that ignore `GeneratorExit`, kept alive because deleting one would raise it again."""
@@ -298,6 +307,8 @@ def as_episode_error(error: BaseException, task: asyncio.Task[Any] | None) -> Ba
     is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
+    if isinstance(error, AlarmOutsideMainThreadError):
+        return EpisodeError(str(error), reason="environment_error")
     episode_error = EpisodeError(
         f"run() raised {describe_user_code_error(error)}; raise a subclass of Exception instead",
         reason="environment_error",
@@ -349,3 +360,106 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+class AlarmOutsideMainThreadError(BaseException):
+    """An episode's code used an alarm outside the main thread. It is no `Exception`, because graders catch those."""
+
+
+_ALARMS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+_fail_episode: ContextVar[Callable[[EpisodeError], None] | None] = ContextVar("fail_episode", default=None)
+"""Fails the episode whose code is running, from any thread."""
+_num_episodes = 0
+"""Number of episodes whose code runs in this process. A thread that code starts itself does not know its episode."""
+
+
+class AlarmGuard:
+    """Fails an episode whose code, or a thread that it starts through asyncio, uses an alarm outside the main thread.
+
+    `fail` is called in the running event loop. The alarm also raises `AlarmOutsideMainThreadError`.
+
+    A class, because every episode in flight holds one.
+    """
+
+    __slots__ = ("_fail", "_loop", "_token")
+
+    def __init__(self, fail: Callable[[EpisodeError], None]) -> None:
+        self._fail = fail
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        global _num_episodes
+        self._token = _fail_episode.set(self._fail_from_any_thread)
+        _num_episodes += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _num_episodes
+        _num_episodes -= 1
+        with contextlib.suppress(ValueError):  # an abandoned coroutine is closed in another context
+            _fail_episode.reset(self._token)
+
+    def _fail_from_any_thread(self, error: EpisodeError) -> None:
+        if asyncio._get_running_loop() is self._loop:
+            self._fail(error)
+        else:
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+
+def keep_episode_in_thread(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function for another thread, whose alarms fail the calling episode."""
+    fail = _fail_episode.get()
+
+    def run() -> T:
+        _fail_episode.set(fail)
+        return call()
+
+    return run
+
+
+def _refuse_alarm(call: str) -> None:
+    """Fail the running episode if this is not the main thread.
+
+    Raises:
+        AlarmOutsideMainThreadError: an episode's code called this outside the main thread.
+    """
+    fail = _fail_episode.get()
+    if threading.current_thread() is threading.main_thread() or not (fail or _num_episodes):
+        return
+    text = (
+        f"{call} was called in the thread {threading.current_thread().name!r}. Alarms work only in the main thread, so "
+        "code that limits its time with them fails here, and may return wrong results. Threads run "
+        "`asyncio.to_thread`, external tools that are plain functions, and whole episodes if agentrl is called outside "
+        "the main thread. Call the code in the main thread (such as in an `async` tool), or limit its time with "
+        "`subprocess.run(…, timeout=…)`"
+    )
+    if fail is not None:
+        fail(EpisodeError(text, reason="environment_error"))
+    raise AlarmOutsideMainThreadError(text)
+
+
+def _guard_alarms() -> None:
+    """Replace the functions that set alarms by ones that call `_refuse_alarm` first."""
+    set_handler, set_timer, set_alarm = signal.signal, signal.setitimer, signal.alarm
+
+    @functools.wraps(set_handler)
+    def guarded_signal(signalnum: Any, handler: Any) -> Any:
+        if signalnum in _ALARMS:
+            _refuse_alarm(f"signal.signal({signal.Signals(signalnum).name}, …)")
+        return set_handler(signalnum, handler)
+
+    @functools.wraps(set_timer)
+    def guarded_setitimer(which: int, seconds: float, interval: float = 0.0) -> Any:
+        if seconds:
+            _refuse_alarm("signal.setitimer")
+        return set_timer(which, seconds, interval)
+
+    @functools.wraps(set_alarm)
+    def guarded_alarm(seconds: int) -> int:
+        if seconds:
+            _refuse_alarm("signal.alarm")
+        return set_alarm(seconds)
+
+    signal.signal, signal.setitimer, signal.alarm = guarded_signal, guarded_setitimer, guarded_alarm
+
+
+_guard_alarms()

@@ -18,10 +18,10 @@ from typing import Any
 
 import aiohttp
 
-from agentrl.core import own_loop
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.files import expand_path
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import Task
 from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.environment import Split, TaskSource
@@ -431,7 +431,7 @@ def _full(url: str, data: Mapping[str, Any]) -> str:
 @functools.cache  # the sockets take places from episodes
 def _warn_of_one_place(url: str) -> None:
     """Warn, once in a process, if a server plays one episode at a time, which is the default."""
-    own_loop.outside_event_loop(own_loop.run)(_connect_twice(url))
+    outside_event_loop(asyncio.run)(_connect_twice(url))
 
 
 async def _connect_twice(url: str) -> None:

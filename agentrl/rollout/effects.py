@@ -34,7 +34,7 @@ from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import ProposalNovelty
 from agentrl.core.text import escape_line, shorten_lines, valid_unicode
-from agentrl.environment.containment import GlobalRandomState, call_with_random_state
+from agentrl.environment.containment import GlobalRandomState, call_with_random_state, keep_episode_in_thread
 from agentrl.environment.context import (
     Guarantee,
     InvalidToolCallError,
@@ -472,4 +472,4 @@ def _kind(error: str | None) -> str | None:
 
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a blocking call in a thread; a cancelled caller stops waiting for it."""
-    return await asyncio.get_running_loop().run_in_executor(CALL_THREADS, call)
+    return await asyncio.get_running_loop().run_in_executor(CALL_THREADS, keep_episode_in_thread(call))

@@ -459,6 +459,7 @@ class TimeLimit:
 
     def end(self) -> None:
         """Stop the timer after the program has ended."""
+        self._episode.limit = None
         self._stop()
         if self.has_given_up:
             self.task.uncancel()

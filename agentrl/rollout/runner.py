@@ -30,7 +30,7 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.core.text import valid_unicode
-from agentrl.environment.containment import as_episode_error
+from agentrl.environment.containment import AlarmGuard, as_episode_error
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.environment import Environment
 from agentrl.gateway.server import Gateway
@@ -138,14 +138,14 @@ class EpisodeRunner:
                 )
                 try:
                     self.parking.begin(spec.episode_id, episode)
-                    await journal.begin_steps(strand, partial(_call_program, environment, context))
+                    with AlarmGuard(journal.fail):
+                        await journal.begin_steps(strand, partial(_call_program, environment, context))
                 except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
                     end_error = _ended_with(error, journal, limit)
                     if end_error is not None:
                         raise end_error  # noqa: B904 - it is the same one, or has it as its cause
                 finally:
                     journal.end_steps(strand)
-                    episode.limit = None
                     limit.end()
                 _check_end(environment, journal, limit)
                 if limit.is_cancelled:

@@ -34,10 +34,10 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core import event_loop, own_loop
+from agentrl.core import event_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
-from agentrl.core.own_loop import interruptible, outside_event_loop
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural, shorten_lines
 from agentrl.engines.scripted import Script
@@ -459,8 +459,8 @@ def check_environment(
     chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
     if tasks is None and report.passed:
         _compare_splits(environment_class, count, report, options)
-    with asyncio.Runner() as runner:
-        run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
+    with asyncio.Runner(loop_factory=event_loop.EpisodeEventLoop) as runner:
+        run = runner.run if is_harness else event_loop.run  # clients keep connections, which belong to an event loop
         last = _check_episodes(run, environment_class, chosen_tasks[:episodes], seed, report)
         if report.passed and report.episodes and not report.has_turns and not is_harness:
             report.findings.append(_idle_text(environment_class, report.episodes))
@@ -669,7 +669,7 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     report.on_progress("playing it in processes with other string hashes", "")
     name = f"{module_of(environment)}:{environment.__qualname__}"
-    first = own_loop.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
+    first = event_loop.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -707,7 +707,7 @@ def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
     """Run in another process of `_check_hash_order`: play the task and write its entries."""
     environment = resolve(name)
     task, answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=tuple[Task, list[JournalEntry]])
-    outcome = asyncio.run(
+    outcome = event_loop.run(
         execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment), answers=answers)
     )
     output_path.write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
@@ -774,7 +774,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
     def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
         report.on_progress("playing replies in a broken format", f"game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
-        outcome = own_loop.run(execute_episode(environment, spec, script))
+        outcome = event_loop.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
         if not report.lists_actions:  # else the random policy played legal actions, as these texts need not be
@@ -834,7 +834,7 @@ def _check_demonstrations(
         spec = _spec(environment, task, number, seed)
         policy = DemonstrationPolicy(environment, spec)
         executing = execute_episode(environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=report.sampling)
-        outcome = run(interruptible(executing))
+        outcome = run(executing)
         if isinstance(outcome, str):
             report.findings.append(policy.failure or f"task {task.id!r}, as demonstrated: {outcome}")
             return
@@ -856,7 +856,7 @@ def _check_wrong_calls(
     def play(task: Task, number: int, script: Script) -> str | bool:
         report.on_progress("playing wrong tool calls", f"task {task.id!r}")
         spec = _spec(environment, task, number, seed)
-        outcome = run(interruptible(execute_episode(environment, spec, script, sampling=report.sampling)))
+        outcome = run(execute_episode(environment, spec, script, sampling=report.sampling))
         return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
 
     is_harness = issubclass(environment, HarnessEnvironment)
@@ -992,9 +992,7 @@ def _check_episodes(
         share_s = (end - clock.monotonic()) / max(len(tasks) - number, 1)  # shared by the tasks not yet played
         loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
         with missing_awaits(loop_problems):
-            last = run(
-                interruptible(_check_episode(environment, task, number, seed, report, loop_problems, share_s=share_s))
-            )
+            last = run(_check_episode(environment, task, number, seed, report, loop_problems, share_s=share_s))
             gc.collect()  # an error that was never retrieved is reported when its task is collected
         report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
         if not report.passed:

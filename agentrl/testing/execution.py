@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from agentrl.core import own_loop
+from agentrl.core import event_loop
 from agentrl.core.clock import LoopClock, SystemClock
 from agentrl.core.errors import (
     AgentRLError,
@@ -408,7 +408,7 @@ def _play(environment_class: type[Environment], task: Task, texts: Sequence[str]
     max_turns, max_tokens = max(MAX_TURNS, len(texts) + 1), max(MAX_TOKENS, longest + 1)
     problems: list[str] = []
     with missing_awaits(problems):
-        outcome = own_loop.run(
+        outcome = event_loop.run(
             execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens)
         )
         if isinstance(outcome, str):

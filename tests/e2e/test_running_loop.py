@@ -18,6 +18,15 @@ ENVIRONMENT = """
 import os, signal
 import agentrl
 
+def grade(text):
+    try:
+        signal.signal(signal.SIGALRM, lambda *frame: None)
+        signal.alarm(60)
+        signal.alarm(0)
+        return 1.0 + len(text)
+    except Exception:
+        return 0.0
+
 class Sum(agentrl.Environment):
     seats = ("solver",)
     presses_at = None
@@ -25,7 +34,7 @@ class Sum(agentrl.Environment):
 
     async def run(self, ctx):
         turn = await ctx.agent("solver").act(agentrl.user("1 + 1"))
-        ctx.agent("solver").reward(float(len(turn.text)))
+        ctx.agent("solver").reward(grade(turn.text))
         Sum.played += 1
         if Sum.played == Sum.presses_at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -53,6 +62,7 @@ async def main():
         "interrupted": [stopped.interrupted, run.interrupted],
         "steps": len(run.metrics),
         "evaluated": len(score.episodes),
+        "graded": all(episode.reward > 0 for episode in score.episodes),
         "forked": forked.episode_id,
         "replayed": same.outcome,
         "loop": await asyncio.sleep(0, "still runs"),
@@ -79,6 +89,7 @@ def test_a_notebook_trains_stops_evaluates_forks_and_replays(tmp_path: Path) -> 
         "interrupted": [True, False],
         "steps": 2,
         "evaluated": 4,
+        "graded": True,
         "forked": "f0",
         "replayed": "identical",
         "loop": "still runs",

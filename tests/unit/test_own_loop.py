@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,16 +12,20 @@ import threading
 import traceback
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 import agentrl
-from agentrl.core import own_loop
-from agentrl.core.errors import CheckFailedError
+from agentrl.core.errors import CheckFailedError, EpisodeError
 from agentrl.core.own_loop import outside_event_loop
+from agentrl.core.records import ScoreRequest
+from agentrl.rollout.scoring.retrying import FunctionScorer
 from agentrl.testing import play
 from agentrl.testing.plugin import SeededSimulation
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Scored
 
 CALLER = ContextVar("CALLER", default="nobody")
 
@@ -67,8 +72,7 @@ def test_what_it_raises_and_where_it_runs_are_the_callers() -> None:
     with pytest.raises(CheckFailedError, match="asked for reply 1"):
         in_running_loop(lambda: play(Echo, TASK, []))
     where = outside_event_loop(threading.current_thread)
-    assert where() is threading.current_thread()
-    assert in_running_loop(where) is not threading.current_thread()
+    assert where() is in_running_loop(where) is threading.current_thread()
 
     async def main() -> bool:  # the caller's loop still works
         play(Echo, TASK, ["x"])
@@ -98,7 +102,7 @@ def test_without_a_running_loop_a_thread_needs_no_signals() -> None:
     assert results == [0.0]
 
 
-def test_ctrl_c_cancels_what_runs_in_the_thread() -> None:
+def test_ctrl_c_interrupts_the_function_and_not_the_callers_loop() -> None:
     ended: list[str] = []
 
     async def wait() -> None:
@@ -108,87 +112,156 @@ def test_ctrl_c_cancels_what_runs_in_the_thread() -> None:
         finally:
             ended.append("cleaned up")
 
-    with pytest.raises(KeyboardInterrupt):
-        in_running_loop(outside_event_loop(lambda: own_loop.run(wait())))
+    async def main() -> str:
+        with pytest.raises(KeyboardInterrupt):
+            outside_event_loop(lambda: asyncio.run(wait()))()
+        return await asyncio.sleep(0, "still runs")
+
+    assert asyncio.run(main()) == "still runs"
     assert ended == ["cleaned up"]
 
 
-def press(handled: threading.Event) -> None:
-    handled.clear()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert handled.wait(60)
+def test_the_callers_loop_keeps_its_task_and_its_signal_handlers() -> None:
+    async def main() -> bool:
+        loop, task, handled = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR2, handled.set)
+        play(Echo, TASK, ["x"])
+        with pytest.raises(CheckFailedError):
+            play(Echo, TASK, [])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        async with asyncio.timeout(60):
+            await handled.wait()
+        loop.remove_signal_handler(signal.SIGUSR2)
+        return (asyncio.get_running_loop(), asyncio.current_task()) == (loop, task)
+
+    assert asyncio.run(main())
 
 
-def test_signals_of_one_press_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 3600.0)
-    handled = threading.Event()
+ALARM = """
+import asyncio, signal
+import agentrl
 
-    def work() -> str:
-        with own_loop.on_interrupt(handled.set, handled.set):
-            press(handled)
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(0.2)  # the main thread handles the signal meanwhile
-        return "drained"
+def grade():
+    try:
+        signal.signal(signal.SIGALRM, lambda *frame: None)
+        signal.setitimer(signal.ITIMER_REAL, 60.0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return 1.0
+    except {caught}:
+        return 0.0
 
-    assert in_running_loop(outside_event_loop(work)) == "drained"
+class E(agentrl.Environment):
+    seats = ("main",)
 
+    async def run(self, ctx):
+        await ctx.agent("main").act(agentrl.user("?"))
+        ctx.agent("main").reward({reward})
 
-def test_a_second_ctrl_c_cancels_a_drain_and_returns_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 0.0)
-    monkeypatch.setattr(own_loop, "ENDING_S", 3600.0)
-    handled, ended = threading.Event(), list[str]()
-
-    async def drain() -> None:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-
-        def cancel() -> None:
-            loop.call_soon_threadsafe(task.cancel)
-            handled.set()
-
-        with own_loop.on_interrupt(handled.set, cancel):
-            press(handled)
-            press(handled)
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                await asyncio.sleep(0.3)
-                ended.append("closed")
-
-    with pytest.raises(KeyboardInterrupt):
-        in_running_loop(outside_event_loop(lambda: asyncio.run(drain())))
-    assert ended == ["closed"]
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=split, data={{}})]
+"""
+IN_THREAD = "await asyncio.to_thread(grade)"
 
 
-@pytest.mark.parametrize(("ending_s", "presses"), [(0.0, 2), (3600.0, 3)])
-def test_what_does_not_end_is_abandoned_late_or_at_the_third_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch, ending_s: float, presses: int
-) -> None:
-    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 0.0)
-    monkeypatch.setattr(own_loop, "ENDING_S", ending_s)
-    handled, abandoned = threading.Event(), threading.Event()
+def _environment(tmp_path: Path, caught: str, reward: str) -> str:
+    (tmp_path / "grader.py").write_text(ALARM.format(caught=caught, reward=reward))
+    return f"{tmp_path / 'grader.py'}:E"
+
+
+def test_a_grader_with_an_alarm_gives_the_same_reward_in_a_running_loop(tmp_path: Path) -> None:
+    environment = _environment(tmp_path, "Exception", "grade()")
+    for run in (in_running_loop, lambda function: function()):
+        assert run(lambda: play(environment, TASK, ["x"])).reward == 1.0
+        report = run(lambda: agentrl.check_environment(environment))
+        assert set(report.rewards) == {1.0}, report.text
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        pytest.param(IN_THREAD, id="thread"),
+        pytest.param(f"await ctx.effect('grade', lambda: {IN_THREAD.removeprefix('await ')})", id="effect"),
+    ],
+)
+def test_an_alarm_outside_the_main_thread_fails_the_episode_by_name(tmp_path: Path, reward: str, caught: str) -> None:
+    environment = _environment(tmp_path, caught, reward)
+    for run in (in_running_loop, lambda function: function()):
+        with pytest.raises(CheckFailedError, match=r"signal\.signal.*main thread"):
+            run(lambda: play(environment, TASK, ["x"]))
+        report = run(lambda: agentrl.check_environment(environment))
+        assert "main thread" in report.text
+        assert not report.passed
+
+
+def test_an_alarm_fails_the_episode_where_the_caller_is_no_main_thread(tmp_path: Path) -> None:
+    environment, errors = _environment(tmp_path, "Exception", "grade()"), list[str]()
 
     def work() -> None:
-        with own_loop.on_interrupt(handled.set, handled.set):
-            press(handled)
-            press(handled)
-            if presses > 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            abandoned.wait(60)
+        try:
+            play(environment, TASK, ["x"])
+        except CheckFailedError as error:
+            errors.append(str(error))
 
-    with pytest.raises(KeyboardInterrupt, match="still runs in a thread"):
-        in_running_loop(outside_event_loop(work))
-    abandoned.set()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in "".join(errors)
 
 
-def test_ctrl_c_before_the_loop_runs_counts() -> None:
-    def start() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.2)  # the main thread handles the signal meanwhile
-        own_loop.run(asyncio.sleep(3600))
+def test_a_tool_in_a_thread_cannot_hide_its_alarm() -> None:
+    class Tool(agentrl.ToolEnvironment):
+        """A tool that limits its own time."""
 
-    with pytest.raises(KeyboardInterrupt):
-        in_running_loop(outside_event_loop(start))
+        @agentrl.tool(external=True)
+        def calculate(self, expression: str) -> str:
+            """Calculate.
+
+            Args:
+                expression: what to calculate.
+            """
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            except:  # noqa: E722 - as graders do
+                return "wrong"
+            return "right"
+
+        def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+            return 0.0
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id="0", data={"question": "1"})]
+
+    call = {"name": "calculate", "arguments": {"expression": "1"}}
+    with pytest.raises(CheckFailedError, match="main thread"):
+        play(Tool, Tool.tasks("train")[0], [call, "wrong"])
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+def test_a_scorer_in_a_thread_cannot_hide_its_alarm(tmp_path: Path, caught: str) -> None:
+    _environment(tmp_path, caught, "0.0")
+    grade = runpy.run_path(str(tmp_path / "grader.py"))["grade"]
+    request = ScoreRequest(call_id="main.0.0?graded", where="here", seed=0, scored=cast("Scored", None))
+    scorer = FunctionScorer(name="graded", attempts=1, function=lambda scored: asyncio.to_thread(grade))
+    with pytest.raises(EpisodeError, match="main thread"):
+        asyncio.run(scorer.score(request))
+
+
+def test_a_signal_of_code_outside_episodes_stays_a_value_error() -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [type(error) for error in errors] == [ValueError]
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:

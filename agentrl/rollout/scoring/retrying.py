@@ -35,6 +35,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import generate_when_room
 from agentrl.core.records import Score
+from agentrl.environment.containment import AlarmGuard, AlarmOutsideMainThreadError
 from agentrl.environment.rewards import finite_reward
 from agentrl.journal.entries import request_hash
 from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
@@ -235,7 +236,7 @@ class RetryingScorer(ABC):
                     detail = str(error)
                 except AgentRLError:
                     raise
-                except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is a failure
+                except (Exception, AlarmOutsideMainThreadError) as error:  # noqa: BLE001 - foreign code
                     is_late = isinstance(error, TimeoutError) and limit.expired()
                     late = f"no answer within {self.timeout_s:g} s"
                     detail = late if is_late else describe_user_code_error(error)
@@ -297,8 +298,14 @@ class FunctionScorer(RetryingScorer):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
-        value = self.function(request.group or request.scored, **self.options)
-        return Answer(await value if inspect.isawaitable(value) else value)
+        failures: list[EpisodeError] = []
+        with AlarmGuard(failures.append):
+            value = self.function(request.group or request.scored, **self.options)
+            if inspect.isawaitable(value):
+                value = await value
+        if failures:
+            raise failures[0]
+        return Answer(value)
 
 
 async def call_engine(
