@@ -36,6 +36,7 @@ from agentrl.gateway import bodies
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, GatewaySeat, RequestRefusedError, bounded_repr
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol, openai_refusal
+from agentrl.gateway.conversations import Conversations
 from agentrl.gateway.http import (
     HOST,
     admit,
@@ -144,6 +145,7 @@ class Gateway:
         self._port = 0
         self._listeners = 0
         self._server = connections.BoundedServer()
+        self._conversations = Conversations()
         self._parsing = asyncio.Lock()
         """Held by the request that is parsed."""
         self._start_lock = asyncio.Lock()
@@ -175,6 +177,7 @@ class Gateway:
                 yield endpoint
             finally:
                 endpoint.is_closed = True
+                self._conversations.forget(endpoint)
                 for close in endpoint.sockets:
                     close()
                 for key in (endpoint.key, *endpoint.keys.values()):
@@ -331,11 +334,12 @@ class Gateway:
         seat = seat_for_model(endpoint.seats, chat.model, limited_to)
         call = _call_of(endpoint, digest, request)
         if call is None:
+            self._conversations.check(endpoint, chat.messages)
             if len(endpoint.running) >= MOST_CALLS:
                 raise RequestRefusedError(
                     f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
                 )
-            call = _PendingReply(asyncio.get_running_loop().create_task(_replies(endpoint, seat, chat)))
+            call = _PendingReply(asyncio.get_running_loop().create_task(self._replies(endpoint, seat, chat)))
             endpoint.running.add(call.task)
             endpoint.calls.setdefault(digest, []).append(call)
             key = request.headers.get("Idempotency-Key", "")
@@ -355,6 +359,13 @@ class Gateway:
         call.clients -= 1
         _forget(endpoint, digest, call)
         return response
+
+    async def _replies(self, endpoint: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
+        """Return the replies of a call."""
+        replies = await _sampled(endpoint, seat, chat)
+        if not endpoint.is_closed:
+            self._conversations.record(endpoint, chat.messages, [reply.message for reply in replies])
+        return replies
 
 
 def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:
@@ -413,7 +424,7 @@ def _forget_if_refused(
         endpoint.by_idempotency_key.pop((digest, key), None)
 
 
-async def _replies(endpoint: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
+async def _sampled(endpoint: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
     """Return the replies of a call; report an error that ends the episode to its owner."""
     try:
         if chat.n == 1:
