@@ -1,0 +1,51 @@
+"""The check's clock does not count the time in which other load keeps the check from a processor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from agentrl.core.clock import SystemClock
+from agentrl.testing.load_clock import LoadClock
+
+BUSY_CPU_S = 0.5
+LOADED = f"""
+import os, sys, time
+from agentrl.core.clock import SystemClock
+from agentrl.testing.load_clock import LoadClock
+
+def compute():
+    end = time.thread_time() + {BUSY_CPU_S}
+    while time.thread_time() < end:
+        pass
+
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # all on one processor
+others = [os.fork() for _ in range(4)]
+if 0 in others:
+    while os.getppid() != 1:
+        pass
+    os._exit(0)
+clock, start = LoadClock(), SystemClock.monotonic()
+compute()
+print(clock.monotonic(), SystemClock.monotonic() - start)
+for other in others:
+    os.kill(other, 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long a thread waited for a processor")
+def test_time_lost_to_other_load_does_not_count() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
+    counted, elapsed = map(float, ended.stdout.split())
+    assert counted < elapsed / 2, "four other processes share the processor"
+    assert counted > BUSY_CPU_S / 2
+
+
+def test_the_clock_never_goes_back_and_counts_at_most_all_time() -> None:
+    start = SystemClock.monotonic()
+    clock = LoadClock()
+    times = [clock.monotonic() for _ in range(1000)]
+    assert times == sorted(times)
+    assert 0 < times[-1] <= SystemClock.monotonic() - start
