@@ -315,6 +315,11 @@ class ScriptedEngine:
         """Number of calls in flight."""
         return len(self._calls)
 
+    @property
+    def requests_in_flight(self) -> list[str]:
+        """Ids of the requests of calls in flight."""
+        return list(self._calls)
+
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:

@@ -35,10 +35,9 @@ from typing import Any
 import msgspec
 
 from agentrl.core import event_loop
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.own_loop import outside_event_loop
-from agentrl.core.records import EpisodeSpec, SeatBinding, Task
+from agentrl.core.records import EpisodeSpec, Task
 from agentrl.core.text import plural, shorten_lines
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
@@ -47,14 +46,12 @@ from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, 
 from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.overrides import misspelled_attributes
-from agentrl.environment.registry import module_of, name_of, resolve
+from agentrl.environment.registry import module_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
     EffectEntry,
-    EffectIntentEntry,
     JournalEntry,
-    NondeterministicValueEntry,
     ResourceCallEntry,
     ToolEntry,
     TurnEntry,
@@ -62,12 +59,12 @@ from agentrl.journal.entries import (
 from agentrl.observe.blocked_loop import PROGRAM_REMEDY, watch_event_loop
 from agentrl.observe.blocked_loop import REMEDY as BLOCKING_REMEDY
 from agentrl.observe.metrics import PROGRAM_FAILED
-from agentrl.rollout.calls.mismatch import REMEDY, describe_entry, shortened_repr
+from agentrl.rollout.calls.mismatch import REMEDY, shortened_repr
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
-from agentrl.rollout.sandbox import NAME as SANDBOX
+from agentrl.testing.concurrency_check import ConcurrencyResult, compare_concurrent_episodes
+from agentrl.testing.differences import difference, differing_call, is_external
 from agentrl.testing.execution import (
     MAX_TOKENS,
-    POLICY,
     RESOURCE_LOST,
     Cut,
     DemonstrationPolicy,
@@ -76,8 +73,10 @@ from agentrl.testing.execution import (
     format_cuts,
     missing_awaits,
     random_policy,
+    spec_of,
 )
 from agentrl.testing.hash_order import may_depend_on_hash_order
+from agentrl.testing.load_clock import LoadClock
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
 from agentrl.testing.reward_check import find_reward_faults
@@ -94,7 +93,8 @@ DEMONSTRATED_TURNS = 64
 DEMONSTRATED_S = 10.0
 """Seconds after which no further demonstration is played, because episodes may be slow."""
 PLAYING_S = 20.0
-"""Seconds for playing and resuming episodes, beyond one episode and one resumption, because its tools may be slow."""
+"""Seconds of an idle machine (`LoadClock`) for playing and resuming episodes, beyond one episode and one resumption,
+because its tools may be slow."""
 MIN_FORMAT_REWARDS = 4
 """Minimum number of episodes with readable and unreadable replies for a statement about a constant reward."""
 MIN_REFUSED = 3
@@ -139,6 +139,8 @@ class EnvironmentReport:
     findings: list[str] = field(default_factory=list)
     """Faults with their locations, for the user."""
     episodes: int = 0
+    longest_s: float = 0.0
+    """Seconds that the longest episode took alone."""
     resumptions: int = 0
     """Number of re-executions of an episode from a prefix of its journal."""
     has_turns: bool = False
@@ -202,6 +204,8 @@ class EnvironmentReport:
     unmarked_methods: list[str] = field(default_factory=list)
     """Public methods of a tool environment without tools."""
     wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
+    concurrency: ConcurrencyResult = field(default_factory=ConcurrencyResult)
+    """Comparison of episodes played at once with the same episodes alone."""
     cuts: Counter[Cut] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by limit."""
     own_random: bool = False
@@ -334,6 +338,7 @@ class EnvironmentReport:
                 f"({requests}mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}: "
                 f"{_PROOF_TEXTS[self.resume_class]}."
             )
+            + self._concurrency_sentence
             + self._wrong_calls_sentence
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
@@ -348,6 +353,13 @@ class EnvironmentReport:
             + self._uncompared_sentence
             + random_note
         )
+
+    @property
+    def _concurrency_sentence(self) -> str:
+        if self.concurrency.undecided:
+            return f" Not compared with episodes alone: {self.concurrency.undecided}."
+        episodes = plural(self.concurrency.episodes, "episode")
+        return f" {episodes} played at once did not mix." if self.concurrency.episodes else ""
 
     @property
     def _wrong_calls_sentence(self) -> str:
@@ -391,14 +403,11 @@ class EnvironmentReport:
         left_out += [plural(self.unplayed, "task")] * bool(self.unplayed)
         if not left_out:
             return ""
+        repeats = " Each resume repeats the episode's tool calls, also in training, except those of "
         return (
-            f" Left out, because the check plays for about {PLAYING_S:g} s, and kills an episode at most {MAX_CUTS} "
-            f"times: {' and '.join(left_out)}."
-        ) + (
-            ""
-            if self.requests
-            else " Each resume repeats the episode's tool calls, also in training, except those of "
-            "@agentrl.tool(external=True)."
+            f" Left out, because the check plays for about {PLAYING_S:g} s of an idle machine, and kills an episode at "
+            f"most {MAX_CUTS} times: {' and '.join(left_out)}."
+            + (f"{repeats}@agentrl.tool(external=True)." if self.untried_kills and not self.requests else "")
         )
 
     @property
@@ -471,6 +480,7 @@ def check_environment(
         report.own_random = environment_class.own_random
         if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
             _check_requests(environment_class, last, report)
+        _check_concurrency(run, environment_class, chosen_tasks, seed, report)
         if report.passed and not is_harness:
             _check_format(environment_class, chosen_tasks, seed, report)
             _check_actions(report)
@@ -669,16 +679,16 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     report.on_progress("playing it in processes with other string hashes", "")
     name = f"{module_of(environment)}:{environment.__qualname__}"
-    first = event_loop.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
+    first = event_loop.run(execute_episode(environment, spec_of(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = Path(scratch, "answers")
-        answers.write_bytes(msgspec.msgpack.encode((task, [entry for entry in first.entries if _is_external(entry)])))
+        answers.write_bytes(msgspec.msgpack.encode((task, [entry for entry in first.entries if is_external(entry)])))
         for seed, second in zip(
             HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True
         ):
-            problem = second if isinstance(second, str) else _differing_call(first.entries, second or first.entries)
+            problem = second if isinstance(second, str) else differing_call(first.entries, second or first.entries)
             if problem:
                 report.findings.append(
                     f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on "
@@ -708,7 +718,7 @@ def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
     environment = resolve(name)
     task, answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=tuple[Task, list[JournalEntry]])
     outcome = event_loop.run(
-        execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment), answers=answers)
+        execute_episode(environment, spec_of(environment, task, 0, 0), random_policy(environment), answers=answers)
     )
     output_path.write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
 
@@ -747,7 +757,7 @@ def replay_from_every_entry(
         return report
     chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
     for number, task in enumerate(chosen_tasks[:episodes]):
-        spec = _spec(environment_class, task, number, 0)
+        spec = spec_of(environment_class, task, number, 0)
 
         async def main(spec: EpisodeSpec = spec) -> str | None:
             first = await execute_episode(environment_class, spec, script)
@@ -770,10 +780,23 @@ def replay_from_every_entry(
     return report
 
 
+def _check_concurrency(
+    run: PlayEpisode, environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport
+) -> None:
+    """Report episodes that differ when several play at once."""
+    if not (report.passed and report.episodes):
+        return
+    report.on_progress("playing several episodes at once", "")
+    report.concurrency = compare_concurrent_episodes(
+        run, environment, tasks, seed=seed, sampling=report.sampling, alone_s=report.longest_s
+    )
+    report.findings += report.concurrency.findings
+
+
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
         report.on_progress("playing replies in a broken format", f"game {number + 1} on task {task.id!r}")
-        spec = _spec(environment, task, number, seed)
+        spec = spec_of(environment, task, number, seed)
         outcome = event_loop.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
@@ -789,7 +812,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
 
 def _check_answers(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     """Play replies that should not win, and the answers in the tasks' data, which should."""
-    clock = SystemClock()
+    clock = LoadClock()
     end = clock.monotonic() + ANSWERS_S
 
     def play(task: Task, text: str) -> float | None:
@@ -798,7 +821,7 @@ def _check_answers(environment: type[Environment], tasks: Sequence[Task], seed: 
         report.on_progress("playing answers", f"task {task.id!r}")
         script, size = always(text), len(text.encode())
         executing = execute_episode(
-            environment, _spec(environment, task, 0, seed), script, max_tokens=size + MAX_TOKENS
+            environment, spec_of(environment, task, 0, seed), script, max_tokens=size + MAX_TOKENS
         )
         outcome = event_loop.run(executing)
         return None if isinstance(outcome, str) else outcome.header.reward
@@ -825,13 +848,13 @@ def _check_demonstrations(
     report: EnvironmentReport,
 ) -> None:
     """Play the demonstrations of tasks: they reach code that only runs after a success, which chance rarely does."""
-    clock = SystemClock()
+    clock = LoadClock()
     end = clock.monotonic() + DEMONSTRATED_S
     for number, task in enumerate(tasks):
         if clock.monotonic() > end:
             break
         report.on_progress("playing demonstrations", f"task {task.id!r}")
-        spec = _spec(environment, task, number, seed)
+        spec = spec_of(environment, task, number, seed)
         policy = DemonstrationPolicy(environment, spec)
         executing = execute_episode(environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=report.sampling)
         outcome = run(executing)
@@ -855,7 +878,7 @@ def _check_wrong_calls(
 
     def play(task: Task, number: int, script: Script) -> str | bool:
         report.on_progress("playing wrong tool calls", f"task {task.id!r}")
-        spec = _spec(environment, task, number, seed)
+        spec = spec_of(environment, task, number, seed)
         outcome = run(execute_episode(environment, spec, script, sampling=report.sampling))
         return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
 
@@ -933,7 +956,7 @@ def _compare_splits(
         _tasks(environment, count, report, options, "held_out")
     if not report.passed:
         return
-    clock = SystemClock()
+    clock = LoadClock()
     digests: dict[Split, dict[str, bytes]] = {"held_out": {}, "train": {}}
     held_out_digests: set[bytes] = set()
     for split in splits:
@@ -983,7 +1006,7 @@ def _check_episodes(
 ) -> ExecutedEpisode | None:
     """Check episodes until one has a fault or the time is over; returns how the last one was played."""
     last: ExecutedEpisode | None = None
-    clock = SystemClock()
+    clock = LoadClock()
     end = clock.monotonic() + PLAYING_S
     for number, task in _games(environment, tasks, report):
         if number and clock.monotonic() > end:
@@ -1011,9 +1034,9 @@ async def _check_episode(
     share_s: float,
 ) -> ExecutedEpisode | None:
     """Check an episode, for about `share_s`; returns how it was played, or None if that was a fault."""
-    clock = SystemClock()
+    clock = LoadClock()
     began = clock.monotonic()
-    spec = _spec(environment, task, number, seed)
+    spec = spec_of(environment, task, number, seed)
     script = random_policy(environment)
     part = f"episode {number + 1}, task {task.id!r}: "
     report.on_progress(_PLAYING, f"{part}playing it")
@@ -1024,6 +1047,7 @@ async def _check_episode(
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script, sampling=report.sampling)
+    report.longest_s = max(report.longest_s, clock.monotonic() - began)
     report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
     if side_effects.asked_model:
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
@@ -1081,7 +1105,7 @@ async def resume_at_every_entry(
         report.on_progress(
             _PLAYING, f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
         )
-        answers = [entry for entry in entries[cut:] if _is_external(entry)]
+        answers = [entry for entry in entries[cut:] if is_external(entry)]
         outcome = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
         if isinstance(outcome, str):
@@ -1089,7 +1113,7 @@ async def resume_at_every_entry(
             if RESOURCE_LOST in outcome and _has_pinned(entries[:cut]):
                 continue  # as declared, the episode starts over
         else:
-            problem, remedy = _difference(first, outcome) or "", f". {REMEDY}{_stray_lines(environment)}"
+            problem, remedy = difference(first, outcome) or "", f". {REMEDY}{_stray_lines(environment)}"
         if problem:
             return f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
     report.resume_class = _weaker(report.resume_class, entries)
@@ -1148,75 +1172,6 @@ def _weaker(level: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLe
     """Return the weakest resource level that the environment has used."""
     levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceCallEntry)} | {level}
     return "pinned" if "pinned" in levels else "snapshot" if "snapshot" in levels else "replay"
-
-
-def _spec(environment: type[Environment], task: Task, number: int, seed: int) -> EpisodeSpec:
-    return EpisodeSpec(
-        episode_id=f"e{number}",
-        environment=name_of(environment),
-        task=task,
-        seed=seed + number,
-        seats={seat: SeatBinding(POLICY) for seat in environment.seats},
-        group_id=f"g{number}",
-    )
-
-
-def _difference(first: ExecutedEpisode, second: ExecutedEpisode) -> str | None:
-    before, after = first.header, second.header
-    if before.reward != after.reward or before.stop_reason != after.stop_reason:
-        return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"
-    problem = _differing_call(first.entries, second.entries)
-    if problem:
-        return problem
-    for name, state in first.states.items():
-        if second.states.get(name) != state:
-            return f"{name} ends as {shortened_repr(second.states.get(name))} instead of {shortened_repr(state)}"
-    return None
-
-
-def _differing_call(first: Sequence[JournalEntry], second: Sequence[JournalEntry]) -> str | None:
-    then, now = _acts(first), _acts(second)
-    for call_id in sorted(then.keys() | now.keys()):
-        if call_id not in now or call_id not in then:
-            return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
-        if then[call_id].request_hash != now[call_id].request_hash:
-            old_text, new_text = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
-            return f"call {call_id} differs after resuming ({old_text} → {new_text})"
-        before, after = _result(then[call_id]), _result(now[call_id])
-        if before != after:
-            return f"call {call_id} returned {shortened_repr(after)} instead of {shortened_repr(before)}"
-    return None
-
-
-def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
-    """Return the entries by call id, without the intents of `once` acts, which are not written if their answer is
-    supplied."""
-    return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), EffectIntentEntry)}
-
-
-def _result(entry: JournalEntry) -> object:
-    """Return the observation that the program received, which is equal on every execution."""
-    match entry.decode():
-        case ToolEntry(observation=observation):
-            return observation
-        case ResourceCallEntry(value=value, error=error) if not _is_sandboxed(entry):
-            return (value, error)
-        case TurnEntry(tokens=tokens):
-            return tokens.token_ids
-    return None
-
-
-def _is_sandboxed(entry: JournalEntry) -> bool:
-    """Whether an entry is a command in a sandbox, whose duration differs, and which may print the time."""
-    body = entry.decode()
-    return isinstance(body, ResourceCallEntry) and body.resource.startswith(SANDBOX)
-
-
-def _is_external(entry: JournalEntry) -> bool:
-    body = entry.decode()
-    if isinstance(body, ResourceCallEntry):
-        return body.level == "snapshot" and _is_sandboxed(entry)
-    return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 
 def _cuts(entries: int, max_cuts: int) -> list[int]:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     import random
 
     from agentrl.core.ports import Engine, GenerateRequest
+    from agentrl.environment.context import Endpoint, EpisodeContext
     from agentrl.environment.environment import Environment, OnCodeChange, Reply
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
@@ -82,6 +83,9 @@ RESOURCE_LOST = "resource_lost: "
 """Prefix of the answer of `execute_episode` if re-execution reached a pinned resource."""
 MAX_READ_TOKENS = 4096
 """Number of bytes at the end of a conversation in which the random policy looks for words."""
+LOCKSTEP_POLL_S = 0.005
+_ROOT = re.compile(r"[.~]")
+"""What ends the id of the root episode in the id of a request."""
 _WORD = re.compile(r"\[?\w+\]?")
 _FIRST_LINE = re.compile(r"\n|<\|")
 """Pattern for the end of the first line or of the message."""
@@ -135,6 +139,18 @@ def _final_state(resource: JournaledResource) -> Any:
         return f"{type(error).__name__} from get_state"
 
 
+def spec_of(environment: type[Environment], task: Task, number: int, seed: int) -> EpisodeSpec:
+    """Return the spec of episode `number` of a check."""
+    return EpisodeSpec(
+        episode_id=f"e{number}",
+        environment=name_of(environment),
+        task=task,
+        seed=seed + number,
+        seats={seat: SeatBinding(POLICY) for seat in environment.seats},
+        group_id=f"g{number}",
+    )
+
+
 async def execute_episode(
     environment: type[Environment],
     spec: EpisodeSpec,
@@ -158,27 +174,9 @@ async def execute_episode(
         max_tokens: maximum number of tokens per turn.
         sampling: further fields of `SamplingParams`, with which the requests of an external agent are compared.
     """
+    stage = _Stage(environment, script, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
     try:
-        _load_once(environment)
-    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-        return f"load() raised {describe_user_code_error(error)}"
-    journal, failures = MemoryJournal(), list[BaseException]()
-    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
-    settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=longest_s)
-    settings = replace(settings, seat=msgspec.structs.replace(settings.seat, **sampling))
-    dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
-    log = journal.turn_log(PARTITION)
-    for entry in prefix:
-        log.append(entry)
-    journal.admit(spec)
-    try:
-        async with asyncio.timeout(longest_s):
-            running = runner.run(spec, environment, prefix, answers=answers)
-            header = await asyncio.get_running_loop().create_task(running)
-        await dispatcher.worker.drain()
-    except TimeoutError:
-        return f"run() did not end within {longest_s:g} s"
+        return await stage.play(spec, prefix, answers)
     except GlobalRandomError as error:
         if prefix:
             return str(error)
@@ -191,28 +189,172 @@ async def execute_episode(
             max_tokens=max_tokens,
             sampling=sampling,
         )
-    except EpisodeError as error:
-        return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
-    except AgentRLError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-        return f"run() raised {describe_user_code_error(error)}"
-    if failures:
-        return f"a child episode failed: {failures[0]}"
-    if dispatcher.worker.last_failure:
-        return f"a child episode was dropped: {dispatcher.worker.last_failure}"
-    entries = log.read(spec.episode_id, spec.attempt)
-    cuts = _find_cuts(journal, log.entries, settings)
-    ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
-    return ExecutedEpisode(
-        header=header,
-        entries=entries,
-        states=runner.states[spec.episode_id],
-        counts=dispatcher.buffer.counts,
-        metrics=dict(ends[spec.episode_id].metrics),
-        cuts=cuts,
-        has_turns=any(isinstance(entry.decode(), TurnEntry) for entry in log.entries),
-    )
+
+
+async def execute_together(
+    environment: type[Environment],
+    specs: Sequence[EpisodeSpec],
+    script: Script,
+    *,
+    patience_s: float,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+) -> list[ExecutedEpisode | str]:
+    """Execute episodes at once in one worker, and return their outcomes in order; see `execute_episode`.
+
+    The episodes proceed in lockstep: a model call is answered when each episode waits for one, and the programs of
+    external agents are rewarded when all have ended. Lockstep ends if that takes longer than `patience_s`, because an
+    episode may hold a lock that another needs.
+    """
+    stage = _Stage(environment, script, sampling=sampling, in_lockstep=len(specs))
+    loop, programs = asyncio.get_running_loop(), _EndedPrograms()
+    with programs.held():
+        running = {loop.create_task(stage.play(spec)): spec.episode_id for spec in specs}
+        lockstep = loop.create_task(_keep_in_lockstep(stage.engine, programs, running, patience_s))
+        try:
+            return list(await asyncio.gather(*running))
+        except GlobalRandomError:  # the class has its own generators now
+            pass
+        finally:
+            for task in (*running, lockstep):
+                task.cancel()
+            await asyncio.gather(*running, lockstep, return_exceptions=True)
+    return await execute_together(environment, specs, script, patience_s=patience_s, sampling=sampling)
+
+
+class _Stage:
+    """A worker with a scripted policy, which plays episodes of one environment in memory."""
+
+    def __init__(
+        self,
+        environment: type[Environment],
+        script: Script,
+        *,
+        max_turns: int = MAX_TURNS,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        in_lockstep: int = 0,
+    ) -> None:
+        self._environment = environment
+        self._journal = MemoryJournal()
+        self._failures = list[BaseException]()
+        self.engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, hold=in_lockstep > 0)
+        longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
+        self._longest_s = longest_s * max(in_lockstep, 1)
+        settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=self._longest_s)
+        self._settings = replace(settings, seat=msgspec.structs.replace(settings.seat, **sampling))
+        self._dispatcher, self._runner = wire_dispatcher(
+            environment, self.engine, self._journal, self._settings, self._failures, runner_type=_StateRunner
+        )
+        self._log = self._journal.turn_log(PARTITION)
+
+    async def play(
+        self, spec: EpisodeSpec, prefix: Sequence[JournalEntry] = (), answers: Sequence[JournalEntry] = ()
+    ) -> ExecutedEpisode | str:
+        """Play an episode; see `execute_episode`.
+
+        Raises:
+            GlobalRandomError: the environment draws from global generators; play it again.
+        """
+        try:
+            _load_once(self._environment)
+        except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
+            return f"load() raised {describe_user_code_error(error)}"
+        dispatcher, journal, log = self._dispatcher, self._journal, self._log
+        for entry in prefix:
+            log.append(entry)
+        journal.admit(spec)
+        try:
+            async with asyncio.timeout(self._longest_s):
+                running = self._runner.run(spec, self._environment, prefix, answers=answers)
+                header = await asyncio.get_running_loop().create_task(running)
+            await dispatcher.worker.drain()
+        except TimeoutError:
+            return f"run() did not end within {self._longest_s:g} s"
+        except GlobalRandomError:
+            raise
+        except EpisodeError as error:
+            return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
+        except AgentRLError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
+            return f"run() raised {describe_user_code_error(error)}"
+        if self._failures:
+            return f"a child episode failed: {self._failures[0]}"
+        if dispatcher.worker.last_failure:
+            return f"a child episode was dropped: {dispatcher.worker.last_failure}"
+        ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
+        return ExecutedEpisode(
+            header=header,
+            entries=log.read(spec.episode_id, spec.attempt),
+            states=self._runner.states[spec.episode_id],
+            counts=dispatcher.buffer.counts,
+            metrics=dict(ends[spec.episode_id].metrics),
+            cuts=_find_cuts(journal, log.entries, self._settings),
+            has_turns=any(isinstance(entry.decode(), TurnEntry) for entry in log.entries),
+        )
+
+
+class _EndedPrograms:
+    """Programs of external agents that have ended, and wait for those of other episodes before their reward."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Wait until `release`."""
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        await self.waiting[-1]
+
+    def release(self) -> None:
+        """Let the rewards of the waiting programs be computed."""
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(None)
+        self.waiting = []
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the programs that end in the context."""
+        outcome_of = HarnessEnvironment._outcome
+
+        async def held_outcome(environment: HarnessEnvironment, ctx: EpisodeContext, endpoint: Endpoint) -> Any:
+            outcome = await outcome_of(environment, ctx, endpoint)
+            await self.wait()
+            return outcome
+
+        HarnessEnvironment._outcome = held_outcome  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            HarnessEnvironment._outcome = outcome_of  # type: ignore[method-assign]
+
+
+async def _keep_in_lockstep(
+    engine: ScriptedEngine,
+    programs: _EndedPrograms,
+    running: Mapping[asyncio.Task[Any], str],
+    patience_s: float,
+) -> None:
+    clock = SystemClock()
+    seen: tuple[object, ...] = ()
+    since = clock.monotonic()
+    while True:
+        await asyncio.sleep(LOCKSTEP_POLL_S)
+        unfinished = {episode_id for task, episode_id in running.items() if not task.done()}
+        at_call = {_ROOT.split(request_id)[0] for request_id in engine.requests_in_flight}
+        state = (unfinished, at_call, len(programs.waiting))
+        if state != seen:
+            seen, since = state, clock.monotonic()
+        is_late = clock.monotonic() - since > patience_s
+        if len(at_call & unfinished) + len(programs.waiting) < len(unfinished) and not is_late:
+            continue
+        if at_call:
+            engine.release_held()
+            engine.hold_calls()
+        else:
+            programs.release()
+        if is_late:
+            patience_s = 0.0
 
 
 @functools.cache
@@ -396,14 +538,7 @@ def _play(environment_class: type[Environment], task: Task, texts: Sequence[str]
             raise CheckFailedError(_too_few(turn_count, len(texts)))
         return [*texts[turn_count - 1].encode(), STOP_TOKEN]
 
-    spec = EpisodeSpec(
-        episode_id="e0",
-        environment=name_of(environment_class),
-        task=task,
-        seed=seed,
-        seats={seat: SeatBinding(POLICY) for seat in environment_class.seats},
-        group_id="g0",
-    )
+    spec = spec_of(environment_class, task, 0, seed)
     longest = max((len(reply.encode()) for reply in texts), default=0)
     max_turns, max_tokens = max(MAX_TURNS, len(texts) + 1), max(MAX_TOKENS, longest + 1)
     problems: list[str] = []
@@ -488,11 +623,11 @@ def missing_awaits(problems: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def random_policy(environment: type[Environment]) -> Script:
+def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Script:
     """Return a policy that calls tools with arguments of their schemas, takes legal actions or words that a game
     showed, or replies with a short text.
 
-    Its reply depends only on the request.
+    Its reply depends only on the request. `calling` is the probability of a call in each turn, if there are tools.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
     is_game = issubclass(environment, GymEnvironment | GameEnvironment)
@@ -506,7 +641,7 @@ def random_policy(environment: type[Environment]) -> Script:
             _, is_listed, actions = shown.rpartition(LEGAL_ACTIONS)
             words = _FIRST_LINE.split(actions)[0].split(", ") if is_listed else _WORD.findall(shown)
             text = draw.choice(words or [text]) if draw.random() < (0.9 if is_listed else 0.5) else text
-        if tools and draw.random() < 0.7:
+        if tools and draw.random() < calling:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})
             arguments = {name: _random_argument(schema, draw, spec.parameters) for name, schema in schemas.items()}

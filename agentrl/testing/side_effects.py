@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ _MODEL_WORDS = re.compile(
     re.MULTILINE,
 )
 """Lines of code that call a model directly: an import of a client, or the address of an endpoint."""
+_FILE = re.compile(r"opens (?:the database )?'(.*)'")
+"""Pattern for the file in the description of an act."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
@@ -78,16 +81,15 @@ class ObservedSideEffects:
 
 
 _watching: ObservedSideEffects | None = None
+_written: Counter[str] | None = None
 _installed = False
 
 
 @contextmanager
 def watch_side_effects(environment: type[Environment]) -> Iterator[ObservedSideEffects]:
     """Watch episodes of an environment within the context, and record their acts on the outside world."""
-    global _watching, _installed
-    if not _installed:
-        sys.addaudithook(_hook)  # an audit hook cannot be removed, but costs almost nothing while inactive
-        _installed = True
+    global _watching
+    _install_hook()
     _watching = ObservedSideEffects(environment.source())
     if issubclass(environment, HarnessEnvironment):
         _watching.advice, _watching.model_advice = _PROGRAM_ADVICE, _PROGRAM_MODEL_ADVICE
@@ -95,6 +97,25 @@ def watch_side_effects(environment: type[Environment]) -> Iterator[ObservedSideE
         yield _watching
     finally:
         _watching = None
+
+
+@contextmanager
+def written_files() -> Iterator[Counter[str]]:
+    """Count how often each file is opened for writing, in this process, within the context."""
+    global _written
+    _install_hook()
+    _written = Counter()
+    try:
+        yield _written
+    finally:
+        _written = None
+
+
+def _install_hook() -> None:
+    global _installed
+    if not _installed:
+        sys.addaudithook(_hook)  # an audit hook cannot be removed, but costs almost nothing while inactive
+        _installed = True
 
 
 def calls_language_model(source: str) -> bool:
@@ -110,6 +131,8 @@ def calls_language_model(source: str) -> bool:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _written is not None and (match := _FILE.match(_act(event, arguments) or "")):
+        _written[match[1]] += 1
     observer = _watching
     if observer is None:
         return

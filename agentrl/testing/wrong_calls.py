@@ -18,8 +18,9 @@ from agentrl.engines.scripted import Script
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 
 UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
-_TOOL = re.compile(r"^([^\s(]+)\(", re.MULTILINE)
+_TOOL = re.compile(r"^([^\s(]+)\((.*)\)$", re.MULTILINE)
 """Pattern for a tool in the first message of `PlainChatFormat`."""
+_TOOLS = "<|start|>tools\n"
 _REPLIES: dict[str, Callable[[str], str]] = {
     UNKNOWN: lambda tool: _written({"name": "no_such_tool", "arguments": {}}),
     WRONG_ARGUMENTS: lambda tool: _written({"name": tool, "arguments": {"no_such_argument": 0}}),
@@ -53,13 +54,13 @@ of an external agent failed."""
 def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
     """Play each kind of wrong call on each task."""
     outcomes = WrongCallOutcomes()
-    shown_tools: set[str] = set()
+    seen_tools: set[str] = set()
     for kind in _REPLIES:
-        if kind == WRONG_ARGUMENTS and not shown_tools:  # the first kind was shown none
+        if kind == WRONG_ARGUMENTS and not seen_tools:  # the first kind was shown none
             continue
         outcomes.kinds.append(kind)
         for number, task in enumerate(tasks):
-            outcome = play(task, number, _always(kind, shown_tools))
+            outcome = play(task, number, _always(kind, seen_tools))
             outcomes.episodes += 1
             if isinstance(outcome, str):
                 outcomes.errors.append((kind, task, outcome))
@@ -68,16 +69,22 @@ def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
     return outcomes
 
 
-def _always(kind: str, shown_tools: set[str]) -> Script:
+def shown_tools(prompt: str) -> dict[str, list[str]]:
+    """Return the tools that a prompt of `PlainChatFormat` lists: the names of their parameters, keyed by name."""
+    if not prompt.startswith(_TOOLS):
+        return {}
+    listed = prompt.removeprefix(_TOOLS).partition("<|stop|>")[0]
+    return {name: [*filter(None, parameters.split(", "))] for name, parameters in _TOOL.findall(listed)}
+
+
+def _always(kind: str, seen_tools: set[str]) -> Script:
     """Return a policy whose every turn is a wrong call; it adds the tools that it is shown."""
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        prompt = chat_format.decode(request.token_ids.tolist())
-        listed = prompt.removeprefix("<|start|>tools\n").partition("<|stop|>")[0]
-        tools = _TOOL.findall(listed) if listed != prompt and prompt.startswith("<|start|>tools\n") else []
-        shown_tools.update(tools)
-        return [*_REPLIES[kind](tools[0] if tools else "").encode(), STOP_TOKEN]
+        tools = shown_tools(chat_format.decode(request.token_ids.tolist()))
+        seen_tools.update(tools)
+        return [*_REPLIES[kind](next(iter(tools), "")).encode(), STOP_TOKEN]
 
     return script
 

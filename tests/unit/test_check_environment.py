@@ -51,14 +51,13 @@ from pathlib import Path
 import msgspec
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.testing.check import _spec
-from agentrl.testing.execution import execute_episode, random_policy
+from agentrl.testing.execution import execute_episode, random_policy, spec_of
 
 name, kept = sys.argv[1], Path(sys.argv[2])
 found = resolve(name)
 recorded = msgspec.msgpack.decode(kept.read_bytes(), type=list[JournalEntry]) if kept.exists() else []
 task = found.tasks("train")[0]
-outcome = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found), recorded))
+outcome = asyncio.run(execute_episode(found, spec_of(found, task, 0, 0), random_policy(found), recorded))
 if isinstance(outcome, str):
     sys.exit(outcome)
 kept.write_bytes(msgspec.msgpack.encode(outcome.entries[:2]))
@@ -522,7 +521,7 @@ def test_of_endless_splits_the_same_number_of_tasks_is_compared(
         monotonic = staticmethod(lambda: EndlessTasks.now)
 
     monkeypatch.setattr(EverySeed, "read_s", read_s)
-    monkeypatch.setattr(check, "SystemClock", TaskClock)
+    monkeypatch.setattr(check, "LoadClock", TaskClock)
     report = check_environment(EverySeed)
     assert report.passed, report.text
     assert report.also_held_out == [f"{n}" for n in range(compared)]
@@ -599,7 +598,10 @@ def test_effects_are_not_repeated() -> None:
     report = check_environment(Trees, tasks=[agentrl.Task(id="t", data={"question": "add"})], episodes=1)
     assert report.passed, report.text
     assert report.resumptions > 10
-    assert Trees.fetched == ["x"] * 11, "one episode, seven that compare nonsense with chance, three wrong tool calls"
+    why = (
+        "one episode, two for comparison with episodes played at once, seven of nonsense and chance, three wrong calls"
+    )
+    assert Trees.fetched == ["x"] * 13, why
 
 
 @pytest.mark.parametrize(
