@@ -211,7 +211,7 @@ def evaluate(
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
-        run_path = Path(expand_path(journal)) if journal is not None else Path(scratch)
+        run_path = Path(expand_path(scratch if journal is None else journal)).absolute()
         if (run_path / "journal").exists():
             raise RunDirectoryError(f"{run_path} already contains a journal; give evaluate a new directory")
         selected = selected_by_tasks(environment_class, [split.tasks for split in splits])

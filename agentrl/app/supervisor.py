@@ -53,6 +53,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
+from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.own_loop import SAME_PRESS_S, shares_process
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
@@ -126,9 +127,10 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
     """Run a coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
 
     Raises:
-        EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from one
-            of its tasks.
+        EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, ended the process from one
+            of its tasks, or removed functions of Python's library.
     """
+    library = LibraryFunctions()
     runner = asyncio.Runner(loop_factory=EpisodeEventLoop)
     try:
         task = runner.get_loop().create_task(main, name="run")
@@ -139,8 +141,10 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
             loop_error: BaseException = asyncio.CancelledError()
         except BaseException as error:
             exit_forked_process()
+            removed = library.restore()  # first, because ending the run needs them
             is_outcome = task.done() and not task.cancelled() and task.exception() is error
-            if is_outcome and not _is_foreign(error):
+            is_broken = bool(removed) and not isinstance(error, AgentRLError)
+            if is_outcome and not is_broken and not _is_foreign(error):
                 if isinstance(error, Exception) and not isinstance(error, AgentRLError):
                     error.add_note(f"Episodes that ran: {_running_now(directory)}")
                 raise
@@ -152,8 +156,10 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
         running = _running_now(directory)  # some episodes end while the run shuts down, so list them now
         _finish(runner.get_loop(), task)
         if is_ctrl_c or not record.is_of_this_process or not record.is_playing or record.workers > 1:
+            if removed:
+                raise EnvironmentFaultError(f"an environment {describe_removed(removed)}") from loop_error
             raise loop_error
-        raise _fault(loop_error, record, directory, running) from loop_error
+        raise _fault(loop_error, record, directory, running, removed) from loop_error
     finally:
         with contextlib.suppress(OSError):  # an environment may have closed the log's descriptors
             runner.close()
@@ -193,9 +199,13 @@ def _running_now(directory: Path) -> str:
         return f"episodes that the journal cannot name ({error})"
 
 
-def _fault(loop_error: BaseException, record: RunProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
+def _fault(
+    loop_error: BaseException, record: RunProcessRecord, directory: Path, running: str, removed: Sequence[str]
+) -> EnvironmentFaultError:
     """Make the error of a run whose process an environment broke, and record it for the next process."""
     match loop_error:
+        case _ if removed:
+            fault = describe_removed(removed)
         case asyncio.CancelledError():
             fault = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():

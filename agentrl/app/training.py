@@ -155,7 +155,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         sources=sources,
         quiet=quiet,
     )
-    return run_guarding_event_loop(run, Path(config.directory) / config.name)
+    return run_guarding_event_loop(run, Path(config.directory, config.name).absolute())
 
 
 async def run_training(  # noqa: PLR0913 - as `train`

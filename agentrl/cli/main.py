@@ -21,6 +21,7 @@ from agentrl.cli.commands import make_parser, nearest_option
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice, temporary_directory
+from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.machine import install_command, rare_collections
 from agentrl.core.text import escape_line, escape_text
 
@@ -39,6 +40,7 @@ _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     _prepare_streams()
+    library = LibraryFunctions()
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
@@ -74,11 +76,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Raised by the parser, which has printed the reason.
         if isinstance(error, SystemExit) and options.takes_overrides is None:
             raise
-        return _report_unexpected(error)
+        return _report_unexpected(error, library.restore())
 
 
-def _report_unexpected(error: BaseException) -> int:
-    """Report an unexpected error on one line; returns the exit code."""
+def _report_unexpected(error: BaseException, removed: Sequence[str] = ()) -> int:
+    """Report an unexpected error on one line; returns the exit code.
+
+    Args:
+        error: the error.
+        removed: functions of Python's library that were missing when it was raised.
+    """
+    if removed:
+        _say(
+            f"agentrl: the user's code {describe_removed(removed)} ({escape_line(format_foreign_error(error))[:200]}). "
+            "Restore them after their use, or run that code in another process\n"
+        )
+        return CheckFailedError.exit_code
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was ended (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
@@ -98,6 +111,12 @@ def _report_unexpected(error: BaseException) -> int:
         _say(f"agentrl: {escape_line(str(error.filename))[:100]}…: {error.strerror}; {os_error_advice(error)}\n")
         return InputError.exit_code
     if isinstance(error, FileNotFoundError) and error.filename is None:
+        if not _has_working_directory():
+            _say(
+                "agentrl: the working directory of this process was removed, by an environment or another program; "
+                "start the command in a directory that exists\n"
+            )
+            return InputError.exit_code
         try:
             temporary_directory()
         except StorageError as storage_error:
@@ -108,6 +127,14 @@ def _report_unexpected(error: BaseException) -> int:
         _say(f"agentrl: {location}: {error.strerror}; check the free space and the permissions there\n")
         return StorageError.exit_code
     return _report_bug(error)
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _raised_at(error: BaseException) -> str:

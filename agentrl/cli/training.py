@@ -107,13 +107,13 @@ def _run_training(
     """Train. After an interruption, further signals change nothing."""
     from agentrl.app.training import train as run_training
 
-    before = signal.getsignal(signal.SIGTERM)
+    before, path = signal.getsignal(signal.SIGTERM), Path(config.directory, config.name).absolute()
     end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
     try:
         run = run_training(config, resume=reopened or False, sources=sources)
     except KeyboardInterrupt:
         ignore_stop_signals()
-        if (Path(config.directory) / config.name).is_dir():
+        if path.is_dir():
             _say_how_to_go_on(options)
         raise
     except BaseException:

@@ -49,9 +49,10 @@ _BEFORE_CONFIG = (".config.json", "models")
 
 def run_argument(path: str | Path) -> str:
     """Return a run as an argument of a command in a shell: its name if it is in `runs/`, else its path."""
-    path = Path(path)
-    is_in_runs = path.parent.absolute() == Path("runs").absolute()
-    return shlex.quote(path.name if is_in_runs else str(path))
+    path, runs = Path(path), {Path("runs")}
+    with contextlib.suppress(FileNotFoundError):  # an environment may have removed the working directory
+        runs.add(Path("runs").absolute())
+    return shlex.quote(path.name if path.parent in runs else str(path))
 
 
 def describe_missing_run(path: Path) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import signal
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 import pytest
@@ -28,6 +31,7 @@ from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import RunProcessRecord, read_failure
 from agentrl.journal.store import SqliteJournal
+from agentrl.observe.run_directory import run_argument
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
@@ -138,7 +142,7 @@ def play(
     config = config_for(steps=6, name="run", directory=str(directory), checkpoint={"every": 1}, **changes)
     factories = RunFactories(
         engine=engine,
-        trainer=lambda config, directory: RecordingTrainer(["guesser"]),
+        trainer=lambda config, directory: RecordingTrainer(["guesser"], versions=directory / "versions"),
         chat_format=lambda model: PlainChatFormat(),
     )
     running = run_training(
@@ -435,3 +439,38 @@ def test_a_run_without_held_out_tasks_says_so(tmp_path: Path, capsys: pytest.Cap
 
     play(tmp_path, nothing, quiet=False, held_out=[], evaluation={"tasks": 4})
     assert "nothing is evaluated: there are no held-out tasks" in capsys.readouterr().err
+
+
+async def _remove_the_working_directory(ctx: agentrl.EpisodeContext) -> None:
+    place = tempfile.mkdtemp()
+    os.chdir(place)
+    os.rmdir(place)
+
+
+def test_a_working_directory_that_is_removed_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a run with a relative directory, and with alarms, whose commands name the run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    run = play("home/runs", _remove_the_working_directory, together=run_guarding_event_loop)
+    assert run.summary["steps"] == 6
+    assert dropped(tmp_path / "home/runs") == {}
+    assert run_argument(run.path) == "home/runs/run"
+    assert run_argument((tmp_path / run.path).absolute()) == str(tmp_path / "home/runs/run")
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "replace"), (os, "unlink"), (json, "dumps"), (shutil, "rmtree")])
+def test_a_function_that_an_environment_removes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    """As guards of untrusted programs do, for the whole process."""
+    before = getattr(module, name)
+
+    async def remove(ctx: agentrl.EpisodeContext) -> None:
+        monkeypatch.setattr(module, name, None)
+
+    with pytest.raises(EnvironmentFaultError, match=f"{module.__name__}.{name}") as caught:
+        play(tmp_path, remove, together=run_guarding_event_loop)
+    assert caught.value.exit_code == 1
+    assert getattr(module, name) is before, "the caller's process is whole again"
+    assert RunProcessRecord.read(tmp_path / "run").has_killer, "a resume plays its episodes in worker processes"
+    assert f"{module.__name__}.{name}" in read_failure(tmp_path / "run")
