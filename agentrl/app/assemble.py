@@ -289,6 +289,7 @@ def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
         demands=plan.demands,
         evaluate_every=plan.settings.evaluation.every,
         checkpoint_every=plan.settings.checkpoint.every,
+        stop_seconds=plan.settings.stop_seconds,
     )
 
 

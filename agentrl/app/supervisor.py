@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal as signals
-import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +33,7 @@ from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags,
 from agentrl.app.received import refusal_on_resume
 from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
+from agentrl.app.stops import STOP_LIMIT, handle_signals, record_stop
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.config.load import SettingDifference
@@ -54,7 +53,6 @@ from agentrl.core.errors import (
 from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
-from agentrl.core.own_loop import SAME_PRESS_S, shares_process
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
@@ -65,7 +63,6 @@ from agentrl.journal.run_process import (
     NAMED,
     RunProcessRecord,
     format_episode_list,
-    record_process_state,
     write_error,
 )
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
@@ -76,8 +73,6 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from agentrl.app.recovery import StartPoint
     from agentrl.cluster.worker_pool import WorkerPool
     from agentrl.core.ports import Engine
@@ -88,8 +83,6 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.versions import BestRunningMean
 
 T = TypeVar("T")
-
-INTERRUPTED = 130
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +124,7 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
             of its tasks, or removed functions of Python's library.
     """
     library = LibraryFunctions()
+    STOP_LIMIT.forget()
     runner = asyncio.Runner(loop_factory=EpisodeEventLoop)
     try:
         task = runner.get_loop().create_task(main, name="run")
@@ -161,8 +155,10 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
             raise loop_error
         raise _fault(loop_error, record, directory, running, removed) from loop_error
     finally:
+        STOP_LIMIT.resume()  # closing waits for the threads of the loop
         with contextlib.suppress(OSError):  # an environment may have closed the log's descriptors
             runner.close()
+        STOP_LIMIT.cancel()
 
 
 def _is_foreign(error: BaseException) -> bool:
@@ -317,7 +313,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         observer.watch(partial(_status, orchestrator, [trainer, *engines_by_base(engine), workers]))
         with (
             _episode_tracking(record, directory.path, workers) as report_end,
-            _interruptible(orchestrator, observer, directory.path, report_end),
+            _interruptible(orchestrator, observer, directory.path, report_end, plan.settings.stop_seconds),
             watch_event_loop(observer.warn, count=orchestrator.activity.count_blocked),
             orchestrator.activity.during("loop", workers is None),
             stop_loop_in_forked_process(),
@@ -524,10 +520,10 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(
-    orchestrator: Orchestrator, observer: RunObserver, run: Path, report_end: Callable[[], None]
+    orchestrator: Orchestrator, observer: RunObserver, run: Path, report_end: Callable[[], None], stop_seconds: float
 ) -> Iterator[None]:
-    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the process, which
-    does not count as a death. In a notebook, which shares the process, twice cancels the run instead.
+    """Handle Ctrl-C and signals. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the
+    process, which does not count as a death. In a notebook, which shares the process, twice cancels the run instead.
     """
     task, loop, is_over = asyncio.current_task(), asyncio.get_running_loop(), False
 
@@ -541,87 +537,21 @@ def _interruptible(
 
     def leave_at_once() -> None:
         report_end()
-        _record_stop(run)
+        record_stop(run)
         with contextlib.suppress(RuntimeError):  # an environment may have closed the loop
             loop.call_soon_threadsafe(cancel)
 
+    def give_up() -> None:
+        given_up = ("" if is_over else orchestrator.unfinished()) or "waiting for the end of its processes"
+        observer.warn(
+            f"ended {stop_seconds:g} s after the signal (stop_seconds), without {given_up}. A resume continues "
+            "from the newest checkpoint; committed episodes are on disk"
+        )
+        report_end()
+        record_stop(run)
+
     try:
-        with _first_signal(stop, leave_at_once, stays=True):
+        with handle_signals(stop, leave_at_once, stop_seconds=stop_seconds, give_up=give_up, stays=True):
             yield
     finally:
         is_over = True
-
-
-def _record_stop(run: Path) -> None:
-    with contextlib.suppress(StorageError):  # at worst, the run is counted as killed
-        record_process_state(run, "stopped")
-
-
-@contextlib.contextmanager
-def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
-    """Handle Ctrl-C while there is nothing to drain. Once: stop everything that was started. Twice: end the process.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C, or another signal that ends a run, arrived.
-    """
-    task, has_cancelled = asyncio.current_task(), False
-
-    def cancel() -> None:
-        nonlocal has_cancelled
-        has_cancelled = task is not None and task.cancel()
-
-    with _first_signal(cancel, lambda: _record_stop(run)):
-        try:
-            yield
-        except asyncio.CancelledError:
-            if has_cancelled:
-                raise KeyboardInterrupt from None
-            raise
-
-
-@contextlib.contextmanager
-def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
-    """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
-
-    The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, whose
-    process stays, the second only calls `at_once`, and a third raises `KeyboardInterrupt`. A hangup that is ignored
-    (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `_first_signal` ends.
-    """
-    loop, is_notebook = asyncio.get_running_loop(), shares_process()
-    requested_at: float | None = None
-    presses = 0
-    is_over = False
-
-    def first() -> None:
-        if not is_over:  # otherwise there is nothing left to stop
-            then()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal requested_at, presses
-        if requested_at is not None and loop.time() - requested_at <= SAME_PRESS_S:
-            return
-        requested_at = loop.time()
-        presses += 1
-        if presses == 1:
-            loop.call_soon_threadsafe(first)
-        elif presses == 2:
-            at_once()
-            if not is_notebook:
-                os._exit(INTERRUPTED)
-        else:
-            signals.signal(signals.SIGINT, signals.default_int_handler)
-            raise KeyboardInterrupt
-
-    numbers = [signals.SIGINT, signals.SIGTERM]
-    if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
-        numbers.append(signals.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        numbers = []
-    before = {number: signals.signal(number, on_signal) for number in numbers}
-    try:
-        yield
-    finally:
-        is_over = True
-        if requested_at is None or not stays:
-            for number, handler in before.items():
-                signals.signal(number, handler)

@@ -45,7 +45,8 @@ from agentrl.app.run_parts import (
     unproved_sandbox_promises,
 )
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
-from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
+from agentrl.app.stops import cancel_run_on_signal
+from agentrl.app.supervisor import RunSetup, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.devices import device_plan
 from agentrl.config.load import (
@@ -210,7 +211,13 @@ async def run_training(  # noqa: PLR0913 - as `train`
         RunDirectory.create(path, config.model_dump_json(indent=1))
     directory = RunDirectory(path)
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
-    run_context = _open_run(directory, observers, clock, info=info, quiet=quiet, resume=bool(resume))
+    run_context = _open_run(
+        *(directory, observers, clock),
+        info=info,
+        stop_seconds=config.stop_seconds,
+        quiet=quiet,
+        resume=bool(resume),
+    )
     async with run_context as (store, observer), gpu_reservation():
         _warn(observer, warnings, [] if resume else resolve(config, environment).warnings())
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
@@ -468,6 +475,7 @@ async def _open_run(
     clock: Clock,
     *,
     info: Mapping[str, Any],
+    stop_seconds: float,
     quiet: bool,
     resume: bool,
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver]]:
@@ -486,7 +494,7 @@ async def _open_run(
         stack.enter_context(recording_process_state(directory.path))
         observer = stack.enter_context(RunObserver(directory, plan=plan, observers=observers, quiet=quiet))
         observer.watch()
-        stack.enter_context(cancel_run_on_ctrl_c(directory.path))
+        stack.enter_context(cancel_run_on_signal(directory.path, stop_seconds, observer.warn))
         await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
         yield store, observer
 

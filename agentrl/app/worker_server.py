@@ -329,7 +329,8 @@ async def _serve(connection: socket.socket) -> None:
         return
     run.send(wire.WorkerReady())
     progress_task = loop.create_task(_tell_advanced(server))
-    loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends its warning to every process of a job step
+        loop.add_signal_handler(number, server.leaves.set)
     with (
         watch_event_loop(tell, count=watched.count_blocked),
         watched.during("loop"),

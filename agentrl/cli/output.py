@@ -26,16 +26,24 @@ INTERVAL_S = 1.0
 """Seconds between two reads of a run that is followed."""
 
 
-def end_as_interrupted_on(*numbers: signal.Signals) -> None:
-    """Make signals end the process at once, with the exit code of an interrupted command."""
-    for number in numbers:
-        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run, besides Ctrl-C."""
+
+
+def end_as_interrupted_on_signals() -> dict[signal.Signals, Any]:
+    """Make the signals that stop a run end the process at once, with the exit code of an interrupted command. Ignored
+    ones stay ignored. Returns the handlers before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    return before
 
 
 def ignore_stop_signals() -> None:
     """Ignore signals until the process has ended: at its end Python resets all other handlers, and a late signal would
     replace the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
+from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on_signals, ignore_stop_signals, print_json
 from agentrl.config.load import dump_toml, load, setting_sources
 from agentrl.core.errors import InputError
 from agentrl.core.masking import mask_secrets
@@ -105,25 +105,34 @@ def _run_training(
     config: RunConfig, sources: SettingSources, options: argparse.Namespace, reopened: ReopenedRun | None
 ) -> Run:
     """Train. After an interruption, further signals change nothing."""
+    from agentrl.app.stops import STOP_LIMIT
     from agentrl.app.training import train as run_training
 
-    before, path = signal.getsignal(signal.SIGTERM), Path(config.directory, config.name).absolute()
-    end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
+    path = Path(config.directory, config.name).absolute()
+    before = end_as_interrupted_on_signals()  # for the moments in which the run does not handle them
     try:
         run = run_training(config, resume=reopened or False, sources=sources)
     except KeyboardInterrupt:
         ignore_stop_signals()
         if path.is_dir():
             _say_how_to_go_on(options)
+        STOP_LIMIT.resume()
         raise
     except BaseException:
-        signal.signal(signal.SIGTERM, before)
+        _restore_handlers(before)
         raise
     if run.interrupted:
         ignore_stop_signals()
+        STOP_LIMIT.resume()
     else:
-        signal.signal(signal.SIGTERM, before)
+        _restore_handlers(before)
     return run
+
+
+def _restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # None: C code has set it
+            signal.signal(number, handler)
 
 
 def train_arguments(options: argparse.Namespace) -> list[str]:

@@ -101,6 +101,10 @@ class RunConfig(Section):
     """Maximum time between two turns of an episode: tools, effects, sleeps and the environment's own code. Sampling,
     waiting for child episodes, and parked time do not count. On timeout, an episode is truncated (`time_limit`) if its
     agents have acted, and dropped (`episode_timeout`) if it hangs before any turn or outside `ctx`."""
+    stop_seconds: Free[Seconds] = 8.0
+    """Maximum time from SIGTERM, SIGHUP or SIGUSR1 to the end of the process. The step in progress is finished, and a
+    checkpoint written, if they fit; otherwise a resume continues from the newest checkpoint. Ctrl-C has no limit: a
+    second one ends the process at once."""
     deterministic: Fixed[bool] = False
     """Produce the same weights, bit for bit, however often the run is killed and resumed. Episodes run in synchronous
     batches of fixed shape. Several times slower; for debugging and tests."""

@@ -65,7 +65,7 @@ from agentrl.orchestrator.versions import (
 )
 
 DRAIN_S = 5.0
-"""Seconds that episodes in flight have to end after a stop was requested."""
+"""Maximum number of seconds that episodes in flight have to end after a stop was requested."""
 
 
 MEANINGFUL_SHARE = 0.5
@@ -86,6 +86,8 @@ class TrainingLoopSettings:
     """Demand of each root group in turn; repeats after the last."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
+    stop_seconds: float = 8.0
+    """Seconds that a stop may take, half of them for the episodes in flight."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class RunStop:
     def __init__(self, changed: ChangeCondition) -> None:
         self.is_requested = False
         """Whether the run should end with a checkpoint."""
+        self.requested_at = 0.0
+        """Time of the first request, of the event loop's clock."""
         self.failed_check: CheckFailedError | None = None
         self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with the error that ends the run at once."""
@@ -112,7 +116,8 @@ class RunStop:
 
     def request(self) -> None:
         """End the run with a checkpoint."""
-        self.is_requested = True
+        if not self.is_requested:
+            self.is_requested, self.requested_at = True, asyncio.get_running_loop().time()
         self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
@@ -230,6 +235,15 @@ class Orchestrator:
         """Stop admitting, let steps in progress end, write a checkpoint, return from `run`."""
         self.outcome.interrupted = True
         self.stopping.request()
+
+    def unfinished(self) -> str:
+        """Return what a stop still has to do, for a message; may be called from any thread. Empty if nothing."""
+        parts = [f"finishing step {step} of {policy}" for policy, step in list(self._open_steps.items())]
+        if self.checkpoints is not None and self._checkpoint_steps != {
+            policy: version.step for policy, version in self._versions().items()
+        }:
+            parts.append("writing a checkpoint of the newest step")
+        return " and ".join(parts)
 
     def pause(self, who: str) -> int:
         """Stop sampling at the next turns and training after the steps in progress; returns the number of parked
@@ -658,7 +672,8 @@ class Orchestrator:
 
     async def _drain(self) -> None:
         try:
-            async with asyncio.timeout(0.0 if self.paused_by else DRAIN_S):  # parked episodes do not end
+            drain_s = 0.0 if self.paused_by else min(DRAIN_S, self.plan.stop_seconds / 2)  # parked episodes do not end
+            async with asyncio.timeout_at(self.stopping.requested_at + drain_s):
                 await self.dispatcher.worker.drain()
         except TimeoutError:
             await self.dispatcher.worker.cancel()

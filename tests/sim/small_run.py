@@ -87,6 +87,7 @@ def config_for(**changes: Any) -> RunConfig:
         "checkpoint": {"every": 0, "versions": 0},
         "evaluation": {"tasks": 0},
         "max_in_flight": 64,
+        "stop_seconds": 3600.0,  # a slow stop must not end the process of the tests
     }
     return RunConfig.model_validate({**values, **changes})
 

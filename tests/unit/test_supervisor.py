@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.app import supervisor
+from agentrl.app import stops
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.supervisor import cancel_run_on_ctrl_c
+from agentrl.app.stops import cancel_run_on_signal
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.plans import EnginePlan, TrainerPlan
@@ -519,7 +519,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("when", ["starting", "running"])
 def test_a_signal_ends_a_run_and_all_it_has_started(tmp_path: Path, number: signal.Signals, when: str) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -547,7 +547,7 @@ def test_a_second_signal_while_a_stopped_run_closes_ends_it_at_once(
     def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
         return PressedAgain(["guesser"], dies_at_once=False, versions=directory / "versions")
 
-    monkeypatch.setattr(supervisor, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(stops, "SAME_PRESS_S", 0.0)
     child = os.fork()
     if child == 0:
         lives = Lives([])
@@ -599,7 +599,7 @@ def test_a_second_ctrl_c_in_a_notebook_cancels_the_run_and_closes_it(
 
 def test_a_signal_in_the_last_moment_of_a_run_cancels_nothing_after_it(tmp_path: Path) -> None:
     async def main() -> str:
-        with cancel_run_on_ctrl_c(tmp_path):
+        with cancel_run_on_signal(tmp_path, 60.0, print):
             os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0)
         return "finished"

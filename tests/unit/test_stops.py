@@ -1,0 +1,157 @@
+"""Stops that nothing else would end: each in a process of its own, which must end by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+import agentrl
+from agentrl.app.run_parts import RunFactories
+from agentrl.app.supervisor import run_guarding_event_loop
+from agentrl.app.training import run_training
+from agentrl.core.records import StepReport
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.run_process import RunProcessRecord
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.sim.small_run import TASKS, config_for, guess
+
+STOP_SECONDS = 0.5
+
+
+def _never() -> None:
+    threading.Event().wait()
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminate_and_hang() -> None:
+    _terminate()
+    _never()
+
+
+class Guess(agentrl.Environment):
+    """Guesses once, and does `act` in the first episode."""
+
+    seats = ("guesser",)
+    act: Callable[[], object] | None = None
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
+        act, Guess.act = Guess.act, None
+        if act is not None:
+            await act()  # type: ignore[misc]
+        ctx.agent("guesser").reward(1.0)
+
+
+class NeverTrains(RecordingTrainer):
+    """Is told to stop in its second step, and never ends it."""
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        if step_id == 2:
+            await asyncio.to_thread(_terminate_and_hang)
+        return await super().optim_step(policy, step_id)
+
+
+class NeverCloses(RecordingTrainer):
+    """Never ends when it is closed."""
+
+    async def close(self) -> None:
+        await asyncio.to_thread(_never)
+
+
+async def _block_the_loop() -> None:
+    _terminate_and_hang()
+
+
+async def _hang_in_a_thread() -> None:
+    await asyncio.to_thread(_terminate_and_hang)
+
+
+async def _stop() -> None:
+    _terminate()
+
+
+def play(directory: str, what: str) -> None:
+    """One run, in this process."""
+
+    async def engine(plan: object, versions: Mapping[str, object], tell: object, log: object) -> ScriptedEngine:
+        if what == "start":
+            await asyncio.to_thread(_terminate_and_hang)
+        return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
+
+    acts = {"loop": _block_the_loop, "thread": _hang_in_a_thread, "close": _stop}
+    trainers = {"step": NeverTrains, "close": NeverCloses}
+    Guess.act = acts.get(what)
+    factories = RunFactories(
+        engine=engine,
+        trainer=lambda plan, run: trainers.get(what, RecordingTrainer)(["guesser"], versions=run / "versions"),
+        chat_format=lambda model: PlainChatFormat(),
+    )
+    config = config_for(
+        steps=6, name="run", directory=directory, checkpoint={"every": 1}, max_in_flight=4, stop_seconds=STOP_SECONDS
+    )
+    run = run_training(config, Guess, tasks=TASKS, factories=factories)
+    run_guarding_event_loop(run, Path(directory, "run"))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("start", "threads that still run"),
+        ("step", "finishing step 2 of guesser"),
+        ("loop", "stop_seconds"),
+        ("thread", "threads that still run"),
+        ("close", "waiting for the end of its processes"),
+    ],
+)
+def test_a_stop_ends_within_its_limit(tmp_path: Path, what: str, told: str) -> None:
+    program = f"import sys; from tests.unit.test_stops import play; play(sys.argv[1], {what!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert told in done.stderr
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "stopped"
+    assert reader.ledger().holds
+    reader.close()
+    assert not RunProcessRecord.read(tmp_path / "run").is_playing, "it does not count as a death"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_stops_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGUSR1 is what Slurm sends before its limit."""
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    class Told(RecordingTrainer):
+        async def optim_step(self, policy: str, step_id: int) -> StepReport:
+            if step_id == 2:
+                os.kill(os.getpid(), number)
+            return await super().optim_step(policy, step_id)
+
+    async def engine(plan: object, versions: Mapping[str, object], tell: object, log: object) -> ScriptedEngine:
+        return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
+
+    factories = RunFactories(
+        engine=engine,
+        trainer=lambda plan, run: Told(["guesser"], versions=run / "versions"),
+        chat_format=lambda model: PlainChatFormat(),
+    )
+    config = config_for(steps=6, name="run", directory=str(tmp_path), stop_seconds=3600.0)
+    run = asyncio.run(run_training(config, Guess, tasks=TASKS, factories=factories, quiet=True))
+    signal.signal(signal.SIGHUP, ignored)
+    assert run.interrupted
+    assert run.summary["steps"] == 2
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
