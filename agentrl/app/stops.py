@@ -133,9 +133,10 @@ def handle_signals(
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
     The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, whose
-    process stays, the second only calls `at_once`, and a third raises `KeyboardInterrupt`. A signal that is ignored (as SIGHUP by `nohup`) stays ignored. With `stays`, a first
-    signal keeps the handlers until an outer `handle_signals` ends. Unless the first signal is Ctrl-C, the process ends
-    after `stop_seconds`; before that, `give_up` is called in a thread.
+    process stays, the second only calls `at_once`, and a third raises `KeyboardInterrupt`. A signal that is ignored (as
+    SIGHUP by `nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `handle_signals`
+    ends. Unless the first signal is Ctrl-C, the process ends after `stop_seconds`; before that, `give_up` is called in
+    a thread.
     """
     loop, is_notebook = asyncio.get_running_loop(), shares_process()
     requested_at: float | None = None

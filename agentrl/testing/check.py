@@ -26,7 +26,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -48,6 +47,7 @@ from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.overrides import misspelled_attributes
 from agentrl.environment.registry import module_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
+from agentrl.environment.task_contents import SourceContents, SplitOverlap, read_contents
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
     EffectEntry,
@@ -185,12 +185,8 @@ class EnvironmentReport:
     """Seats that got a reward in some episode that no limit cut."""
     unrewarded: dict[str, str] = field(default_factory=dict)
     """The first task in which a seat acted and got no reward before the end, keyed by seat."""
-    also_held_out: list[str] = field(default_factory=list)
-    """Training tasks, by id, whose data is also that of a held-out task."""
-    shared_ids: list[str] = field(default_factory=list)
-    """Ids of training tasks that are also ids of held-out tasks, with other data."""
-    repeated_ids: dict[Split, list[str]] = field(default_factory=dict)
-    """Ids of tasks that repeat earlier ones, data included, keyed by split."""
+    overlap: SplitOverlap = field(default_factory=SplitOverlap)
+    """Tasks that both splits have, and tasks that repeat others."""
     uncompared: int = 0
     """Number of tasks of both splits that were not compared, because there are too many or reading them is slow."""
     demonstrated: int = 0
@@ -242,7 +238,7 @@ class EnvironmentReport:
         ]
         return [
             *(*self.misspelled, *self._unmarked, *constant, *failed, *tools, *wrong_calls, *unplayed),
-            *(*self._demonstration_warnings, *self._overlap_warnings),
+            *(*self._demonstration_warnings, *self.overlap.warnings),
             *([self.unwinnable] if self.unwinnable and not constant else []),
         ]
 
@@ -373,29 +369,6 @@ class EnvironmentReport:
                 f"{self.failed_reward}"
             )
         return f"{text}."
-
-    @property
-    def _overlap_warnings(self) -> list[str]:
-        warnings = []
-        if self.also_held_out:
-            verb = "is" if len(self.also_held_out) == 1 else "are"
-            warnings.append(
-                f"{plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
-                f"{self.also_held_out[0]!r}. Evaluations then measure memorization, not learning: let "
-                "tasks('held_out') list other tasks, or ignore this if there are no others."
-            )
-        if self.shared_ids:
-            verb = "names" if len(self.shared_ids) == 1 else "name"
-            warnings.append(
-                f"{plural(len(self.shared_ids), 'id')} of training tasks, such as {self.shared_ids[0]!r}, {verb} a "
-                "held-out task with other data."
-            )
-        for split, repeated in self.repeated_ids.items():
-            verb = "repeats" if len(repeated) == 1 else "repeat"
-            warnings.append(
-                f"{plural(len(repeated), 'task')} of {split}, such as {repeated[0]!r}, {verb} an earlier one."
-            )
-        return warnings
 
     @property
     def _left_out_sentence(self) -> str:
@@ -949,52 +922,27 @@ def _tasks(
 def _compare_splits(
     environment: type[Environment], count: int, report: EnvironmentReport, options: Mapping[str, Any]
 ) -> None:
-    """Compare the tasks of both splits, and tasks that share an id, up to a limit on their number and on the time. A
-    task without data is identified by its id, and so are tasks that all have the same data."""
+    """Compare the tasks of both splits, and tasks that share an id, up to a limit on their number and on the time."""
     splits = [split for split in ("held_out", "train") if split in environment.splits]
     if "held_out" in splits:
         _tasks(environment, count, report, options, "held_out")
     if not report.passed:
         return
-    clock = LoadClock()
-    digests: dict[Split, dict[str, bytes]] = {"held_out": {}, "train": {}}
-    held_out_digests: set[bytes] = set()
+    contents: dict[str, SourceContents] = {}
     for split in splits:
-        index: int | None = None
         try:
             source = environment.tasks(split, seed=0, **options)
-            num_read, end = 0, clock.monotonic() + COMPARED_S
-            for index in range(min(len(source), MAX_READ_TASKS)):
-                if clock.monotonic() > end:
-                    break
-                task = source[index]
-                num_read += 1
-                content = msgspec.json.encode(dict(task.data) or task.id, order="sorted")
-                digest = blake2b(content, digest_size=16).digest()
-                if task.id not in digests[split]:
-                    digests[split][task.id] = digest
-                elif digests[split][task.id] == digest:
-                    report.repeated_ids.setdefault(split, []).append(task.id)
-                else:
-                    report.findings.append(
-                        f"tasks({split!r}, seed=0)[{index}] has the id {task.id!r} of an earlier task, and other data; "
-                        "curricula and evaluations would take both for one: give each task its own id"
-                    )
-                    return
-                if split == "held_out":
-                    held_out_digests.add(digest)
-                elif digest in held_out_digests:
-                    report.also_held_out.append(task.id)
-            report.uncompared += len(source) - num_read
         except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-            place = "" if index is None else f"[{index}]"
-            report.findings.append(f"tasks({split!r}, seed=0){place} raised {describe_user_code_error(error)}")
+            report.findings.append(f"tasks({split!r}, seed=0) raised {describe_user_code_error(error)}")
             return
-    is_same = len({*digests["train"].values(), *held_out_digests}) == 1
-    if is_same and any(len(of_split) > 1 for of_split in digests.values()):
-        report.also_held_out = [id for id in report.also_held_out if id in digests["held_out"]]
-    shared = digests["train"].keys() & digests["held_out"].keys()
-    report.shared_ids = sorted(shared.difference(report.also_held_out))
+        clock = LoadClock().monotonic
+        contents[split] = read_contents(source, seconds=COMPARED_S, of_endless=MAX_READ_TASKS, clock=clock)
+        if contents[split].problem:
+            report.findings.append(f"tasks({split!r}, seed=0){contents[split].problem}")
+            return
+        report.uncompared += contents[split].size - contents[split].num_read
+    held_out = {split: contents[split] for split in splits if split != "train"}
+    report.overlap = SplitOverlap.of(contents.get("train"), held_out)
 
 
 def _check_episodes(

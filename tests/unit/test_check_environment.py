@@ -468,7 +468,7 @@ def test_a_training_task_that_is_also_held_out_is_noted() -> None:
 
     report = check_environment(Overlapping)
     assert report.passed, report.text
-    assert report.also_held_out == ["train-3"]
+    assert report.overlap.also_held_out == ["train-3"]
     assert report.text.splitlines()[-1].startswith("WARNING 1 training task is also held out, such as 'train-3'.")
     assert report.text.endswith("list other tasks, or ignore this if there are no others.")
 
@@ -484,8 +484,8 @@ def test_all_tasks_of_both_splits_are_compared() -> None:
 
     report = check_environment(Overlapping)
     assert report.passed, report.text
-    assert report.also_held_out == [f"{n}" for n in range(200, 290)]
-    assert report.shared_ids == [f"{n}" for n in range(290, 300)]
+    assert report.overlap.also_held_out == [f"{n}" for n in range(200, 290)]
+    assert report.overlap.shared_ids == [f"{n}" for n in range(290, 300)]
     first, second = report.text.splitlines()[-2:]
     assert first.startswith("WARNING 90 training tasks are also held out, such as '200'.")
     assert second == "WARNING 10 ids of training tasks, such as '290', name a held-out task with other data."
@@ -524,7 +524,7 @@ def test_of_endless_splits_the_same_number_of_tasks_is_compared(
     monkeypatch.setattr(check, "LoadClock", TaskClock)
     report = check_environment(EverySeed)
     assert report.passed, report.text
-    assert report.also_held_out == [f"{n}" for n in range(compared)]
+    assert report.overlap.also_held_out == [f"{n}" for n in range(compared)]
     assert report.uncompared == 2 * (2**31 - compared)
     assert f"{report.uncompared:,} tasks were not compared, so more training tasks may also be held out" in report.text
 
