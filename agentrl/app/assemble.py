@@ -45,7 +45,7 @@ from agentrl.orchestrator.child_episodes import ChildEpisodes
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.episode_specs import EpisodeNumbers, EpisodeSpecs
-from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
+from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, held_out_digest
 from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.in_flight import EpisodesInFlight
@@ -183,7 +183,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         recorded_share=config.environment.recorded_share,
     )
     buffer.on_group = partial(_record_group, curriculum, size)
-    best = _best_checkpoint_tracker(config.best, config.evaluation, trained, parts.running_best)
+    best = _best_checkpoint_tracker(config.best, config.evaluation, parts.held_out, trained, parts.running_best)
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
         curriculum=curriculum,
@@ -235,7 +235,17 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
                 *(parts.store, parts.clock, stop.fail),
             )
         )
-    lost_starts = [(number, curriculum.start(number // size)) for number in resume_state.lost]
+    # The task of a group that the journal knows is the recorded one: the source's may have changed since.
+    known = [*resume_state.unfinished, *(spec for spec, _ in resume_state.ended)]
+    recorded_starts = {
+        ids.root_episode_number(spec.episode_id) // size: GroupStart(spec.task)
+        for spec in known
+        if spec.parent_id is None and spec.fork is None
+    }
+    lost_starts = []
+    for number in resume_state.lost:
+        start = curriculum.start(number // size)
+        lost_starts.append((number, recorded_starts.get(number // size, start)))
     dispatcher.restore(
         *(resume_state.ended, resume_state.unfinished, lost_starts, resume_state.proposals),
         metrics=resume_state.metrics,
@@ -433,14 +443,18 @@ def _step_advantages(credit: CreditConfig, estimator: AdvantageEstimator | None)
 
 
 def _best_checkpoint_tracker(
-    best: BestConfig, evaluation: EvaluationConfig, trained: Mapping[str, PolicyConfig], running_mean: BestRunningMean
+    best: BestConfig,
+    evaluation: EvaluationConfig,
+    held_out: Sequence[HeldOutSplit],
+    trained: Mapping[str, PolicyConfig],
+    running_mean: BestRunningMean,
 ) -> BestCheckpointTracker:
     policy, metric = best.measured(trained)
     is_of_steps = bool(metric) and not metric.startswith("evaluation/")
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
-        over=_held_out_of(evaluation) if metric and not is_of_steps else "",
+        over="" if is_of_steps or not metric else _held_out_of(evaluation, held_out),
         smallest=best.metric.startswith("-"),
         window=best.window,
         stop_at=best.stop_at,
@@ -452,10 +466,10 @@ def _best_checkpoint_tracker(
     )
 
 
-def _held_out_of(evaluation: EvaluationConfig) -> str:
-    """Describe the tasks of an evaluation."""
+def _held_out_of(evaluation: EvaluationConfig, held_out: Sequence[HeldOutSplit]) -> str:
+    """Describe the tasks of an evaluation, with a number that identifies them."""
     splits = ", ".join(f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in evaluation.splits)
-    return f"{splits} x {evaluation.attempts}"
+    return f"{splits} x {evaluation.attempts}, {held_out_digest(held_out):x}"
 
 
 def _kept_versions(checkpoint: CheckpointConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> int:

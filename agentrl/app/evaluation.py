@@ -37,8 +37,10 @@ from agentrl.app.run_parts import (
     importable_environment_code,
     load_config,
     make_chat_format,
+    task_source,
     unproved_sandbox_promises,
 )
+from agentrl.app.run_tasks import TRAIN, RunTasks
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.plans import RolloutPlan
 from agentrl.config.policies import (
@@ -60,18 +62,18 @@ from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.remote_policy import RemotePolicyClient
-from agentrl.environment.environment import Environment
+from agentrl.environment.environment import Environment, TaskSource
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
-from agentrl.observe.metrics import metrics_owner, with_unset_metrics
+from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
-from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, repeat_tasks
+from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, held_out_digest, repeat_tasks
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -210,6 +212,10 @@ def evaluate(
     )
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
+    if tasks is None:
+        training = _training_tasks(config, environment_class)
+        for line in RunTasks.read(training, splits).warnings():
+            warnings.warn(line, stacklevel=1)
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         run_path = Path(expand_path(scratch if journal is None else journal)).absolute()
         if (run_path / "journal").exists():
@@ -250,7 +256,10 @@ def evaluate(
             )
             for name in config.policies
         }
-        asyncio.run(_record_metrics(run_path, metrics_by_policy))
+        task_digest = {TASK_DIGEST: float(held_out_digest(splits))}
+        asyncio.run(
+            _record_metrics(run_path, {name: metrics | task_digest for name, metrics in metrics_by_policy.items()})
+        )
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
 
 
@@ -265,6 +274,13 @@ def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[
         if not isinstance(task, Task):
             raise InputError(f"tasks has {type(task).__name__} {task!r:.80}: expected agentrl.Task objects")
     return config, tasks
+
+
+def _training_tasks(config: RunConfig, environment: type[Environment]) -> TaskSource | None:
+    """Return the training tasks, with which the held-out ones are compared; None if there are none to compare."""
+    with contextlib.suppress(InputError):
+        return task_source(config.environment, config.seed, environment, TRAIN)
+    return None
 
 
 async def _record_metrics(run: Path, metrics_by_policy: Mapping[str, Mapping[str, float]]) -> None:

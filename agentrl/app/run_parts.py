@@ -442,7 +442,7 @@ def held_out_task_splits(
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
             split_tasks = [with_task_id_prefix(task, *prefix) for task in drawn]
-            held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks))
+            held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks, source))
     return held_out, available
 
 

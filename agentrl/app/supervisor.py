@@ -33,6 +33,7 @@ from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags,
 from agentrl.app.received import refusal_on_resume
 from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
+from agentrl.app.run_tasks import CONSEQUENCE, RunTasks
 from agentrl.app.stops import STOP_LIMIT, handle_signals, record_stop
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
@@ -94,6 +95,8 @@ class RunSetup:
     tasks: TaskSource
     recorded_turns: Sequence[GroupStart]
     held_out: Sequence[HeldOutSplit]
+    run_tasks: RunTasks
+    """The tasks as they were read at this start."""
     selected: Sequence[Mapping[str, Any]]
     """What the tasks choose outside the run; see `app.received.selected_by_tasks`."""
     chat_format: ChatFormat
@@ -273,6 +276,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         clock=clock,
         tell=observer.say,
     )
+    tasks_changed = [] if setup.began else await asyncio.to_thread(setup.run_tasks.changes_since, directory.path)
+    for change in tasks_changed:
+        observer.warn(f"{change} since the run's last start. {CONSEQUENCE}")
     setup.began.append(point.record)
     if point.record.lineage:
         observer.say(". ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in point.sentences) + ".")
@@ -292,7 +298,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         await serve_configured_weights(
             plan.engine.bases, served_versions, store, await asyncio.to_thread(frozen_policy_weights, plan.engine.bases)
         )
-        store.record_start(point.record)
+        store.record_start(msgspec.structs.replace(point.record, tasks_changed=tuple(tasks_changed)))
+        await asyncio.to_thread(setup.run_tasks.write, directory.path)
         trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
             plan, trainable, trainer, served_versions, store, point.resume_state
@@ -421,7 +428,9 @@ def _parts(
         versions=point.versions,
         opponents=opponents,
         parents=store.parents(),
-        resume_state=point.resume_state,
+        resume_state=replace(
+            point.resume_state, results=partial(setup.run_tasks.current_results, point.resume_state.results)
+        ),
         published=store.published,
         recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,

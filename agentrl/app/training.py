@@ -45,6 +45,7 @@ from agentrl.app.run_parts import (
     unproved_sandbox_promises,
 )
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
+from agentrl.app.run_tasks import RunTasks
 from agentrl.app.stops import cancel_run_on_signal
 from agentrl.app.supervisor import RunSetup, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
@@ -204,6 +205,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
     selected = await asyncio.to_thread(
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
     )
+    run_tasks = await asyncio.to_thread(RunTasks.read, source, held_out_splits)
     if factories.engine is make_engine:
         await asyncio.to_thread(_check_policies, config)
     if not resume:
@@ -219,7 +221,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
         resume=bool(resume),
     )
     async with run_context as (store, observer), gpu_reservation():
-        _warn(observer, warnings, [] if resume else resolve(config, environment).warnings())
+        _warn(observer, warnings, run_tasks.warnings(), [] if resume else resolve(config, environment).warnings())
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         # A resume first refuses settings that may not change, and names the old value.
         plan = resolve(config, environment)
@@ -243,6 +245,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
             tasks=source,
             recorded_turns=recorded_turns,
             held_out=held_out_splits,
+            run_tasks=run_tasks,
             selected=selected,
             chat_format=chat_format,
             factories=factories,

@@ -185,12 +185,16 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             else f"recorded were: {', '.join(names) or 'none'}"
         )
         raise InputError(f"no metric {options.metric!r}; {hint}")
-    series = [
+    series: list[dict[str, Any]] = [
         {"policy": name, "step": step, "value": value}
         for name, policy_points in values.items()
         for step, value in policy_points
     ]
-    return RunAnswer(series, lambda: metric_curves_page(options.metric, values))
+    breaks = reader.evaluation_breaks() if options.metric.startswith("evaluation/") else {}
+    for point in series:
+        if point["step"] in breaks.get(point["policy"], ()):
+            point["tasks_changed"] = True
+    return RunAnswer(series, lambda: metric_curves_page(options.metric, values, breaks))
 
 
 def run_compare(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from agentrl.observe.progress import ProgressLine, spinner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agentrl.app.resume import ReopenedRun
     from agentrl.app.training import Run
@@ -205,7 +206,10 @@ def evaluate(options: argparse.Namespace) -> int:
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     tasks = sum(count for _, _, count in config.evaluation.splits)
-    with contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress:
+    with (
+        _warnings_as_lines(),
+        contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress,
+    ):
 
         def on_progress(num_ended: int, episodes: int) -> None:
             progress(f"{num_ended} of {plural(episodes, 'episode')}", num_ended / max(episodes, 1))
@@ -231,6 +235,18 @@ def evaluate(options: argparse.Namespace) -> int:
     journal_name = escape_line(str(journal))
     sys.stdout.write(f"{journal_name}: view it with `agentrl episode list {journal_name}`\n")
     return 0
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print warnings as `train` does, without the place in the code."""
+
+    def show(message: Warning | str, *place: object) -> None:
+        sys.stderr.write(f"WARNING {escape_line(str(message))}\n")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _error_of(metric: str) -> str:

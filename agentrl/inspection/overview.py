@@ -29,7 +29,8 @@ OVERVIEW_METRICS = (
 )
 """Metrics of the overview, if the run recorded them."""
 Point = tuple[int, float | None, float | None]
-"""Step, value, and half the width of the value's 95 % interval; None if the metric is no estimate."""
+"""Step, value, and half the width of the value's 95 % interval; None if the metric is no estimate. A point without a
+value stands before the first evaluation on other tasks: a curve has a gap there."""
 
 
 class MetricEntry(msgspec.Struct, frozen=True):
@@ -161,6 +162,7 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
     """
     intervals = {name: interval_metric(name) for name in names}
     values = reader.metrics([*names, *(name for name in intervals.values() if name is not None)])
+    breaks = reader.evaluation_breaks()
     series = {}
     for name in names:
         if name not in values:
@@ -169,7 +171,12 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
         policies: dict[str, list[Point]] = {}
         for policy, points in values[name].items():
             by_step = dict(errors.get(policy, []))
-            policies[policy] = [(step, value, by_step.get(step)) for step, value in points]
+            gaps = breaks.get(policy, set()) if name.startswith("evaluation/") else set()
+            policies[policy] = [
+                point
+                for step, value in points
+                for point in ([(step, None, None)] if step in gaps else []) + [(step, value, by_step.get(step))]
+            ]
         entry = metric_entry(name)
         series[name] = MetricSeries(entry.unit, entry.meaning, bool(errors), policies)
     return series

@@ -12,6 +12,7 @@ out rows with a wrong checksum and reports them; `check_json_encodable` refuses 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from agentrl.journal.requests import REQUESTS_FILE
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, control_columns
+from agentrl.observe.metrics import TASK_DIGEST
 from agentrl.observe.run_directory import describe_missing_run
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot
 
@@ -747,6 +749,14 @@ class RunReader:
         return {
             name: {policy: sorted(by_step.items()) for policy, by_step in sorted(by_policy.items())}
             for name, by_policy in sorted(values.items())
+        }
+
+    def evaluation_breaks(self) -> dict[str, set[int]]:
+        """Return the steps of each policy whose evaluation was on other tasks than the one before: a curve breaks
+        there, since a resume exchanged the held-out tasks."""
+        return {
+            policy: {step for (_, before), (step, now) in itertools.pairwise(points) if now != before}
+            for policy, points in self.metric(TASK_DIGEST).items()
         }
 
     def metric_names(self) -> list[str]:

@@ -276,13 +276,27 @@ def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -
     return page
 
 
-def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]]) -> TerminalPage:
-    """Plot a metric of each policy over its steps."""
+def metric_curves_page(
+    metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]], breaks: Mapping[str, set[int]]
+) -> TerminalPage:
+    """Plot a metric of each policy over its steps.
+
+    Args:
+        metric: name of the metric.
+        values: its values by policy and step.
+        breaks: steps of each policy before which the curve has a gap, because the held-out tasks changed.
+    """
     page = TerminalPage()
     for policy, points in values.items():
         present = [(step, value) for step, value in points if value is not None]
         title = f"{metric} of {policy}" if len(values) > 1 else metric
-        page.block(plot_curve([v for _, v in present], steps=[s for s, _ in present], title=title), indent=0)
+        gaps = breaks.get(policy, set())
+        curve = plot_curve([v for _, v in present], steps=[s for s, _ in present], title=title, breaks=gaps)
+        page.block(curve, indent=0)
+        for step in sorted(gaps):
+            page.line(
+                (f"step {step}: ", "bold"), "the held-out tasks changed; values before and after are not compared"
+            )
     return page
 
 

@@ -21,6 +21,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width, half_width_of_few
 from agentrl.core.masking import mask_secrets
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
+from agentrl.observe.metrics import TASK_DIGEST
 from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
@@ -162,9 +163,10 @@ def compare_runs(
         if metric not in CURVES and not any(metric in run.values for run in runs):
             listing = f"`agentrl run metrics {run_argument(readers[0].path)}`"
             raise InputError(f"no run recorded the metric {metric!r}; {listing} lists metrics")
+    runs, changes = _on_newest_tasks(runs)
     members = _group_runs(runs)
     groups = [ComparedGroup(name=name, runs=[runs[at].name for at in places]) for name, places in members.items()]
-    curves, notes = list[ComparedCurve](), list[str]()
+    curves, notes = list[ComparedCurve](), changes
     for metric in metrics:
         for name, places in members.items():
             curves += _curves(name, [runs[at] for at in places], metric, axis)
@@ -180,6 +182,41 @@ def compare_runs(
         paired=paired_differences,
         notes=[*notes, *missing],
     )
+
+
+def _on_newest_tasks(runs: Sequence[_Run]) -> tuple[list[_Run], list[str]]:
+    """Return the runs without evaluations on other held-out tasks than their newest one, and notes about these, and
+    about runs with different held-out tasks."""
+    kept_runs, notes, newest_digests = [], [], set()
+    for run in runs:
+        digests = {policy: dict(points) for policy, points in run.values.get(TASK_DIGEST, {}).items()}
+        newest = {policy: by_step[max(by_step)] for policy, by_step in digests.items()}
+        newest_digests |= set(newest.values())
+        left_out = {
+            policy: {step for step, digest in by_step.items() if digest != newest[policy]}
+            for policy, by_step in digests.items()
+        }
+        values = {
+            name: {
+                policy: [point for point in points if point[0] not in left_out.get(policy, ())]
+                for policy, points in by_policy.items()
+            }
+            if name.startswith("evaluation/")
+            else by_policy
+            for name, by_policy in run.values.items()
+        }
+        kept_runs.append(run._replace(values=values))
+        if steps := sorted(set().union(*left_out.values())):
+            notes.append(
+                f"{run.name}: its held-out tasks changed, and evaluations on others are left out (of "
+                f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))})"
+            )
+    if len(newest_digests) > 1:
+        notes.append(
+            "the runs were evaluated on different held-out tasks: only paired rewards are over the same ones, not the "
+            "curves and metrics of evaluations"
+        )
+    return kept_runs, notes
 
 
 def interval_metric(metric: str) -> str | None:

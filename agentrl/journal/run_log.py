@@ -86,6 +86,9 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     `file.py:function` or `module:function`."""
     code_changed: tuple[str, ...] = ()
     """Files and functions whose code differs from that of the previous start."""
+    tasks_changed: tuple[str, ...] = ()
+    """Clauses about the tasks that differ from those of the previous start, such as "4 of 16 held-out tasks
+    changed"."""
 
     def digests_of(self, place: str) -> set[str]:
         """Return the digest recorded for a file or function; if it was moved, those of its file's name."""
@@ -99,7 +102,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
         """Description of the changes, for a mark on a curve."""
         origin = f"resumed from {self.checkpoint}" if self.checkpoint else "restarted without a checkpoint"
         code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
-        return "; ".join([origin, *code, *map(str, self.changed)])
+        return "; ".join([origin, *code, *map(str, self.changed), *self.tasks_changed])
 
 
 UnitKey = tuple[str, int, str]

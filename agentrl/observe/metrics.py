@@ -24,6 +24,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
+TASK_DIGEST = "evaluation/task_digest"
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
@@ -116,6 +117,11 @@ METRICS: tuple[Metric, ...] = (
         "dropped held-out episodes, children included; other metrics exclude them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
+    Metric(
+        TASK_DIGEST,
+        "1",
+        "identifies the held-out tasks: evaluations with different values were on different tasks",
+    ),
     Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
     Metric(
         "evaluation/engine_busy_share",

@@ -5,7 +5,7 @@ metrics.jsonl    one line per optimizer step         versions/      published we
 summary.json     written at the end                  checkpoints/   what a run resumes from
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
 engine.log       error streams of engine processes   process.json   which process leads the run, or how it ended
-error.txt        the error that ended the run
+error.txt        the error that ended the run         tasks.json     digests of the tasks at the newest start
 best/NAME        link to its version when the metric was best
 models/          versions of other runs that this run starts from
 

@@ -244,11 +244,12 @@ class RunObserver:
                         text = f" on {count}: {before:.3f} {when}, {after:.3f} after"
                     else:
                         text = f": {before:.3f} {when} ({oldest}), {after:.3f} after ({newest})"
-                    lines.append(f"held-out reward{suffix}{text}\n")
+                    others = "" if began else "; the evaluations before were on other tasks"
+                    lines.append(f"held-out reward{suffix}{text}{others}\n")
                 case [(last, after)] if len(policy.evaluations) > 1:
                     lines.append(
                         f"held-out reward{suffix} on {format_task_count(tasks, policy.evaluations[last])}: "
-                        f"{after:.3f} after; the evaluations before were on another number of tasks\n"
+                        f"{after:.3f} after; the evaluations before were on other tasks\n"
                     )
         return "\n" + "".join(lines) if lines else ""
 

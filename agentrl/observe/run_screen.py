@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -226,13 +226,12 @@ def _by_word(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
 
 
 def _held_out(policy: PolicyMetricHistory, name: str) -> Text:
-    steps, values = policy.series(name)
+    values = [(step, metrics[name]) for step, metrics in policy.comparable_evaluations() if name in metrics]
     if not values:
         return Text("not measured yet", "dim")
-    text = Text().append(f"{values[-1]:>8.3f} ", "bold")
-    if len(values) == 1:
-        return text.append(f"at step {steps[0]}", "dim")
-    return text.append(f"at step {steps[-1]}, {values[0]:.3f} at step {steps[0]}", "dim")
+    (first, before), (step, value) = values[0], values[-1]
+    text = Text().append(f"{value:>8.3f} ", "bold")
+    return text.append(f"at step {step}" + (f", {before:.3f} at step {first}" if len(values) > 1 else ""), "dim")
 
 
 def _status(status: RunSnapshot) -> RenderableType:
@@ -287,16 +286,23 @@ def _bar(share: float, width: int) -> Text:
 
 
 def plot_curve(
-    values: Sequence[float], *, steps: Sequence[int] = (), title: str = "", width: int = 64, height: int = 10
+    values: Sequence[float],
+    *,
+    steps: Sequence[int] = (),
+    title: str = "",
+    width: int = 64,
+    height: int = 10,
+    breaks: Collection[int] = (),
 ) -> str:
     """Return a plot with axis labels, and with its first and last values in the title.
 
     Args:
-        values: values to plot; values that are not finite leave a gap.
+        values: values to plot; those that are not finite are left out.
         steps: step of each value, in increasing order; empty: 1, 2, ….
         title: put before the first and last values.
         width: width of the plotting area in characters, at least 10.
         height: height of the plotting area in lines, at least 2.
+        breaks: steps that no line joins to the step before. The title then has the last stretch alone.
 
     Returns:
         Lines without a trailing newline; a sentence if there is nothing to plot.
@@ -321,12 +327,14 @@ def plot_curve(
     before = position(*points[0])
     for point in points:
         cell = position(*point)
+        before = cell if point[0] in breaks else before
         length = max(abs(cell[0] - before[0]), abs(cell[1] - before[1]), 1)
         for part in range(length + 1):
             share = part / length
             dot(round(before[0] + share * (cell[0] - before[0])), round(before[1] + share * (cell[1] - before[1])))
         before = cell
-    return _frame(cells, title, points, (low, high))
+    start = max((at for at, (step, _) in enumerate(points) if step in breaks), default=0)
+    return _frame(cells, title, points, (low, high), points[start:])
 
 
 def sparkline(values: Sequence[float], *, width: int = 20) -> str:
@@ -372,7 +380,11 @@ def _tick(value: float, span: float, decimals: int) -> str:
 
 
 def _frame(
-    cells: Sequence[Sequence[int]], title: str, points: Sequence[tuple[int, float]], bounds: tuple[float, float]
+    cells: Sequence[Sequence[int]],
+    title: str,
+    points: Sequence[tuple[int, float]],
+    bounds: tuple[float, float],
+    last_stretch: Sequence[tuple[int, float]],
 ) -> str:
     low, high = bounds
     height = len(cells)
@@ -380,7 +392,7 @@ def _frame(
     labels = {0: high, (4 * height - 1) // 2 // 4: (high + low) / 2, height - 1: low}
     texts = {row: _tick(value, high - low, decimals) for row, value in labels.items()}
     margin = max(len(text) for text in texts.values())
-    first_value, last_value = (_tick(value, high - low, decimals) for value in (points[0][1], points[-1][1]))
+    first_value, last_value = (_tick(value, high - low, decimals) for value in (last_stretch[0][1], points[-1][1]))
     heading = f"{title}  {first_value} → {last_value}".strip()
     lines = [f"{'':{margin}}  {heading}"]
     for row, line in enumerate(cells):

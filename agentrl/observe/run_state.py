@@ -26,6 +26,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.files import file_size, open_regular, read_at_most, replace_file, resume_advice
 from agentrl.core.records import ProcessStatus
 from agentrl.observe.bottleneck import FailingCalls
+from agentrl.observe.metrics import TASK_DIGEST
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -197,19 +198,21 @@ class PolicyMetricHistory:
         points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
         return [step for step, _ in points], [value for _, value in points]
 
-    def held_out(self) -> list[tuple[int, float]]:
-        """Return step and held-out reward of the evaluations that are comparable with the newest one.
-
-        These are the evaluations on the same number of tasks, which the run's seed draws; a resumed run may evaluate on
-        more or fewer tasks.
-        """
+    def comparable_evaluations(self) -> list[tuple[int, Values]]:
+        """Return the evaluations on the tasks of the newest one, by step; a resumed run may evaluate on others. Older
+        versions of agentrl recorded only the number of tasks."""
         evaluations = [item for item in sorted(self.evaluations.items()) if "evaluation/reward" in item[1]]
-        newest = evaluations[-1][1].get("evaluation/tasks") if evaluations else None
+        newest = evaluations[-1][1] if evaluations else {}
         return [
-            (step, values["evaluation/reward"])
+            (step, values)
             for step, values in evaluations
-            if values.get("evaluation/tasks") == newest
+            if values.get("evaluation/tasks") == newest.get("evaluation/tasks")
+            and values.get(TASK_DIGEST, newest.get(TASK_DIGEST)) == newest.get(TASK_DIGEST, values.get(TASK_DIGEST))
         ]
+
+    def held_out(self) -> list[tuple[int, float]]:
+        """Return step and held-out reward of the evaluations that are comparable with the newest one."""
+        return [(step, values["evaluation/reward"]) for step, values in self.comparable_evaluations()]
 
     def seconds_left(self, steps: int) -> float | None:
         """Return the estimated seconds until step `steps` at the pace of the last ten steps; None before the first

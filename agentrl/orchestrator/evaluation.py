@@ -12,7 +12,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 from agentrl.core import ids
@@ -21,8 +22,10 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
+from agentrl.environment.environment import TaskSource
+from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import JournalStore, MetricRow
-from agentrl.observe.metrics import find_registered_metric
+from agentrl.observe.metrics import TASK_DIGEST, find_registered_metric
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
@@ -37,6 +40,18 @@ class HeldOutSplit(NamedTuple):
     name: str
     """Name of the split; `Environment@split` if several environments are evaluated."""
     tasks: Sequence[Task]
+    source: TaskSource | None = None
+    """All tasks of the split, from which `tasks` were drawn; None: `tasks` are all."""
+
+
+def held_out_digest(held_out: Sequence[HeldOutSplit]) -> int:
+    """Return a number that identifies the tasks of an evaluation, in any order; a float represents it exactly."""
+    digests = sorted(
+        f"{split.name} {task.id} ".encode("utf-8", "surrogatepass") + task_digest(task)
+        for split in held_out
+        for task in split.tasks
+    )
+    return int.from_bytes(blake2b(b"\n".join(digests), digest_size=6).digest())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,6 +70,10 @@ class Evaluator:
     tell: Callable[[str], None]
     """Receives a line for the user."""
     _busy: bool = False
+    _task_digest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._task_digest = held_out_digest(self.held_out)
 
     @property
     def tasks(self) -> int:
@@ -113,6 +132,7 @@ class Evaluator:
         seconds = max(self.clock.monotonic() - began, 1e-9)
         course = {
             "evaluation/tasks": float(self.tasks),
+            TASK_DIGEST: float(self._task_digest),
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }

@@ -941,7 +941,7 @@ def _compare_splits(
             report.findings.append(f"tasks({split!r}, seed=0){contents[split].problem}")
             return
         report.uncompared += contents[split].size - contents[split].num_read
-    held_out = {split: contents[split] for split in splits if split != "train"}
+    held_out = {name: each for name, each in contents.items() if name != "train"}
     report.overlap = SplitOverlap.of(contents.get("train"), held_out)
 
 

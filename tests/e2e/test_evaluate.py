@@ -37,7 +37,7 @@ class Pair(agentrl.Environment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        return [agentrl.Task(id=f"{n}", data={}) for n in range(2)]
+        return [agentrl.Task(id=f"{n}", data={}) for n in range(2) if split == "held_out"]
 
 
 def config_of(base: Path, **sections: object) -> agentrl.RunConfig:
@@ -161,7 +161,8 @@ class Helped(agentrl.ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        return [agentrl.Task(id=f"{n}", data={"question": f"2 * {n}", "answer": str(2 * n)}) for n in range(4)]
+        numbers = range(4) if split == "held_out" else range(4, 8)
+        return [agentrl.Task(id=f"{n}", data={"question": f"2 * {n}", "answer": str(2 * n)}) for n in numbers]
 
 
 class Endpoint(BaseHTTPRequestHandler):

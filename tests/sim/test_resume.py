@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from agentrl.app.recovery import ResumeState, read_resume_state
-from agentrl.core.records import PolicyVersion
+from agentrl.core import ids
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, StepRow
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
-from tests.sim.small_run import Ask, SmallRun, config_for
+from tests.sim.small_run import TASKS, Ask, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -74,6 +75,30 @@ def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SeededSimula
         lost = {unit.episode_id for batch in first.trainer.batches[2:] for unit in batch.units}
         assert lost <= set(trained_in(second)), "what was trained after the checkpoint is trained again"
         assert all(batch.units for batch in second.trainer.batches)
+
+    simulated_loop.run(main)
+
+
+def test_a_group_keeps_the_task_with_which_it_began(simulated_loop: SeededSimulation) -> None:
+    """Also members whose admission never reached the disk, although the rows have changed since."""
+
+    async def main() -> None:
+        first = SmallRun(config=config_for(steps=8))
+        journal = await first.cut_after(0.5)
+        kept = next(spec for spec in journal.unfinished() if not ids.root_episode_number(spec.episode_id) % 4)
+        begin = ids.root_episode_number(kept.episode_id)
+        members = {*range(begin + 1, begin + 4)}
+        resume_state = ResumeState(unfinished=[kept], lost=sorted(members), next_number=begin + 4)
+        changed = [Task(id=task.id, data={**task.data, "edited": True}) for task in TASKS]
+        second = SmallRun(config=first.config, resume_state=resume_state, tasks=changed)
+        await second.run()
+        tasks = {
+            ids.root_episode_number(record.spec.episode_id): record.spec.task
+            for record in second.journal.of_kind(Admission)
+            if record.spec.purpose == "train"
+        }
+        assert [tasks[number] for number in sorted(members)] == [kept.task] * 3
+        assert tasks[begin + 4].data["edited"]
 
     simulated_loop.run(main)
 

@@ -242,11 +242,11 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
         observer.finish({**summary, "steps": 0})
     assert "4 steps" in stream.getvalue()
     for tasks, told in (
-        (5, "held-out reward of a on 5 tasks: 0.500 after; the evaluations before were on another number"),
+        (5, "held-out reward of a on 5 tasks: 0.500 after; the evaluations before were on other tasks"),
         (5, "held-out reward of a on 5 tasks: 0.500 at step 4, 0.625 after"),
     ):
         with RunObserver(directory, plan=plan, stream=stream) as observer:
-            step = 4 if "another" in told else 5
+            step = 4 if "other tasks" in told else 5
             metrics = {"evaluation/reward": step / 8, "evaluation/tasks": float(tasks)}
             observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"a": metrics})
             observer.finish({**summary, "held_out_tasks": tasks})

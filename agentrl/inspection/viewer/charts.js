@@ -62,7 +62,8 @@ function shape({ kind = "line", hue = "", points, width = 0, isSparse = false },
   const dot = ([px, py]) => drawing("line", { class: `dot ${hue}`, x1: x(px), x2: x(px) + 0.01, y1: y(py), y2: y(py) });
   if (kind === "dots") return known.map(dot);
   if (kind === "bars") return known.filter(([, py]) => py > 0).map(([px, py]) => drawing("line", { class: `column ${hue}`, x1: x(px + width / 2), x2: x(px + width / 2), y1: y(0), y2: y(py) }));
-  const stretches = (width ? split(points) : [isSparse ? spaced(known) : known]).filter((stretch) => stretch.length);
+  // A sparse series has a gap where its values are no longer of the same tasks.
+  const stretches = (width || isSparse ? split(points) : [known]).map((stretch) => (isSparse ? spaced(stretch) : stretch)).filter((stretch) => stretch.length);
   const curves = stretches.map((stretch) => drawing("path", { class: `curve ${hue}`, d: stretch.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("") }));
   const isEstimate = known.some(([, , error]) => error > 0);
   if (kind === "band" && isEstimate && known.length > 1) {

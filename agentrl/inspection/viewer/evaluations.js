@@ -21,7 +21,8 @@ function report(policy, lines) {
   const splits = names.filter((name) => name.startsWith(SPLIT)).map((name) => name.slice(SPLIT.length));
   const passes = names.filter((name) => name.startsWith(PASS)).map((name) => name.slice(PASS.length)).sort((a, b) => a - b);
   const rewards = ["reward", ...splits.map((split) => SPLIT + split)];
-  const curves = rewards.map((name, place) => ({ hue: `hue${place % HUES}`, name: place ? splits[place - 1] : "all tasks", isSparse: true, points: lines.map((line) => [line.step, line.metrics[name] ?? null, line.metrics[place ? `split_reward_error/${splits[place - 1]}` : "reward_error"] ?? 0]) }));
+  const curves = rewards.map((name, place) => ({ hue: `hue${place % HUES}`, name: place ? splits[place - 1] : "all tasks", isSparse: true, points: lines.flatMap((line, at) => [...(isBreak(lines, at) ? [[line.step, null, 0]] : []), [line.step, line.metrics[name] ?? null, line.metrics[place ? `split_reward_error/${splits[place - 1]}` : "reward_error"] ?? 0]]) }));
+  const breaks = lines.filter((_, at) => isBreak(lines, at)).map((line) => line.step);
   const cells = (line) => [
     `step ${line.step}`,
     estimate(line.metrics, "reward", "reward_error"),
@@ -36,8 +37,15 @@ function report(policy, lines) {
     `Held-out reward of ${policy}`,
     chart(`Held-out reward of ${policy} by step`, curves, { height: 150, share: isShare("reward", curves.flatMap((each) => each.points)) }),
     table(["version", "reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"], [...lines].reverse().map((line) => ({ cells: cells(line) })), new Set(["reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"])),
+    breaks.length ? element("p", { class: "quiet" }, `The held-out tasks changed before step ${breaks.join(", ")}: rewards before and after a gap are of different tasks.`) : null,
     element("p", { class: "quiet" }, "After ±, and as error bars: half the width of the 95 % interval over tasks. An evaluation soon after another is drawn beside the line."),
   );
+}
+
+/** Whether an evaluation was on other tasks than the one before. */
+function isBreak(lines, at) {
+  const [before, now] = [lines[at - 1]?.metrics.task_digest, lines[at].metrics.task_digest];
+  return (before ?? now) !== now && now !== undefined;
 }
 
 function estimate(metrics, name, error) {
