@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,9 @@ from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, Train
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
-from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
+from agentrl.core.errors import ConfigError, EngineError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
+from agentrl.core.machine import library_versions
 from agentrl.core.ports import Trainer
 from agentrl.core.records import (
     EpisodeHeader,
@@ -50,7 +52,7 @@ from agentrl.credit.release import reward_history_from_journal, root_tasks_of
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
-from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
+from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_entries
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
@@ -473,6 +475,7 @@ def describe_start(
         changed=tuple(SettingChange(change.path, change.before, change.now) for change in changed),
         code=dict(code.digests),
         code_changed=tuple(sorted(changed_code)),
+        libraries=library_versions(),
     )
     sentences = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_count_steps(steps)})"]
     if recovery.manifest is None:
@@ -489,6 +492,8 @@ def describe_start(
     for change in changed:
         suffix = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
         sentences.append(f"setting {change}{suffix}")
+    sentences += _changed_libraries(before, start.libraries)
+    sentences += _contexts_beyond(changed, resume_state.unfinished, store.directory)
     for function in sorted(changed_code & code.functions.keys()):
         sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
     if files := sorted(changed_code - code.functions.keys()):
@@ -510,6 +515,53 @@ def describe_start(
             f"the new code's: `agentrl episode rescore {run} --where {condition}{option}`"
         )
     return start, sentences
+
+
+def _changed_libraries(starts: Sequence[RunStart], now: Mapping[str, str]) -> list[str]:
+    """Return a sentence about the versions of libraries that changed since the run began."""
+    then = next((start.libraries for start in starts if start.libraries), now)
+    changes = [
+        f"{name} {then.get(name, 'missing')} → {now.get(name, 'missing')}"
+        for name in sorted({*then, *now}, key=str.lower)
+        if then.get(name) != now.get(name)
+    ]
+    return [f"versions changed since the run began: {', '.join(changes)}"] if changes else []
+
+
+def _contexts_beyond(
+    changed: Sequence[SettingDifference], unfinished: Sequence[EpisodeSpec], journal: Path
+) -> list[str]:
+    """Return a sentence about the unfinished episodes that do not fit a smaller `engine.max_context`."""
+    limits = [change.now for change in changed if change.path == ("engine", "max_context")]
+    if not limits or not isinstance(limits[0], int) or not limits[0]:
+        return []
+    lengths = _context_lengths(unfinished, journal)
+    beyond = [length for length in lengths if length >= limits[0]]
+    if not beyond:
+        return []
+    return [
+        f"engine.max_context = {limits[0]} drops or truncates {len(beyond)} of "
+        f"{plural(len(unfinished), 'unfinished episode')}, whose contexts have up to {max(beyond):,} tokens already; "
+        "to keep them, stop now and resume with a larger one"
+    ]
+
+
+def _context_lengths(specs: Sequence[EpisodeSpec], journal: Path) -> list[int]:
+    """Return the tokens of the longest recorded context of each episode that has one."""
+    reader, lengths = TurnLogReader(journal), []
+    try:
+        for spec in specs:
+            rows: Counter[tuple[str, int, int]] = Counter()
+            with contextlib.suppress(JournalError):  # the episode's worker reports the damage
+                partition = reader.partition_of(spec.episode_id, spec.attempt)
+                for entry in [] if partition is None else reader.read(partition, spec.episode_id, spec.attempt):
+                    (turn,) = decode_entries([entry])
+                    if isinstance(turn, TurnEntry):
+                        rows[turn.seat, turn.index, turn.row] += len(turn.context()) + len(turn.tokens)
+            lengths += [max(rows.values())] if rows else []
+    finally:
+        reader.close()
+    return lengths
 
 
 def _count_steps(steps: Mapping[str, int]) -> str:

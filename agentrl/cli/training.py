@@ -245,7 +245,7 @@ def _warnings_as_lines() -> Iterator[None]:
         sys.stderr.write(f"WARNING {escape_line(str(message))}\n")
 
     with warnings.catch_warnings():
-        warnings.showwarning = show
+        warnings.showwarning = show  # type: ignore[assignment]
         yield
 
 

@@ -221,6 +221,16 @@ def _version(distribution: str) -> str:
         return ""
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python, agentrl and the libraries that determine what a run computes; without those that
+    are not installed."""
+    import platform
+
+    libraries = {name: _version(name) for name in ("torch", "transformers", "peft", "vllm")}
+    versions = {"Python": platform.python_version(), "agentrl": _version(DISTRIBUTION), **libraries}
+    return {name: version for name, version in versions.items() if version}
+
+
 def install_command(extra: str = "") -> str:
     """The command that installs an extra of this copy of agentrl; without an extra, agentrl itself.
 

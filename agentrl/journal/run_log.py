@@ -86,6 +86,8 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     `file.py:function` or `module:function`."""
     code_changed: tuple[str, ...] = ()
     """Files and functions whose code differs from that of the previous start."""
+    libraries: dict[str, str] = {}
+    """Versions of Python, agentrl, torch, transformers, peft and vLLM, as far as they are installed."""
     tasks_changed: tuple[str, ...] = ()
     """Clauses about the tasks that differ from those of the previous start, such as "4 of 16 held-out tasks
     changed"."""

@@ -110,6 +110,21 @@ def test_an_unfinished_episode_keeps_its_temperature_and_a_new_one_takes_the_new
     assert not judge(path)
 
 
+def test_a_smaller_max_context_says_how_many_episodes_in_flight_do_not_fit(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
+    unfinished = _episodes(path, "status = in_flight")
+    lengths = [length for name in unfinished if (length := _context_tokens(path, name))]
+    limit = sorted(lengths)[len(lengths) // 2]
+    count = sum(length >= limit for length in lengths)
+    engine = base(path)["engine"] | {"max_context": limit}
+    play(RunConfig(**base(path) | {"engine": engine}), resume=True, quiet=False)
+    told = f"drops or truncates {count} of {len(unfinished)} unfinished episodes"
+    assert told in capsys.readouterr().err
+
+
 def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
     killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +342,19 @@ def _temperatures(path: Path, episode: str) -> set[float]:
     turns = {body.temperature for body in bodies if isinstance(body, TurnEntry) and body.seat == "guesser"}
     begun = {body.settings[""].temperature for body in bodies if isinstance(body, BeginEntry)}
     return turns | begun
+
+
+def _context_tokens(path: Path, episode: str) -> int:
+    """Tokens of the longest row of an episode; 0 before its first turn."""
+    reader = RunReader(path)
+    try:
+        turns = [body for _, body in reader.episode(episode).entries if isinstance(body, TurnEntry)]
+    finally:
+        reader.close()
+    rows = {(turn.seat, turn.index, turn.row): 0 for turn in turns}
+    for turn in turns:
+        rows[turn.seat, turn.index, turn.row] += len(turn.context()) + len(turn.sampled())
+    return max(rows.values(), default=0)
 
 
 def _rows(path: Path, statement: str) -> list[str]:

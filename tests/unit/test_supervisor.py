@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app import stops
+from agentrl.app import recovery, stops
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.stops import cancel_run_on_signal
 from agentrl.app.training import Run, run_training
@@ -507,6 +507,29 @@ def test_a_resume_neither_writes_nor_deletes_through_a_link(tmp_path: Path, plac
     with pytest.raises(JournalError, match=f"{place}: .*link"):
         Lives([]).run(tmp_path, resume=True)
     assert state() == before
+
+
+def test_a_resume_says_which_versions_changed_since_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"Python": "3.11.7", "torch": "2.9.0", "peft": "0.18.0"}
+
+    def stopped(life: dict[str, str], *, resume: bool) -> str:
+        monkeypatch.setattr(recovery, "library_versions", lambda: life)
+        lives = Lives([])
+        lives.clock.sleeps = lambda: os.kill(os.getpid(), signal.SIGINT)
+        lives.run(tmp_path, resume=resume, quiet=False)
+        return capsys.readouterr().err
+
+    assert "versions changed" not in stopped(versions, resume=False)
+    assert "versions changed" not in stopped(versions, resume=True)
+    now = {"Python": "3.11.7", "torch": "2.10.0", "vllm": "0.20"}
+    told = "ersions changed since the run began: peft 0.18.0 → missing, torch 2.9.0 → 2.10.0, vllm missing → 0.20"
+    assert told in stopped(now, resume=True)
+    assert told in stopped(now, resume=True), "since the run began, and not since the resume before"
+    reader = RunReader(tmp_path / "run")
+    assert [start.libraries for start in reader.log.starts()] == [versions, versions, now, now]
+    reader.close()
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
