@@ -751,6 +751,19 @@ class RunReader:
             for name, by_policy in sorted(values.items())
         }
 
+    def training_seconds(self) -> dict[str, float]:
+        """Return the seconds that each policy was trained in all processes of the run together, those of undone steps
+        included."""
+        rows = self.log.rows(
+            "SELECT s.policy, coalesce(l.value, 0), max(s.value) FROM metrics s LEFT JOIN metrics l"
+            " ON l.name = 'run/lineage' AND l.policy = s.policy AND l.step = s.step AND l.recorded_at = s.recorded_at"
+            " WHERE s.name = 'run/seconds' GROUP BY 1, 2"
+        )
+        seconds: dict[str, float] = {}
+        for policy, _, newest in rows:
+            seconds[policy] = seconds.get(policy, 0.0) + (newest or 0.0)
+        return seconds
+
     def evaluation_breaks(self) -> dict[str, set[int]]:
         """Return the steps of each policy whose evaluation was on other tasks than the one before: a curve breaks
         there, since a resume exchanged the held-out tasks."""

@@ -135,6 +135,8 @@ class _Run(NamedTuple):
     is_evaluation: bool
     values: dict[str, dict[str, list[tuple[int, float | None]]]]
     """Values by metric and policy."""
+    seconds: dict[str, float]
+    """See `RunReader.training_seconds`."""
 
 
 def compare_runs(
@@ -156,7 +158,7 @@ def compare_runs(
     if axis not in AXES:
         raise InputError(f"curves are aligned by one of {', '.join(AXES)}, not by {axis!r}")
     runs = [
-        _Run(name, _settings(reader), reader.purpose() == "evaluate", reader.metrics())
+        _Run(name, _settings(reader), reader.purpose() == "evaluate", reader.metrics(), reader.training_seconds())
         for name, reader in zip(_names(readers), readers, strict=True)
     ]
     for metric in metrics:
@@ -355,7 +357,9 @@ def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
     means = []
     for run in runs:
         values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
-        if values:
+        if metric == AXIS_METRICS["seconds"] and policy in run.seconds:
+            means.append(run.seconds[policy])
+        elif values:
             # a training metric is averaged over the newest 5 steps
             newest = values[-1:] if metric.startswith(_NEWEST) else values[-5:]
             means.append(statistics.fmean(newest))

@@ -160,7 +160,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("step/tokens", "tokens", "sampled tokens in the step"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
     Metric("step/waited_s", "s", "time the trainer waited for the step's episodes"),
-    Metric("run/seconds", "s", "wall time since training began"),
+    Metric(
+        "run/seconds",
+        "s",
+        "wall time since training began in this process; `agentrl run compare` adds up the processes of a resumed run",
+    ),
     Metric("run/lineage", "lineages", "lineage of the step's version; it grows with each resume"),
     Metric("run/code_changes", "changes", "resumes at which the environment code had changed"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),

@@ -15,7 +15,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import RunsComparison, axis_places, compare_runs
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.port import VersionPublication
+from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import weights
@@ -110,6 +110,21 @@ def test_clocks_have_their_newest_value_and_others_a_mean(pair: tuple[Path, Path
     values = {line.metric: line.values for line in compared(*pair).metrics}
     assert values["run/seconds"] == [8.0, 4.0]
     assert values["reward/mean"] == pytest.approx([0.25, 0.3])
+
+
+def test_the_seconds_of_all_processes_of_a_run_are_compared(pair: tuple[Path, Path]) -> None:
+    """Also those of steps that a resume took again."""
+
+    async def resume() -> None:
+        store = SqliteJournal(pair[0] / "journal")
+        for step, seconds, lineage in ((5, 30.0, 7.0), (6, 40.0, 7.0), (6, 50.0, 8.0)):
+            store.record(MetricRow("solver", step, {"run/seconds": seconds, "run/lineage": lineage}))
+            await store.flush()
+        await store.close()
+
+    asyncio.run(resume())
+    values = {line.metric: line.values for line in compared(*pair).metrics}
+    assert values["run/seconds"] == [8.0 + 40.0 + 50.0, 4.0]
 
 
 @pytest.mark.parametrize("slow", [1.0, 50.0])
