@@ -52,6 +52,7 @@ from agentrl.config.policies import (
     RemotePolicy,
 )
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.files import expand_path, temporary_directory
@@ -213,7 +214,7 @@ def evaluate(
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     if tasks is None:
-        training = _training_tasks(config, environment_class)
+        training = _training_tasks(config.environment, config.seed, environment_class)
         for line in RunTasks.read(training, splits).warnings():
             warnings.warn(line, stacklevel=1)
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
@@ -276,10 +277,10 @@ def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[
     return config, tasks
 
 
-def _training_tasks(config: RunConfig, environment: type[Environment]) -> TaskSource | None:
+def _training_tasks(section: EnvironmentConfig, seed: int, environment: type[Environment]) -> TaskSource | None:
     """Return the training tasks, with which the held-out ones are compared; None if there are none to compare."""
     with contextlib.suppress(InputError):
-        return task_source(config.environment, config.seed, environment, TRAIN)
+        return task_source(section, seed, environment, TRAIN)
     return None
 
 

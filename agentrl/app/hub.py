@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.model_files import model_paths, with_model_paths
+from agentrl.app.model_files import Setting, model_paths, with_model_paths
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.files import check_model_directory
@@ -21,6 +21,7 @@ from agentrl.core.setting_paths import value_at
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")
+_HUB_TIMEOUT_S = 10.0
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 """Patterns of the downloaded files. All are at the top of a repository, but for further chat templates."""
 
@@ -71,6 +72,43 @@ def check_local_models(config: RunConfig) -> None:
                 raise ModelError(f"{'.'.join(setting)}: {error}") from None
 
 
+def check_hub_models(paths: Mapping[Setting, str], before: Mapping[str, Any]) -> None:
+    """Check that the models on the hub can be had, as `with_downloaded_models` does, without downloading weights.
+
+    Args:
+        paths: models by setting; see `model_paths`.
+        before: as for `with_downloaded_models`.
+
+    Raises:
+        ModelError: a model is neither in the cache nor on the hub, or the hub cannot be asked.
+    """
+    for setting, path in paths.items():
+        if not is_hub_name(path) or _previous_path(path, value_at(before, *setting)):
+            continue
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            download_model(".".join(setting), path, download=False)
+        except ModelError as missing:
+            name, revision = _split(path)
+            try:
+                HfApi().model_info(name, revision=revision or None, timeout=_HUB_TIMEOUT_S)
+            except RevisionNotFoundError as error:
+                raise ModelError(f"{'.'.join(setting)}: {name} has no revision {revision!r} on the hub") from error
+            except RepositoryNotFoundError as error:
+                raise _unknown_model(".".join(setting), name) from error
+            except Exception as error:  # its errors depend on the version, and a start would fail just so
+                raise missing from error
+
+
+def _unknown_model(key: str, name: str) -> ModelError:
+    return ModelError(
+        f"{key}: there is no directory {name} here, and no such model on the hub: check the name, or log in if the "
+        "model is private (hf auth login)"
+    )
+
+
 def _split(path: str) -> tuple[str, str]:
     """Split the name and the revision of a model on the hub; the revision is "" for the main branch."""
     name, _, revision = path.partition("@")
@@ -119,10 +157,7 @@ def download_model(key: str, path: str, *, download: bool = True) -> Path:
     except RevisionNotFoundError as error:
         raise ModelError(f"{key}: {name} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{key}: there is no directory {name} here, and no such model on the hub: check the name, or log in if the "
-            "model is private (hf auth login)"
-        ) from error
+        raise _unknown_model(key, name) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{key}: there is no directory {Path(path).absolute()}, and the model {description} is missing from "

@@ -70,7 +70,8 @@ def train(options: argparse.Namespace) -> int:
 
 def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the settings of a run and what follows from them; `before`: those with which it was started."""
-    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.hub import check_hub_models, with_downloaded_models
+    from agentrl.app.model_files import model_paths
     from agentrl.app.plan import resolve, with_chosen_engine
     from agentrl.app.recipes import with_learning_rates
     from agentrl.app.recovery import load_user_functions
@@ -78,6 +79,8 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     from agentrl.app.scoring import expected_scores
 
     load_user_functions(config.trainer, config.credit, config.scorers)
+    with contextlib.suppress(ImportError):  # nothing that finds models on the hub is installed
+        check_hub_models(model_paths(config), before)
     config, line = with_chosen_engine(config, before)
     open_settings = [
         ("policies", name, "learning_rate")
@@ -89,7 +92,10 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
         rates = {name: {"learning_rate": policy.learning_rate} for name, policy in rated.items()}
         policies = {name: policy.model_copy(update=rates[name]) for name, policy in config.trained.items()}
         config, open_settings = config.model_copy(update={"policies": {**config.policies, **policies}}), []
-    lines = [*resolve(config, environment_of(config)).lines(), *([line] if line else []), *expected_scores(config)]
+    plan = resolve(config, environment_of(config))
+    for warning in plan.warnings():
+        sys.stderr.write(f"WARNING {escape_line(warning)}\n")
+    lines = [*plan.lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:
         settings = config.model_dump(mode="json")
         for path in open_settings:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from agentrl.app.recipes import RECIPES
@@ -290,6 +291,26 @@ def test_a_dry_run_needs_no_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_dry_run_refuses_a_model_that_a_start_would_refuse(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory / "cache"))
+    (directory / "run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "models/nothing"\n')
+    assert main(["train", "run.toml", "--dry-run"]) == 2
+    assert "model.path: there is no directory" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_warnings_of_a_start(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(directory / "tiny")
+    (directory / "run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "tiny"\n')
+    settings = ["--policies.policy.step_size=20", "--credit.group_size=8", "--policies.policy.max_staleness=1"]
+    assert main(["train", "run.toml", "--dry-run", *settings]) == 0
+    printed = capsys.readouterr()
+    assert "WARNING policies.policy.step_size = 20 is not a multiple" in printed.err
+    assert "WARNING" not in printed.out
 
 
 def test_a_dry_run_refuses_a_directory_that_is_no_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,8 +207,10 @@ def test_a_dry_run_prints_no_secret(
     (tmp_path / "env.py").write_text(
         "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
     )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
-        f'[environment]\nid = "env.py:Desk"\noptions.api_key = "{SECRET}"\n[model]\npath = "models/m"\n[policies.p]\n'
+        f'[environment]\nid = "env.py:Desk"\noptions.api_key = "{SECRET}"\n[model]\npath = "model"\n[policies.p]\n'
     )
     for form in ([], ["--json"]):
         assert main(["train", "run.toml", "--dry-run", *form]) == 0
@@ -228,9 +230,11 @@ def test_a_printed_configuration_without_secrets_is_accepted(
     (tmp_path / "env.py").write_text(
         "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
     )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
         '[environment]\nid = "env.py:Desk"\noptions = {answer_key = "A", key = "id", sort_key = "date"}\n'
-        '[model]\npath = "models/m"\ntemplate_variables = {bos_token = "<s>"}\n[policies.p]\n'
+        '[model]\npath = "model"\ntemplate_variables = {bos_token = "<s>"}\n[policies.p]\n'
     )
     assert main(["train", "run.toml", "--dry-run"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)

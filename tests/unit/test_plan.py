@@ -55,8 +55,10 @@ def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
     monkeypatch.chdir(tmp_path)
     source = "import agentrl\nclass Desk(agentrl.Environment):\n    async def run(self, ctx):\n        pass\n"
     (tmp_path / "env.py").write_text(source)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
-        '[environment]\nid = "env.py:Desk"\n[model]\npath = "models/m"\n[policies.p]\nlora = {}\n'
+        '[environment]\nid = "env.py:Desk"\n[model]\npath = "model"\n[policies.p]\nlora = {}\n'
     )
     assert main(["train", "run.toml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
