@@ -31,7 +31,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, EvaluationConfig, ModelConfig, SandboxConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
-from agentrl.core.machine import Gpu
+from agentrl.core.machine import Gpu, describe_missing_package
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Score, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
@@ -367,9 +367,8 @@ def _read_tasks(
         chosen = indices[:count] if rng is None else sorted(rng.sample(indices, min(count, len(indices))))
         tasks = [source[index] for index in chosen]
     except Exception as error:
-        raise InputError(
-            f"{environment.__name__}: the {split} tasks cannot be read: {describe_user_code_error(error)}"
-        ) from error
+        what = describe_missing_package(error) or describe_user_code_error(error)
+        raise InputError(f"{environment.__name__}: the {split} tasks cannot be read: {what}") from error
     for task in tasks:
         if not isinstance(task, Task):
             raise InputError(
@@ -416,7 +415,9 @@ def _tasks_of_split(environment: type[Environment], split: Split, seed: int, opt
     except EnvironmentDefinitionError:
         raise
     except Exception as error:
-        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {describe_user_code_error(error)}") from error
+        missing = describe_missing_package(error)
+        what = f": {missing}" if missing else f" raised {describe_user_code_error(error)}"
+        raise InputError(f"{environment.__name__}.tasks({split!r}){what}") from error
 
 
 def held_out_task_splits(

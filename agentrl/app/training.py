@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import itertools
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,15 +62,17 @@ from agentrl.config.policies import BotPolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.custom_functions import capture_function_code
-from agentrl.core.errors import InputError, RunDirectoryError
+from agentrl.core.errors import InputError, JournalError, RunDirectoryError
 from agentrl.core.files import temporary_directory
+from agentrl.core.machine import TRAINING_PACKAGES, check_packages_installed
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
-from agentrl.journal.run_process import find_writing_process, record_process_state
-from agentrl.observe.run_directory import RunDirectory
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_process import RunProcessRecord, find_writing_process, is_writer_dead, record_process_state
+from agentrl.observe.run_directory import FILES_OF_A_START, RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -209,8 +212,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
     if factories.engine is make_engine:
         await asyncio.to_thread(_check_policies, config)
     if not resume:
-        config = await asyncio.to_thread(keep_models, config, path)
-        RunDirectory.create(path, config.model_dump_json(indent=1))
+        config = await asyncio.to_thread(_create_directory, config, path)
     directory = RunDirectory(path)
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(
@@ -271,7 +273,7 @@ def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
 
 
 def _check_free(path: Path) -> None:
-    """Check that a run can be created at a path.
+    """Check that a run can be created at a path; a start that failed before it recorded anything does not count.
 
     Raises:
         RunDirectoryError: something exists there, such as a run that is running.
@@ -281,7 +283,33 @@ def _check_free(path: Path) -> None:
             f"{path} is running, in process {process}: `agentrl run view {path}` shows it, and `kill -INT {process}` "
             "stops it; choose another --name for a new run"
         )
-    RunDirectory.check_free(path)
+    if not _is_failed_start(path):
+        RunDirectory.check_free(path)
+
+
+def _create_directory(config: RunConfig, path: Path) -> RunConfig:
+    """Create the directory of a new run, in place of a failed start; returns the configuration with the models that the
+    run keeps there."""
+    if _is_failed_start(path):
+        shutil.rmtree(path, ignore_errors=True)
+    config = keep_models(config, path)
+    RunDirectory.create(path, config.model_dump_json(indent=1))
+    return config
+
+
+def _is_failed_start(path: Path) -> bool:
+    """Whether a directory has only what a run leaves that ended with an error, or was stopped, before its first
+    version: nothing that a later start could need."""
+    state = RunProcessRecord.read(path).state
+    if state not in ("failed", "stopped") and not (state == "running" and is_writer_dead(path)):
+        return False
+    try:
+        if any(entry.name not in FILES_OF_A_START for entry in path.iterdir()):
+            return False
+        with contextlib.closing(SqliteRunLog(path / "journal")) as log:
+            return not log.starts() and log.span() is None
+    except (OSError, JournalError):
+        return False
 
 
 def _ended_run(path: Path, conclusion: str) -> Run:
@@ -300,7 +328,9 @@ def _ended_run(path: Path, conclusion: str) -> Run:
 
 
 def _check_policies(config: RunConfig) -> None:
-    """Refuse models and endpoints that are not there."""
+    """Refuse models and endpoints that are not there, and a run without the packages that it needs."""
+    if config.bases:
+        check_packages_installed(TRAINING_PACKAGES)
     check_local_models(config)
     check_endpoints(config.policies)
 

@@ -22,17 +22,9 @@ from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice, temporary_directory
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
-from agentrl.core.machine import install_command, rare_collections
+from agentrl.core.machine import describe_missing_package, rare_collections
 from agentrl.core.text import escape_line, escape_text
 
-EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
-    "mcp": "mcp",
-    "pyarrow": "parquet",
-    "ray": "ray",
-    "reasoning_gym": "calculator",
-}
-"""Extra of agentrl that installs a module."""
 _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE}
 """Errors of the machine (permissions, space, limits), as opposed to bugs of agentrl."""
 
@@ -57,11 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"agentrl: {escape_text(str(error))}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        if not (text := describe_missing_package(error)):
             return _report_bug(error)
-        instead = ", or train with one rank and without cluster.address" if extra == "ray" else ""
-        _say(f"agentrl: {error.name} is not installed: {install_command(extra)}{instead}\n")
+        instead = ", or train with one rank and without cluster.address" if error.name == "ray" else ""
+        _say(f"agentrl: {text}{instead}\n")
         return InputError.exit_code
     except KeyboardInterrupt:
         _say("agentrl: interrupted\n")

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -29,6 +29,16 @@ from agentrl.core.errors import InputError
 
 DISTRIBUTION = "episodic-rl"
 """Name of this package on a package index; the import name is `agentrl`."""
+TRAINING_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
+"""Packages without which no model can be loaded."""
+EXTRAS: Mapping[str, str] = {
+    **dict.fromkeys(TRAINING_PACKAGES, "train"),
+    "mcp": "mcp",
+    "pyarrow": "parquet",
+    "ray": "ray",
+    "reasoning_gym": "calculator",
+}
+"""Extra of agentrl that installs a package."""
 GC_THRESHOLD = 50_000
 """Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
 
@@ -219,6 +229,28 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def describe_missing_package(error: BaseException) -> str:
+    """Return which package an error misses, with the command that installs it; empty if it misses none, or one that no
+    extra of agentrl has."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{name} is not installed: {install_command(EXTRAS[name])}" if name in EXTRAS else ""
+
+
+def check_packages_installed(names: Sequence[str]) -> None:
+    """Check that packages of `EXTRAS` are installed, without importing them.
+
+    Raises:
+        InputError: some are not; the message has the command that installs them.
+    """
+    from importlib.util import find_spec
+
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
+        verb = "is" if len(missing) == 1 else "are"
+        raise InputError(f"{', '.join(missing)} {verb} not installed: {install_command(extras)}")
 
 
 def library_versions() -> dict[str, str]:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.files import expand_path
+from agentrl.core.machine import describe_missing_package
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases
 from agentrl.environment.environment import Environment, Split, TaskSource
@@ -217,10 +218,8 @@ def _import_module(location: str, where: str) -> Any:
     except AgentRLError:
         raise
     except (Exception, SystemExit) as error:
-        place = _raised_at(error)
-        raise EnvironmentDefinitionError(
-            f"{where}: cannot import {location}: {type(error).__name__}: {error}{place}"
-        ) from error
+        reason = describe_missing_package(error) or f"{type(error).__name__}: {error}"
+        raise EnvironmentDefinitionError(f"{where}: cannot import {location}: {reason}{_raised_at(error)}") from error
 
 
 def _load(reference: str, where: str) -> type[Environment]:

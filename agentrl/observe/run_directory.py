@@ -43,6 +43,13 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
+FILES_OF_A_START = frozenset(
+    [
+        *("config.json", "process.json", "status.json", "error.txt", "metrics.jsonl", "alarms.jsonl", "control.sock"),
+        *("journal", "models", ENGINE_LOG, WORKERS_LOG, "tensorboard", "wandb", "trackio"),
+    ]
+)
+"""What a run's directory may have before its first version is published."""
 _BEFORE_CONFIG = (".config.json", "models")
 """What a process writes before `config.json`, the first with `replace_file`. If it was killed, another may start."""
 
@@ -187,7 +194,7 @@ class RunDirectory:
         """
         if isinstance(error, RunDirectoryError):
             return False
-        if isinstance(error, InputError) and not (self.metrics.exists() and self.metrics.stat().st_size):
+        if isinstance(error, InputError | ImportError) and not (self.metrics.exists() and self.metrics.stat().st_size):
             shutil.rmtree(self.path, ignore_errors=True)
         return False
 

@@ -284,13 +284,35 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
 
 def test_a_dry_run_needs_no_extra(tmp_path: Path) -> None:
     program = (
-        "import sys; from agentrl.cli.main import EXTRAS, main\n"
+        "import sys; from agentrl.cli.main import main; from agentrl.core.machine import EXTRAS\n"
         "sys.modules.update(dict.fromkeys(EXTRAS))  # as if not installed\n"
         "sys.exit(main(['env', 'new', 'sums']) or main(['train', 'sums/train.toml', '--dry-run']))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "packages"),
+    [(["train", "sums/train.toml"], "torch, transformers, peft"), (["demo"], "reasoning_gym")],
+)
+def test_a_missing_package_is_named_before_anything_is_created(
+    tmp_path: Path, command: list[str], packages: str
+) -> None:
+    """So that the same command works once it is installed."""
+    program = (
+        "import sys; from agentrl.cli.main import main; from agentrl.core.machine import EXTRAS\n"
+        "sys.modules.update(dict.fromkeys(EXTRAS))  # as if not installed\n"
+        f"sys.exit(main(['env', 'new', 'sums']) or main({command}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert packages in done.stderr
+    assert "pip install" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_dry_run_refuses_a_model_that_a_start_would_refuse(

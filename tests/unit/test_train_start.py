@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from agentrl.app.training import Run, run_training
 from agentrl.config.plans import EnginePlan
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import ModelConfig
-from agentrl.core.errors import RunDirectoryError
+from agentrl.core.errors import EngineError, RunDirectoryError
 from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader, list_runs
@@ -116,6 +117,25 @@ def test_a_mistake_is_refused_before_torch_is_loaded_and_leaves_nothing(project:
         assert words in error, mistake
         assert (code, heavy) == (2, []), mistake
     assert files() == before
+
+
+@pytest.mark.parametrize("error", [EngineError("no GPU answers"), ModuleNotFoundError("No module named 'triton'")])
+def test_a_start_that_fails_does_not_block_the_next(tmp_path: Path, error: Exception) -> None:
+    async def broken(*_: object) -> Engine:
+        raise error
+
+    config = sample_run_config(tmp_path, "run")
+    with pytest.raises(type(error)):
+        asyncio.run(run_training(config, Propose, factories=replace(sample_run_factories(), engine=broken), quiet=True))
+    run = tmp_path / "run"
+    if run.exists():
+        (run / "notes.txt").write_text("mine")
+        with pytest.raises(RunDirectoryError):
+            asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True))
+        (run / "notes.txt").unlink()
+    assert asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True)).summary["steps"]
+    with pytest.raises(RunDirectoryError):
+        asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True))
 
 
 def test_the_first_line_comes_before_the_slow_imports(project: Path) -> None:
