@@ -300,6 +300,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         )
         store.record_start(msgspec.structs.replace(point.record, tasks_changed=tuple(tasks_changed)))
         await asyncio.to_thread(setup.run_tasks.write, directory.path)
+        if point.record.lineage:
+            observer.forget_after(point.record.steps)
         trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
             plan, trainable, trainer, served_versions, store, point.resume_state

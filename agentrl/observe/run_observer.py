@@ -123,6 +123,19 @@ class RunObserver:
         """Send the metrics to sinks too, besides `metrics.jsonl`."""
         self._sinks += sinks
 
+    def forget_after(self, steps: Mapping[str, int]) -> None:
+        """Forget the metrics of later steps than the checkpoint's, which the run takes again, so that each step is
+        recorded once.
+
+        Args:
+            steps: newest step that stays, by policy.
+        """
+        for policy, step in steps.items():
+            self.state.forget_after(policy, step)
+        self._metrics_file.forget_after(steps)
+        for sink in list(self._sinks):
+            self._safely(sink, lambda sink=sink: sink.forget_after(steps))  # type: ignore[misc]
+
     def phase(self, text: str) -> None:
         """Show the current phase, and the seconds that the one before took."""
         self._phases.end()

@@ -251,6 +251,13 @@ class RunState:
             return None
         return history.seconds_left(steps)
 
+    def forget_after(self, policy: str, step: int) -> None:
+        """Forget later steps and evaluations of a policy."""
+        history = self.policies.get(policy)
+        for table in () if history is None else (history.steps, history.evaluations):
+            for later in [number for number in table if number > step]:
+                del table[later]
+
     def record(self, policy: str, step: int, values: Values) -> None:
         """Record a line of metrics; values that are not finite or exceed `LARGEST` are left out."""
         usable = {name: value for name, value in values.items() if abs(value) <= LARGEST}
@@ -359,12 +366,45 @@ class MetricsFile:
         except OSError as error:
             raise self._error(error) from error
 
+    def forget_after(self, steps: Mapping[str, int]) -> None:
+        """Remove the lines of later steps, which the run takes again.
+
+        Args:
+            steps: newest step that stays, by policy.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        kept, has_later = list[bytes](), False
+        try:
+            with open_regular(self.path) as file:
+                for line in file:
+                    is_later = _is_later(line, steps)
+                    has_later |= is_later
+                    kept += [] if is_later else [line]
+            if has_later:
+                replace_file(self.path, b"".join(kept))
+                self._file.close()
+                self._file = open_jsonl_to_append(self.path)
+        except OSError as error:
+            raise self._error(error) from error
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
 
     def _error(self, error: OSError) -> StorageError:
         return StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {resume_advice(error)}")
+
+
+def _is_later(line: bytes, steps: Mapping[str, int]) -> bool:
+    """Whether a line of metrics is of a later step than the newest of its policy; a damaged line is not."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    policy, step = (row.get("policy"), _integer(row.get("step"))) if isinstance(row, dict) else (None, None)
+    return isinstance(policy, str) and step is not None and policy in steps and step > steps[policy]
 
 
 def open_jsonl_to_append(path: Path) -> FileIO:

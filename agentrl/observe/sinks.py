@@ -33,6 +33,11 @@ class Sink(Protocol):
         """Record the values of one step; must not block for long."""
         ...
 
+    def forget_after(self, steps: Mapping[str, int]) -> None:
+        """Mark the values of later steps as void: the run takes these steps again. `steps` has the newest step that
+        stays, by policy."""
+        ...
+
     def close(self) -> None:
         """Write buffered values and release resources. Idempotent."""
         ...
@@ -74,6 +79,9 @@ class _PolicyPrefix:
         policies = config.get("policies", {})
         self._several = sum(policy.get("kind", "trained") == "trained" for policy in policies.values()) > 1
 
+    def forget_after(self, steps: Mapping[str, int]) -> None:
+        """Do nothing: later values replace those of the same step where the service shows them."""
+
     def named(self, policy: str, values: Mapping[str, float]) -> dict[str, float]:
         prefix = f"{policy}/" if self._several else ""
         return {f"{prefix}{name}": value for name, value in values.items() if math.isfinite(value)}
@@ -86,6 +94,7 @@ class TensorboardSink(_PolicyPrefix):
         super().__init__(config)
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._session_log = _import("tensorboard.compat.proto.event_pb2", "tensorboard").SessionLog
         self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self._writer = writer.EventFileWriter(str(directory / "tensorboard"))
 
@@ -96,6 +105,11 @@ class TensorboardSink(_PolicyPrefix):
         ]
         event = self._event(step=step, summary=self._summary(value=scalars))
         self._writer.add_event(event)
+
+    def forget_after(self, steps: Mapping[str, int]) -> None:
+        """Write the event at which TensorBoard discards values of later steps, whichever policy they are of."""
+        start = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(step=max(steps.values(), default=0) + 1, session_log=start))
 
     def close(self) -> None:
         """Write buffered events. Idempotent."""

@@ -178,6 +178,9 @@ def test_a_sink_that_fails_is_dropped_by_name_and_the_run_goes_on(tmp_path: Path
             self.calls += 1
             raise OSError("no network")
 
+        def forget_after(self, steps: object) -> None:
+            self.calls += 1
+
         def close(self) -> None:
             self.calls += 1
 

@@ -87,6 +87,21 @@ def test_wandb_and_trackio_get_finite_values_by_step(tmp_path: Path, monkeypatch
     assert wandb.calls[-2:] == [("log", {"step": 3, "reward/mean": 0.5}, None), ("finish",)]
 
 
+def test_tensorboard_shows_a_step_that_is_taken_again_once(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, values in ((1, [1.0, 2.0, 3.0]), (3, [30.0, 40.0])):
+        (sink,) = open_sinks(["tensorboard"], tmp_path, {"policies": {"p": {}}})
+        if first > 1:
+            sink.forget_after({"p": first - 1})
+        for step, value in enumerate(values, first):
+            sink.record("p", step, {"reward/mean": value})
+        sink.close()
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert points == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
 def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (sink,) = open_sinks(["tensorboard"], tmp_path, {"policies": {"p": {}, "q": {}}})

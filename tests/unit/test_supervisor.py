@@ -532,6 +532,15 @@ def test_a_resume_says_which_versions_changed_since_the_run_began(
     reader.close()
 
 
+def test_each_step_has_its_metrics_once_though_some_are_taken_again(tmp_path: Path) -> None:
+    lives = Lives([4])
+    lives.run(tmp_path, checkpoint=2, held_out=2)
+    assert len(lives.trainers) == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "evaluation/reward" in row] == [0, 6]
+
+
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
