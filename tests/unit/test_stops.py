@@ -103,16 +103,20 @@ def play(directory: str, what: str) -> None:
         steps=6, name="run", directory=directory, checkpoint={"every": 1}, max_in_flight=4, stop_seconds=STOP_SECONDS
     )
     run = run_training(config, Guess, tasks=TASKS, factories=factories)
-    run_guarding_event_loop(run, Path(directory, "run"))
+    try:
+        interrupted = run_guarding_event_loop(run, Path(directory, "run")).interrupted
+    except KeyboardInterrupt:
+        interrupted = True
+    sys.exit(130 if interrupted else 0)  # as the command line does
 
 
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("start", "threads that still run"),
+        ("start", ""),
         ("step", "finishing step 2 of guesser"),
         ("loop", "stop_seconds"),
-        ("thread", "threads that still run"),
+        ("thread", ""),
         ("close", "waiting for the end of its processes"),
     ],
 )
