@@ -130,7 +130,7 @@ def check_size(weights: WeightsRef, max_numbers: int) -> int:
 def count_numbers(model: PreTrainedModel) -> int:
     """Count the numbers that a full version of a model may have: those of its state, and those of its base's files, of
     which a version keeps the tensors that the model does not have."""
-    count = sum(tensor.numel() for tensor in model.state_dict().values())
+    count: int = sum(tensor.numel() for tensor in model.state_dict().values())
     with suppress(ModelError, OSError, SafetensorError, ValueError, KeyError):
         stored = checkpoint_tensors(Path(str(model.name_or_path)), torch.float32)
         count += sum(math.prod(tensor.get_shape()) for tensor in stored.values())
