@@ -476,7 +476,7 @@ class ClientSampler:
         seed: int,
     ) -> Completion:
         """Sample once; a completion that a text ended has `stop` as its finish reason, too. A call that is interrupted
-        for another owner continues where it ended, with the same random numbers."""
+        for another owner continues where it ended, with the same random numbers; an engine that cannot begins again."""
         decode = source.base.decode
         pieces: list[Completion] = []
 
@@ -525,6 +525,8 @@ class ClientSampler:
                 if (wait := budget.lost()) is None:
                     raise EngineLostError(f"{call_id}: the call was aborted")
                 await self._clock.sleep(wait)
+            if not self._engine.capabilities.exact_continuation:
+                pieces.clear()  # continued, it would draw other tokens than its seed gives
 
     def _record(
         self,
