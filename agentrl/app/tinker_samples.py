@@ -466,7 +466,7 @@ class ClientSampler:
             raise errors.exceptions[0] from None
         return [samples[number] for number in range(len(seeds))]
 
-    async def _one(
+    async def _one(  # noqa: C901 - each end of a call is a case
         self,
         call_id: str,
         prompt: Int32Array,
