@@ -92,12 +92,14 @@ class ClientLoss:
     """Loss of each token, to be summed, of log-probabilities, columns and settings."""
     needs: tuple[str, ...] = ()
     """Columns that each row must have."""
+    accepts: tuple[str, ...] = ()
+    """Further columns that the formula reads. Any other column is refused: it would change nothing."""
     settings: tuple[str, ...] = ()
 
 
 _CLIPPED = ("clip_low_threshold", "clip_high_threshold")
 CLIENT_LOSSES: Mapping[str, ClientLoss] = {
-    "cross_entropy": ClientLoss(function=_cross_entropy),
+    "cross_entropy": ClientLoss(function=_cross_entropy, accepts=("weights",)),
     "importance_sampling": ClientLoss(function=_importance_sampling, needs=("logprobs", "advantages")),
     "ppo": ClientLoss(function=_ppo, needs=("logprobs", "advantages"), settings=_CLIPPED),
     "cispo": ClientLoss(function=_cispo, needs=("logprobs", "advantages"), settings=_CLIPPED),
@@ -117,7 +119,10 @@ def check_rows(
     """
     chosen = CLIENT_LOSSES.get(loss)
     if chosen is None:
-        raise InputError(f"the loss {loss[:60]!r} is not served here; there are: {', '.join(CLIENT_LOSSES)}")
+        raise InputError(
+            f"the loss {loss[:60]!r} is not served here; there are: {', '.join(CLIENT_LOSSES)}. Any other loss of "
+            "log-probabilities can be computed in the script, with forward_backward_custom"
+        )
     if unknown := sorted(settings.keys() - set(chosen.settings)):
         raise InputError(
             f"the loss {loss} has no setting {unknown[0][:60]!r}; it has {', '.join(chosen.settings) or 'none'}"
@@ -139,9 +144,14 @@ def _check_row(where: str, row: ClientRow, loss: str, chosen: ClientLoss, *, voc
     for name, tokens in (("model_input", row.token_ids), ("target_tokens", row.targets)):
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
             raise InputError(f"{where}: {name} has a token outside the vocabulary, [0, {vocabulary})")
+    readable = (*chosen.needs, *chosen.accepts)
     for name, column in row.columns.items():
-        if name not in _COLUMNS:
-            raise InputError(f"{where}: the losses here read no {name[:60]!r}; they read {', '.join(_COLUMNS)}")
+        if name not in readable:
+            advice = "; multiply the advantages by them" if name == "weights" and "advantages" in readable else ""
+            raise InputError(
+                f"{where}: the loss {loss} does not read {name[:60]!r}, only target_tokens, {', '.join(readable)}: "
+                f"leave it out{advice}"
+            )
         if len(column) != count:
             raise InputError(f"{where}: {len(column)} {name} for {count} tokens; there must be one each")
         if not np.isfinite(column).all():
@@ -304,10 +314,14 @@ class ClientTrainer:
     def optim_step(self, name: str, settings: AdamSettings) -> float:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.
 
+        As in torch, a gradient of zeros moves the weights by momentum and decay. Without a pass since the last step
+        there is no gradient, and the weights stay.
+
         Raises:
             NonFiniteError: the norm or a new weight is NaN or infinite. The weights are undefined: remove them.
         """
         learner = self.learners[name]
+        has_gradient = any(parameter.grad is not None for parameter in learner.model.parameters.values())
         gradients = learner.gradients()
         norm = float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])))
         if not math.isfinite(norm):
@@ -317,7 +331,8 @@ class ClientTrainer:
                 gradient.mul_(settings.max_grad_norm / norm)
         for group in learner.optimizer.param_groups:
             group.update(betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay)
-        learner.apply(settings.learning_rate, norm)
+        if has_gradient:
+            learner.move_weights(settings.learning_rate)
         if not all(bool(parameter.isfinite().all()) for parameter in learner.model.parameters.values()):
             raise NonFiniteError("the step made a weight NaN or infinite, so it was not taken; lower the learning rate")
         learner.discard()

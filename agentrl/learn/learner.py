@@ -207,13 +207,17 @@ class Learner:
         policy and its value head separately.
         """
         if grad_norm > 0.0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.model.round_masters()
+            self.move_weights(rate)
         parameters = self.value_parameters.values()
         if self.value_head is not None and any(bool(_gradient(parameter).any()) for parameter in parameters):
             self.value_head.update(self.value_optimizer)
+
+    def move_weights(self, rate: float) -> None:
+        """Change the policy's weights by AdamW, also if the gradient is 0."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.model.round_masters()
 
     def discard(self) -> None:
         """Discard the accumulated gradient."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -18,9 +18,9 @@ import agentrl
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import EngineConfig, TrainerConfig
 from agentrl.config.server import ServedModelConfig, ServerConfig
-from agentrl.core.errors import NonFiniteError
+from agentrl.core.errors import InputError, NonFiniteError
 from agentrl.core.tokens import ClientRow
-from agentrl.learn.client_training import AdamSettings, ClientTrainer, ForwardResult
+from agentrl.learn.client_training import CLIENT_LOSSES, AdamSettings, ClientTrainer, ForwardResult, check_rows
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, make_rows, run_config, write_model
@@ -255,6 +255,71 @@ def test_a_step_is_that_of_adamw(trainer: ClientTrainer) -> None:
     for copy, parameter in zip(copies, parameters.values(), strict=True):
         assert torch.allclose(copy, parameter, atol=1e-5)
     trainer.remove("adam")
+
+
+def test_a_gradient_of_zeros_moves_weights_as_in_torch(trainer: ClientTrainer) -> None:
+    """By momentum and decay; a step without a pass before it has no gradient and moves nothing."""
+    trainer.add("zero", LoraConfig(rank=4), seed=1)
+    parameters = trainer.learners["zero"].model.parameters
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters.values()]
+    reference = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)
+    for advantage in (1.0, 0.0, None, 0.0):
+        before = [parameter.detach().clone() for parameter in parameters.values()]
+        reference.zero_grad()
+        if advantage is not None:
+            rows = client_rows()
+            for row in rows:
+                row.columns["advantages"][:] *= advantage  # type: ignore[index]
+            trainer.forward("zero", rows, "importance_sampling", {}, backward=True)
+            for copy, found in zip(copies, trainer.learners["zero"].gradients(), strict=True):
+                copy.grad = found.clone()
+            assert any(bool(copy.grad.any()) for copy in copies if copy.grad is not None) is bool(advantage)
+            torch.nn.utils.clip_grad_norm_(copies, 0.5)
+        trainer.optim_step("zero", ADAM)
+        reference.step()
+        moved = [not torch.equal(old, new) for old, new in zip(before, parameters.values(), strict=True)]
+        assert any(moved) is (advantage is not None)
+        for copy, parameter in zip(copies, parameters.values(), strict=True):
+            assert torch.allclose(copy, parameter, atol=1e-6)
+    assert trainer.step("zero") == 4
+    trainer.remove("zero")
+
+
+@pytest.mark.parametrize("loss", CLIENT_LOSSES)
+@pytest.mark.parametrize("column", ["weights", "logprobs", "advantages", "mask"])
+def test_a_column_that_a_loss_does_not_read_is_refused(loss: str, column: str) -> None:
+    """Whether a column is read is seen in the loss: another value of it gives another sum."""
+    chosen = CLIENT_LOSSES[loss]
+    logprobs = torch.linspace(-3.0, -1.0, 4)
+    values = {"weights": torch.ones(4), "logprobs": logprobs + 0.1, "advantages": torch.linspace(-1.0, 0.5, 4)}
+    changed = values | {column: values.get(column, torch.ones(4)) * 0.99}
+    sums = [float(chosen.function(logprobs, columns, {}).sum()) for columns in (values, changed)]
+    is_read = sums[0] != sums[1]
+    needed = {name: np.ones(4, np.float32) for name in (*chosen.needs, column)}
+    row = ClientRow(token_ids=np.arange(4, dtype=np.int32), targets=np.arange(4, dtype=np.int64), columns=needed)
+    if is_read:
+        check_rows([row], loss, {}, vocabulary=VOCABULARY, max_context=8)
+    else:
+        with pytest.raises(InputError, match=rf"datum 0: the loss {loss} does not read '{column}'"):
+            check_rows([row], loss, {}, vocabulary=VOCABULARY, max_context=8)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "stable_reinforce", "custom", "nonsense"])
+def test_a_loss_that_is_not_served_is_refused_with_what_is(loss: str) -> None:
+    row = ClientRow(token_ids=np.arange(4, dtype=np.int32), targets=np.arange(4, dtype=np.int64), columns={})
+    with pytest.raises(InputError, match=rf"'{loss}' is not served here; there are: cross_entropy.*custom"):
+        check_rows([row], loss, {}, vocabulary=VOCABULARY, max_context=8)
+
+
+def test_the_page_names_each_loss_of_the_sdk(repository: Path) -> None:
+    """As served or as refused."""
+    names = get_args(pytest.importorskip("tinker.types.loss_fn_type").LossFnType)
+    page = (repository / "docs/how-to/tinker.md").read_text(encoding="utf-8")
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    (served,) = (line for line in table if line.startswith("| `forward`"))
+    (refused,) = (line for line in table if line.startswith("| refused by name"))
+    for name in set(names) - {"custom"}:  # `create_custom_loss`, which the page refuses
+        assert (f"`{name}`" in served, f"`{name}`" in refused) == (name in CLIENT_LOSSES, name not in CLIENT_LOSSES)
 
 
 @pytest.mark.parametrize("settings", [{}, {"sharding": "offload"}, {"recompute": True}])
