@@ -207,11 +207,13 @@ class SamplingConfig(Section):
     temperature: PerEpisode[Rate] = 1.0
     """Divisor of the logits. Training optimizes the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Sample from the k most likely tokens; 0: all. The kept set of any filter is recorded and used in training."""
+    """Sample from the k most likely tokens, after `min_p`; 0: all. The kept set of any filter is recorded and used in
+    training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this share."""
+    """Sample from the most likely tokens whose probabilities add up to this share, after `min_p` and `top_k`."""
     min_p: PerEpisode[Share] = 0.0
-    """Sample from tokens with at least this fraction of the largest probability."""
+    """Sample from tokens with at least this fraction of the largest probability, after `temperature`. This filter is
+    the first, as in vLLM."""
     max_tokens: PerEpisode[Tokens] = 64
     """Maximum sampled tokens per turn. A turn that is cut off (`Turn.is_cut`) is no answer, move or tool call."""
     max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8

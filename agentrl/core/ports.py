@@ -79,7 +79,8 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters. Filters apply in the order temperature, top-k, top-p, min-p."""
+    """Sampling parameters. Filters apply in vLLM's order: temperature, min-p, top-k, top-p. Each sees the renormalized
+    distribution that the one before left."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -24,6 +24,7 @@ FILTERS: list[dict[str, Any]] = [
     {"min_p": 0.2, "temperature": 1.3},
     {"top_k": 20, "top_p": 0.9},
     {"top_p": 0.8, "min_p": 0.05, "temperature": 1.5},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.3},
 ]
 
 
