@@ -13,8 +13,11 @@ from agentrl.core.files import read_json
 WITHOUT_INITIAL_STATE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
 """Model types whose layers cannot compute several tokens from a state in a cache: the scan of Mamba 1 begins without
 one, and RG-LRU keeps its state in the layer."""
-SELECTED_KEYS = ("index_topk", "indexer_budget")
+_INDEXERS = ("index_topk", "indexer_budget")
 """Settings for the number of keys that an indexer selects for attention."""
+SELECTED_KEYS = (*_INDEXERS, "keep_window_size")
+"""Settings for the number of keys that attention selects by their scores; the last one is Doge's, without an
+indexer."""
 _INDEXED_LAYERS = {
     "indexed_attention",
     "deepseek_sparse_attention",
@@ -51,7 +54,7 @@ def check_slot_layers(path: Path) -> None:
                 "with which the embedded engine samples; add an [engine.vllm] table, which selects vLLM"
             )
         kinds = part.get("layer_types")
-        selects = any(str(name).startswith(SELECTED_KEYS) and value for name, value in part.items()) or (
+        selects = any(str(name).startswith(_INDEXERS) and value for name, value in part.items()) or (
             isinstance(kinds, list) and not _INDEXED_LAYERS.isdisjoint(map(str, kinds))
         )
         why = "select or compress keys with an indexer, whose cache a slot lacks" if selects else ""

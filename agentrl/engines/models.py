@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -55,8 +56,9 @@ from agentrl.engines.stored_tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -90,7 +92,10 @@ _TEXT_WITHIN = {"llama4"}
 cannot be called for the hidden states of a text."""
 _STATE_PLACES = ("conv_states", "recurrent_states")
 """Attributes of a layer's part of a `transformers.Cache` that hold states, by their number in the layer."""
-_SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
+_LENGTH_NAMES = re.compile("window|chunk|block|topk|original_max_position")
+"""Names of integers that are known to be lengths: both sides of each are checked, whatever that costs."""
+THRESHOLD_MULTIPLES = (1, 2, 4, 8)
+"""Multiples of an integer of the configuration at which a model may change its computation, too."""
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -452,8 +457,9 @@ class LayerKinds:
         self.counts: list[int] = []
         """Number of layers of each kind; empty for a model that is kept whole."""
 
-    def trim(self, model: PreTrainedModel, repeated: int | None) -> None:
-        """Remove all layers but the first of each kind, and the second of kind `repeated`.
+    def trim(self, model: PreTrainedModel, repeated: int | None, *, of_each: int = 1) -> Callable[[], None]:
+        """Remove all layers but the first `of_each` of each kind, and the next of kind `repeated`; return a function
+        that restores them.
 
         A model is left whole if its layers are not in one list or share parameters, or no two are of one kind.
         """
@@ -467,7 +473,7 @@ class LayerKinds:
             or len(set(map(id, parameters))) < len(parameters)
             or (config := getattr(parent, "config", None)) is None
         ):
-            return
+            return lambda: None
         settings = vars(config)
         lists = [name for name, value in settings.items() if isinstance(value, list) and len(value) == len(layers)]
         places: dict[object, list[int]] = {}
@@ -475,17 +481,35 @@ class LayerKinds:
             kind = (_structure(layer), *(str(settings[name][place]) for name in lists))
             places.setdefault(kind, []).append(place)
         if len(places) == len(layers):
-            return
+            return lambda: None
         self.counts = [len(of_kind) for of_kind in places.values()]
         kept = sorted(
-            place for kind, of_kind in enumerate(places.values()) for place in of_kind[: 1 + (kind == repeated)]
+            place for kind, of_kind in enumerate(places.values()) for place in of_kind[: of_each + (kind == repeated)]
         )
         parent_modules = parent._modules  # type: ignore[union-attr]
         name = next(name for name, module in parent_modules.items() if module is owner)
+        count_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        before = {key: settings[key] for key in (*lists, count_name)}
+
+        def restore() -> None:
+            parent_modules[name] = owner
+            settings.update(before)
+
         parent_modules[name] = nn.ModuleList(layers[place] for place in kept)
-        for name in lists:
-            settings[name] = [settings[name][place] for place in kept]
-        settings[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+        for key in lists:
+            settings[key] = [settings[key][place] for place in kept]
+        settings[count_name] = len(kept)
+        return restore
+
+
+@contextmanager
+def with_few_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, a model computes with at most two layers of each kind, if it has more."""
+    restore = LayerKinds().trim(model, None, of_each=2)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _structure(layer: nn.Module) -> tuple[object, ...]:
@@ -585,36 +609,122 @@ def reward_model_kv_bytes(path: str | Path) -> int:
         raise ModelError(f"{path}: config.json describes no reward model ({type(error).__name__}: {error})") from error
 
 
-def context_length_thresholds(config: PretrainedConfig, max_context: int) -> list[int]:
-    """Return the lengths below `max_context` at which a model may change its computation, ascending.
+def configured_integers(config: PretrainedConfig) -> dict[str, int]:
+    """Return all whole numbers in the configuration of a text model, keyed by their path, such as
+    `rope_parameters.original_max_position_embeddings`."""
+    return dict(_integers(config.get_text_config().to_dict(), ""))
 
-    These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a
-    superfluous length costs a check, a missing one would leave a change unchecked. No change at 2 can matter, because a
-    row of one token predicts none.
+
+def _integers(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _integers(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _integers(item, f"{path}[{index}]")
+    elif not isinstance(value, bool) and isinstance(value, int | float) and value == value // 1:
+        yield path, int(value)
+
+
+def random_tokens(config: PretrainedConfig, shape: tuple[int, ...], seed: int) -> NDArray[np.int64]:
+    """Draw tokens of text: without those that config.json names, such as that of an image, which a model computes in
+    another way."""
+    named = [value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))]
+    tokens = np.setdiff1d(np.arange(config.get_text_config().vocab_size), [id_ for id_ in named if type(id_) is int])
+    return np.random.default_rng(seed).choice(tokens, shape)
+
+
+def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -> list[int]:
+    """Return the lengths in which the checks at the start compare a model with itself, ascending and distinct.
+
+    A model may change its computation at any integer of its configuration, under any name, or at a multiple of one. So
+    there is a length on each side of these (t - 1 and t + 5), and `max_context`. Lengths close to a shorter one are
+    left out, the more the fewer `max_tokens` there are, and then the longest. Those at integers with the name of a
+    length (a window, a chunk) always stay.
+
+    Args:
+        config: configuration of the model.
+        max_context: longest context of the run, in tokens.
+        max_tokens: the largest `check_cost` of the lengths.
     """
-    return sorted(
-        {
-            value
-            for name, value in config.get_text_config().to_dict().items()
-            if type(value) is int and _SPECIAL.search(name) and 2 < value < max_context
-        }
-    )
+    named, others = set[int](), {max_context}
+    for path, value in configured_integers(config).items():
+        for multiple in THRESHOLD_MULTIPLES:
+            threshold = value * multiple
+            if 2 < threshold < max_context:  # a row of one token predicts none, so no change at 2 can matter
+                is_named = multiple == 1 and _LENGTH_NAMES.search(path)
+                (named if is_named else others).update((threshold - 1, min(threshold + 5, max_context)))
+    lengths: list[int] = []
+    for spacing in (1.15, 1.3, 1.6, 2.0):
+        lengths, last = [], _SHORTEST_CHECK
+        for length in sorted(named | others):
+            if length in named or length > last * spacing:
+                lengths.append(length)
+                last = length
+        if max_context not in lengths:
+            lengths.append(max_context)
+        if check_cost(lengths) <= max_tokens:
+            return lengths
+    while check_cost(lengths) > max_tokens and (unnamed := [length for length in lengths if length not in named]):
+        lengths.remove(unnamed[-1])
+    return lengths
+
+
+def check_cost(lengths: Sequence[int]) -> int:
+    """Return the tokens that take as long as rows of these lengths, which are computed one by one."""
+    return sum(lengths) + _ROW_COST * len(lengths)
+
+
+_SHORTEST_CHECK = 7
+"""Length up to which the short contexts of each check suffice."""
+_ROW_COST = 32
+"""Tokens that take as long as the conversion of weights to float32, for each row."""
+_CHECK_OPERATIONS = {"cpu": 1e11, "cuda": 1e14}
+"""Floating-point operations that a check at the start may take, by device: some seconds."""
+
+
+def affordable_tokens(model: PreTrainedModel, max_context: int, passes: int) -> int:
+    """Return the number of tokens that a check at the start may forward in each of so many passes."""
+    text = model.config.get_text_config()
+    ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
+    decoder: nn.Module = model.get_decoder()
+    weights = sum(parameter.numel() for parameter in decoder.parameters() if id(parameter) not in ends)
+    operations = _CHECK_OPERATIONS.get(model.device.type, _CHECK_OPERATIONS["cpu"])
+    scores = text.num_hidden_layers * getattr(text, "hidden_size", 0) * max_context
+    return int(operations / (2 * max(1, weights + scores) * passes))
+
+
+def varied(tensor: Tensor) -> Tensor:
+    """Return a tensor, with noise if all its values are equal.
+
+    Norms begin as ones, biases, sinks and scalars as zeros. With such values a model may compute the same in right and
+    wrong ways, which differ as soon as they are trained. Equal shapes get equal noise, so passes can be compared.
+    """
+    values = tensor.detach().flatten()
+    if not len(values) or bool((values[[0, len(values) // 2, -1]] != values[0]).any()):
+        return tensor
+    if bool((values != values[0]).any()):
+        return tensor
+    width = tensor.shape[-1] if tensor.ndim > 1 else 1
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel()))
+    scale = 0.3 * (float(values[0].abs()) or width**-0.5)
+    return tensor + scale * noise.to(tensor)
 
 
 def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    """Refuse to train a model with sparse attention in contexts longer than the number of keys its indexer selects.
+    """Refuse to train a model with sparse attention in contexts longer than the number of keys that it selects.
 
     Keys with equal scores are selected arbitrarily, depending on the number of rows in the pass. So the trainer's
     probabilities may differ from the sampled ones, and the check at the start may not meet such keys.
 
     Raises:
-        ModelError: contexts may have more tokens than the indexer selects.
+        ModelError: contexts may have more tokens than keys are selected.
     """
     for name, value in config.get_text_config().to_dict().items():
         if name.startswith(SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
-                f"{path}: {config.model_type} attends only to keys that an indexer selects ({name} = {value}). How it "
-                "breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
+                f"{path}: {config.model_type} attends only to keys that it selects by their scores ({name} = {value}). How "
+                "it breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
                 f"with; set engine.max_context to at most {value}, where all keys are attended to, or train another "
                 "model"
             )

@@ -116,6 +116,11 @@ def _model_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits[0]
 
 
+def logits_after(model: PreTrainedModel, inputs: Mapping[str, Any], places: Tensor) -> Tensor:
+    """Compute the logits [n, V] behind some tokens, `places` [n], of one row, without those behind all others."""
+    return _model_logits(model, _decoder(model)(**inputs).last_hidden_state[0, places])
+
+
 def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     """Copy the columns of a micro-batch that the forward pass reads, by name."""
     names = ("token_ids", "position_ids", "visible_until", "hidden_index", "targets", "temperature")
@@ -469,7 +474,7 @@ _KEPT_MASKS = 1 << 22
 warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
 _BLOCK = 128
 """Number of tokens in a block of flex_attention."""
-UNFUSED_TOKENS = 512
+UNFUSED_TOKENS = 2048
 """Number of tokens up to which attention without gradients is not fused: the checks and canaries before a first token
 must not wait for a compiler."""
 

@@ -17,12 +17,12 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from inspect import signature
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import peft
@@ -46,18 +46,25 @@ from agentrl.core.model_layers import SELECTED_KEYS
 from agentrl.core.tokens import TrainingSample
 from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
+    THRESHOLD_MULTIPLES,
+    affordable_tokens,
+    check_cost,
     check_finite_logits,
+    check_lengths,
     check_sparse_attention,
     computing_in_float32,
-    context_length_thresholds,
+    configured_integers,
     lacks_initial_state,
     model_dtype,
     native_attention,
     num_layers_with_state,
     outermost_layers,
     quote_first_names,
+    random_tokens,
     read_meta_model,
     read_model,
+    varied,
+    with_few_layers,
 )
 from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
 from agentrl.engines.weights.reading import (
@@ -72,13 +79,16 @@ from agentrl.learn.experts import ParamWrapper, predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
+    UNFUSED_TOKENS,
     RoutingReplay,
+    compiles_attention,
     guesses_lengths,
+    logits_after,
     sharing_pays,
     token_logprobs,
     tree_attention,
 )
-from agentrl.learn.packing import MicroBatch, TreeSize, pack
+from agentrl.learn.packing import MicroBatch, TreeSize, pack, padded_together
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 from agentrl.learn.recurrence import follow_trees
 
@@ -1067,11 +1077,14 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     """Return why the prefix tree does not reproduce the model's own log-probabilities, so that padded rows are used;
     empty if it does.
 
-    The test batch has short rows, and one row on each side of every length below `max_context` that the model's
-    configuration names (`context_length_thresholds`): windows and chunks have no effect in shorter rows. It costs as
-    much as a few rows of such a length in a step. It is computed in float32, layer by layer, because rounding would
-    hide a wrong position. The function sets the model's attention according to the result. A model without weights, on
-    the meta device, is assumed to share.
+    Rows of many lengths (`check_lengths`) are computed together as a step would, in two packings, and each alone by the
+    model's own forward pass. Weights that are still at a constant initial value get noise (`varied`). Both passes
+    compute in float32, layer by layer, because rounding would hide a wrong position. What all layers would take too
+    long for is computed with two layers of each kind. The function sets the model's attention according to the result.
+    A model without weights, on the meta device, is assumed to share.
+
+    The reference is the attention with which the model computes a row alone, `native_attention`, because transformers'
+    `eager` is wrong for some models: it adds the ALiBi of Falcon twice.
 
     Raises:
         ModelError: neither reproduces them, or the model cannot be forwarded at all.
@@ -1087,39 +1100,192 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     if model.device.type == "meta":
         model.set_attn_implementation(attention if reason else ATTENTION)
         return reason
-    special = context_length_thresholds(model.config, max_context)
-    around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
-    rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
-    differences: dict[bool, float] = {}
-    with torch.no_grad(), computing_in_float32(model, _to_float32):
+    stages = _check_stages(model, max_context)
+    mismatch = _Mismatch()
+    for is_shared in (False,) if reason else (True, False):
+        mismatch = _first_mismatch(model, stages, is_shared=is_shared)
+        model.set_attn_implementation(ATTENTION if is_shared else attention)
+        if not mismatch.text:
+            return reason
+        reason = mismatch.text
+    raise ModelError(_refusal(model, stages, mismatch))
+
+
+class _CheckStage(NamedTuple):
+    """Rows of the check at the start that are computed with the same layers."""
+
+    lengths: tuple[int, ...]
+    layers: Callable[[PreTrainedModel], AbstractContextManager[None]]
+    """Returns a context in which the model computes with those layers."""
+    max_tokens: int
+    """Number of tokens up to which a second packing may be filled with further rows; 0: there is one packing."""
+
+
+class _Mismatch(NamedTuple):
+    """How a pass of the trainer differs from the model's own; the text is empty if it does not."""
+
+    text: str = ""
+    difference: float = math.nan
+
+
+_ROUNDING = 1e-5
+"""Difference in log-probabilities that rounding in float32 makes near the uniform distribution, in nats."""
+_SHORT_ROWS = (12, 13, 15)
+"""Lengths of rows that are always checked, with all layers: several, so that padding and masks are tested."""
+_LARGEST_PACKING = 1 << 12
+"""Number of tokens up to which the check fills a packing: a model may count the tokens of a whole micro-batch."""
+_LONGEST_FILLER = 256
+"""Largest length of a row that fills a packing, so that attention stays cheap."""
+_MANY_LOGITS = 1 << 25
+"""Number of logits above which a row's are only computed where they are compared."""
+_WIDE_HEAD = 1 << 24
+"""Weights of an output projection from which only the last tokens of a row are compared."""
+
+
+def _all_layers(_: PreTrainedModel) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]:
+    """Choose the rows of the check at the start: with all layers, if that takes seconds, otherwise with few."""
+    passes = 4  # alone, in two packings, and again if the first way of computing them is wrong
+    tokens = affordable_tokens(model, max_context, passes)
+    lengths = check_lengths(model.config, max_context, tokens)
+    if max_context in lengths and check_cost(lengths) <= tokens:
+        return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, min(tokens, _LARGEST_PACKING))]
+    try:
+        with with_few_layers(model), torch.no_grad(), computing_in_float32(model, _to_float32):
+            (row,) = _check_rows(model, [max(_SHORT_ROWS)])
+            _reference_logprobs(model, row)
+            few_tokens = affordable_tokens(model, max_context, passes)
+    except _FORWARD_ERRORS:  # layers of some models need others
+        return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, 0)]
+    few_lengths = tuple(check_lengths(model.config, max_context, few_tokens))
+    return [
+        _CheckStage(_SHORT_ROWS, _all_layers, 0),
+        _CheckStage(few_lengths, with_few_layers, min(few_tokens, _LARGEST_PACKING)),
+    ]
+
+
+def _first_mismatch(model: PreTrainedModel, stages: Sequence[_CheckStage], *, is_shared: bool) -> _Mismatch:
+    mismatches = (_mismatch(model, stage, is_shared=is_shared) for stage in stages)
+    return next((mismatch for mismatch in mismatches if mismatch.text), _Mismatch())
+
+
+def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) -> _Mismatch:
+    """Compare the trainer's log-probabilities of rows, packed in two ways, with the model's own of each row alone.
+
+    Raises:
+        ModelError: the model cannot be forwarded, by itself or over padded rows.
+    """
+    attention = native_attention(model)
+    rows = _check_rows(model, stage.lengths, many=_head_size(model) < _WIDE_HEAD)
+    fillers = _filler_rows(model, stage)
+    on_device = 1 << 30
+    if compiles_attention(model.device) and is_shared:
+        on_device = UNFUSED_TOKENS  # no wait for a compiler, but for a longer row
+    kind = type(model).__name__
+    with (
+        stage.layers(model),
+        torch.no_grad(),
+        computing_in_float32(model, lambda parameter: varied(_to_float32(parameter))),
+    ):
         model.set_attn_implementation(attention)
         try:
-            expected = [_reference_logprobs(model, row) for row in rows]
+            expected = {id(row): _reference_logprobs(model, row) for row in rows}
         except _FORWARD_ERRORS as error:
-            raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
-        for is_shared in (False,) if reason else (True, False):
-            (batch,) = pack(rows, max_tokens=1 << 30, share=is_shared)
-            model.set_attn_implementation(ATTENTION if is_shared else attention)
-            try:
-                logprobs = token_logprobs(model, batch, shared=is_shared).logprob
-            except Exception as error:
-                if is_shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
-                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
-                    continue
-                raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
-            reference = [
-                expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)
-            ]
-            differences[is_shared] = float((logprobs - torch.tensor(reference, device=logprobs.device)).abs().max())
-            if differences[is_shared] <= SHARING_TOLERANCE:
-                return "" if is_shared else reason
-            reason = f"log-probabilities differ by {differences[is_shared]:.2g} with shared prefixes"
-    raise ModelError(
+            raise ModelError(f"{kind} cannot be forwarded as a causal LM: {error!r}") from error
+        model.set_attn_implementation(ATTENTION if is_shared else attention)
+        largest = 0.0
+        packings = [[*rows, *fillers]]
+        if stage.max_tokens:
+            packings += [rows[::2]] if is_shared else _padded_pairs(rows)
+        for packed in packings:
+            for batch in pack(packed, max_tokens=on_device, share=is_shared):
+                try:
+                    logprobs = token_logprobs(model, batch, shared=is_shared).logprob
+                except Exception as error:
+                    if is_shared:  # of the architecture, or of the attention kernel's compiler; the start names it
+                        return _Mismatch(f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}")
+                    raise ModelError(f"{kind} cannot be forwarded by the trainer: {error!r}") from error
+                for sample, at, logprob in zip(batch.sample, batch.position, logprobs.tolist(), strict=True):
+                    row = packed[sample]
+                    if id(row) in expected:  # NumPy's maximum, because Python's max ignores NaN
+                        largest = float(np.maximum(largest, abs(logprob - expected[id(row)][int(at)])))
+    # A model that has learned nothing yet is near the uniform distribution, where a large fault changes little.
+    spread = float(np.std([logprob for of_row in expected.values() for logprob in of_row.values()]))
+    if largest <= max(_ROUNDING, SHARING_TOLERANCE * min(1.0, spread) ** 2):
+        return _Mismatch()
+    with_prefixes = " with shared prefixes" if is_shared else ""
+    return _Mismatch(f"log-probabilities differ by {largest:.2g}{with_prefixes}", largest)
+
+
+def _padded_pairs(rows: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+    """Return pairs of rows next to each other in length that are padded together, so that each length between them is
+    once exceeded by padding alone."""
+    by_length = sorted(rows, key=lambda row: len(row.token_ids))
+    return [
+        [shorter, longer]
+        for shorter, longer in pairwise(by_length)
+        if padded_together(len(longer.token_ids), len(shorter.token_ids))
+    ]
+
+
+def _refusal(model: PreTrainedModel, stages: Sequence[_CheckStage], mismatch: _Mismatch) -> str:
+    """Return the message that refuses a model, with the length up to which it would match."""
+    text = (
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
-        f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
-        f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained"
-        + (f"; set engine.max_context to at most {special[0]}, where it may match" if special else "")
+        f"{', '.join(map(str, sorted({length for stage in stages for length in stage.lengths})))} tokens together, "
+        f"differ from the model's own by {mismatch.difference:.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be "
+        "trained"
     )
+    stage = stages[-1]
+    lengths = sorted(stage.lengths)
+    right, wrong = 0, len(lengths)  # numbers of the shortest rows that match together, and that do not
+    while wrong - right > 1:
+        count = (right + wrong) // 2
+        shorter = stage._replace(lengths=tuple(lengths[:count]))
+        if _mismatch(model, shorter, is_shared=False).text:
+            wrong = count
+        else:
+            right = count
+    if not right:
+        return text
+    changes = sorted(
+        (multiple, f"{path} = {value}")
+        for path, value in configured_integers(model.config).items()
+        for multiple in THRESHOLD_MULTIPLES
+        if lengths[right - 1] <= value * multiple <= lengths[right]
+    )
+    names = ", ".join(dict.fromkeys(name for _, name in changes[:4]))
+    return (
+        f"{text}; set engine.max_context to at most {lengths[right - 1]}, where it matches"
+        + f" (config.json may say why: {names})" * bool(changes)
+    )
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config()
+    return int(text.vocab_size) * int(getattr(text, "hidden_size", 0) or 0)
+
+
+def _filler_rows(model: PreTrainedModel, stage: _CheckStage) -> list[TrainingSample]:
+    """Make further rows, whose results are not compared, so that a packing exceeds the integers in the configuration
+    that it may exceed."""
+    tokens = sum(stage.lengths)
+    thresholds = [
+        value * multiple
+        for value in configured_integers(model.config).values()
+        for multiple in THRESHOLD_MULTIPLES
+        if value * multiple < stage.max_tokens
+    ]
+    missing = max(thresholds, default=0) + _CHECK_LENGTH - tokens
+    short = [length for length in stage.lengths if length <= _LONGEST_FILLER]
+    lengths: list[int] = []
+    while short and missing > 0:
+        lengths.append(short[len(lengths) % len(short)])
+        missing -= lengths[-1]
+    return _check_rows(model, lengths, seed=1) if lengths else []
 
 
 def why_compiled_attention_fails(model: PolicyModel) -> str:
@@ -1158,16 +1324,19 @@ def _check_logprobs(model: PolicyModel, *, share: bool) -> Tensor:
     return model.token_logprobs(batch).logprob
 
 
-def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:
-    """Make random rows, every other one of which begins like the first; the last tokens of each are trained."""
-    draws = np.random.default_rng(0).integers(
-        0, model.config.get_text_config().vocab_size, (len(lengths), max(lengths))
-    )
+def _check_rows(
+    model: PreTrainedModel, lengths: Sequence[int], *, many: bool = False, seed: int = 0
+) -> list[TrainingSample]:
+    """Make random rows, every other one of which begins like the first; the last tokens of each are trained, or with
+    `many` also some in every part of it."""
+    draws = random_tokens(model.config, (len(lengths), max(lengths)), seed)
     draws[1::2, :7] = draws[0, :7]
     rows = []
     for row_ids, length in zip(draws.astype(np.int32), lengths, strict=True):
         zeros = np.zeros(length, np.float32)
         mask = np.arange(length) >= max(1, length - _CHECK_LENGTH)
+        if many:
+            mask[1 :: max(1, length // 32)] = True
         rows.append(TrainingSample(token_ids=row_ids[:length], loss_mask=mask, logprobs=zeros, advantages=zeros))
     return rows
 
@@ -1176,15 +1345,16 @@ def _reference_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int
     """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
     own attention."""
     ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(model.device)
-    few: dict[str, Any] = (
-        {"logits_to_keep": _CHECK_LENGTH + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    )
+    positions = np.flatnonzero(row.loss_mask)
+    places = torch.from_numpy(positions - 1).to(model.device)
+    inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
     if guesses_lengths(model):
-        few["attention_mask"] = torch.ones_like(ids)[None]
-    logits = (
-        model(input_ids=ids[None], use_cache=False, **few).logits[0, -_CHECK_LENGTH - 1 : -1].float().log_softmax(-1)
-    )
-    check_finite_logits(model, logits)
-    targets = ids[-len(logits) :]
-    logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()
-    return dict(zip(range(len(ids) - len(logits), len(ids)), logprobs, strict=True))
+        inputs["attention_mask"] = torch.ones_like(ids)[None]
+    if len(ids) * int(model.config.get_text_config().vocab_size) <= _MANY_LOGITS:
+        logits = model(**inputs).logits[0, places]
+    else:
+        logits = logits_after(model, inputs, places)
+    logprobs = logits.float().log_softmax(-1)
+    check_finite_logits(model, logprobs)
+    values = logprobs.gather(1, ids[places + 1, None])[:, 0].tolist()
+    return dict(zip(positions.tolist(), values, strict=True))

@@ -113,4 +113,3 @@ def test_an_engine_applies_the_documented_order(zoo: ModelZoo, kind: str) -> Non
         await _check_engine(engine, zoo)
 
     asyncio.run(main())
-
