@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from agentrl.app.assemble import make_local_worker
 from agentrl.app.engines import check_endpoints, make_engine
-from agentrl.app.hub import check_local_models, with_downloaded_models
+from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory
+from agentrl.app.model_files import model_paths
 from agentrl.app.plan import with_chosen_settings
 from agentrl.app.policies import (
     check_tokenizers,
@@ -53,6 +54,7 @@ from agentrl.config.policies import (
 )
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig
+from agentrl.core import event_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.files import expand_path, temporary_directory
@@ -178,6 +180,7 @@ def evaluate(
     environment: type | None = None,
     journal: str | Path | None = None,
     on_progress: Callable[[int, int], None] = lambda ended, episodes: None,
+    on_phase: Callable[[str, str], None] = lambda phase, part: None,
 ) -> Evaluation:
     """Measure the mean reward on held-out tasks, each sampled `evaluation.attempts` times as in training, without
     training.
@@ -190,6 +193,8 @@ def evaluate(
         environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
         on_progress: receives the number of ended episodes, and of all, about twice a second.
+        on_phase: receives each phase of the start when it begins, and while it lasts again with the part that runs,
+            about twice a second; "" for the whole.
 
     Returns:
         Metrics by name, such as `evaluation/reward`, and as `.episodes` every episode: its conversations, reward and
@@ -203,7 +208,7 @@ def evaluate(
     config = load_config(config)
     config, tasks = _with_tasks(config, tasks)
     trained = config.trained
-    config, weights = prepare_evaluation(config, policy)
+    config, weights = prepare_evaluation(config, policy, on_phase)
     environment_class = environment_of(config, environment)
     asyncio.run(unproved_sandbox_promises(config.sandbox, environment_class))
     splits = (
@@ -232,7 +237,7 @@ def evaluate(
             playing = dispatcher.evaluate(played_tasks, {})
             return await reporting(playing, lambda: on_progress(*dispatcher.evaluated.progress()))
 
-        headers = asyncio.run(play_in_new_run(config, environment_class, weights, run_path, play))
+        headers = event_loop.run(play_in_new_run(config, environment_class, weights, run_path, play, on_phase))
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
     metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
     dropped_headers = [header for header in headers if not header.committed]
@@ -398,7 +403,9 @@ def _by_policy(
 
 
 def prepare_evaluation(
-    config: RunConfig, policy: Directory | Mapping[str, Directory] | None
+    config: RunConfig,
+    policy: Directory | Mapping[str, Directory] | None,
+    on_phase: Callable[[str, str], None] = lambda phase, part: None,
 ) -> tuple[RunConfig, Sequence[WeightsRef]]:
     """Return a configuration whose policies are served and not trained, and the weights that differ from the base
     model's.
@@ -411,7 +418,15 @@ def prepare_evaluation(
     )
     check_local_models(config)
     check_endpoints(config.policies)
-    config, _ = with_chosen_settings(with_downloaded_models(config, {}), {})
+    if names := [path for path in model_paths(config).values() if is_hub_name(path)]:
+        on_phase(f"finding {', '.join(names)} on the Hugging Face hub, or in its cache", "")
+    config = with_downloaded_models(config, {})
+    if config.bases:
+        on_phase("loading torch and transformers, and reading the model's shapes", "")
+    dtype = config.model.dtype
+    config, lines = with_chosen_settings(config, {})
+    if config.model.dtype != dtype:
+        warnings.warn(lines.splitlines()[-1], stacklevel=1)
     check_tokenizers(config.engine_plan)
     return config, frozen_policy_weights(config.bases)
 
@@ -422,6 +437,7 @@ async def play_in_new_run(
     frozen_weights: Sequence[WeightsRef],
     run: Path,
     play: Play,
+    on_phase: Callable[[str, str], None] = lambda phase, part: None,
 ) -> list[EpisodeHeader]:
     """Play episodes with the engine of a configuration, into the journal of a new run; see `play_without_training`."""
     from agentrl.journal.store import SqliteJournal
@@ -448,8 +464,14 @@ async def play_in_new_run(
         stack.push_async_callback(store.close)
         stack.enter_context(recording_process_state(run))
         await stack.enter_async_context(gpu_reservation())
-        engine = await make_engine(
-            config.engine_plan, {name: PolicyVersion(name, 0, 0) for name in config.policies}, lambda line: None
+        versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
+        phase = "starting the engine: it loads the model, and checks itself" if config.bases else "starting"
+        clock = SystemClock()
+        began = clock.monotonic()
+        on_phase(phase, "")
+        engine = await reporting(
+            make_engine(config.engine_plan, versions, lambda line: on_phase(phase, line)),
+            lambda: on_phase(phase, f"{clock.monotonic() - began:.0f} s"),
         )
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config.bases, ServedVersions(engine), store, frozen_weights)

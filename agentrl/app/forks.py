@@ -7,7 +7,6 @@ running, is not touched. Forks are neither trained nor counted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -32,7 +31,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import AnyPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.core import ids
+from agentrl.core import event_loop, ids
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import expand_path, refuse_links
 from agentrl.core.own_loop import outside_event_loop
@@ -183,7 +182,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     policies = fork_policies(config.policies, parent, replacements, received)
     received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(
+    return event_loop.run(
         _fork(
             *(config, environment_class, parent, parent_directory, n, policies, factories or RunFactories()),
             info_fields,

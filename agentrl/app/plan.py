@@ -7,7 +7,8 @@ of the run gets its part of the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -156,8 +157,8 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
 
 
 def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
-    """Return the configuration with engine and token limits chosen where they are open, and a line about the engine for
-    the user; "" if there is no choice. Imports torch.
+    """Return the configuration with engine, dtype and token limits chosen where they are open, and lines about engine
+    and dtype for the user; "" if there is no choice. Imports torch.
 
     Args:
         config: configuration of the run, with local model directories.
@@ -170,12 +171,65 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
         InputError: the driver does not list the GPUs.
     """
     check_context_ranks(config.trainer_plan)
-    config, line = with_chosen_engine(config, before)
+    config, engine_line = with_chosen_engine(config, before)
     check_quantized_models(config)
     check_vllm_models(config.engine_plan)
     for base in config.bases if config.engine.kind == "embedded" else ():
         check_slot_layers(Path(base.path))
-    return with_chosen_token_limits(config, before), line
+    dtype_line = ""
+    on_cpu = not config.on_cluster and (not machine.gpus() or config.stays_on_cpu)
+    if on_cpu and config.engine.kind == "embedded":
+        dtype, dtype_line = chosen_dtype(config.engine_plan, before)
+        config = config.with_dtype(dtype)
+    return with_chosen_token_limits(config, before), "\n".join(filter(None, (engine_line, dtype_line)))
+
+
+_SLOWER = 1.5
+"""Time of a product in bfloat16 over that in float32 from which `model.dtype` = "auto" means float32."""
+
+
+def chosen_dtype(
+    plan: EnginePlan, before: Mapping[str, Any], measure: Callable[[str], tuple[float, float]] | None = None
+) -> tuple[str, str]:
+    """Return `model.dtype` of an embedded engine on a CPU, and a line for the user; "" if nothing was chosen. It is
+    float32 if the setting is "auto", means bfloat16, and this CPU computes bfloat16 more slowly. Imports torch.
+
+    Engine and trainer read the choice from the configuration, so they compute in the same dtype, also after a resume.
+    A dtype that the user has set is kept, with a warning.
+
+    Args:
+        plan: the engine's part of the run, with local model directories.
+        before: the configuration with which the run was started, as data, whose dtype is kept; empty for a new run.
+        measure: returns the times of a product of a model's shape in float32 and in bfloat16; default:
+            `measure_products`.
+
+    Raises:
+        ModelError: a directory holds no model.
+    """
+    from agentrl.engines.models import dtype_name, measure_products, model_dtype
+
+    if before:
+        recorded = value_at(before, "model", "dtype")
+        return ("float32" if plan.dtype == "auto" and recorded == "float32" else plan.dtype), ""
+    halves = [base.path for base in plan.bases if dtype_name(model_dtype(base.path, plan.dtype, "cpu")) == "bfloat16"]
+    if not halves:
+        return plan.dtype, ""
+    in_float32, in_bfloat16 = (measure or measure_products)(halves[0])
+    if in_bfloat16 < _SLOWER * in_float32:
+        return plan.dtype, ""
+    ratio = f"{in_bfloat16 / in_float32:.1f} times as long as in float32"
+    times = f"{ratio} ({in_bfloat16:.3g} ms against {in_float32:.3g})"
+    if plan.dtype == "auto":
+        return "float32", (
+            f"computing in float32: on this CPU, a product in bfloat16, the checkpoint's dtype, takes {times} "
+            '(model.dtype = "bfloat16" computes in it)'
+        )
+    warnings.warn(
+        f'model.dtype = "{plan.dtype}": on this CPU, a product in bfloat16 takes {times}; "float32" is faster and '
+        "takes twice the memory",
+        stacklevel=2,
+    )
+    return plan.dtype, ""
 
 
 def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:

@@ -30,7 +30,7 @@ from agentrl.app.scoring import RecordedScorer
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
-from agentrl.core import ids
+from agentrl.core import event_loop, ids
 from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (
     AgentRLError,
@@ -140,7 +140,7 @@ def replay(
             until=until,
             rescoring=rescoring,
         )
-        return asyncio.run(_all(reader, episodes, request, on_progress))
+        return event_loop.run(_all(reader, episodes, request, on_progress))
     finally:
         reader.close()
 

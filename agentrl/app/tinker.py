@@ -580,8 +580,8 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
     check_local_models(config.run)
     path, clock = Path(config.directory) / config.name, SystemClock()
     plan, line = await asyncio.to_thread(with_chosen_settings, config.run, RunDirectory.config(path))
-    if line:
-        tell(line)
+    for each in line.splitlines():
+        tell(each)
     is_new = not (path / "journal").is_dir()
     directory = RunDirectory.create(path, plan.model_dump_json(indent=1)) if is_new else RunDirectory.reopen(path)
     info = {"name": config.name, "config": plan.model_dump(mode="json"), "code": {}}

@@ -370,8 +370,8 @@ async def _resolve(
             observer.phase("reading the model's shapes, and predicting memory")
         config = await asyncio.to_thread(with_learning_rates, config, before)
         config, line = await asyncio.to_thread(with_chosen_settings, config, before)
-        if line:
-            observer.say(line)
+        for each in line.splitlines():
+            observer.say(each)
     chat_format, bases = await asyncio.to_thread(_read_formats, config.model, config.engine_plan, factories)
     changes: list[SettingDifference] = []
     if is_resolved:

@@ -218,12 +218,14 @@ def evaluate(options: argparse.Namespace) -> int:
     ):
 
         def on_progress(num_ended: int, episodes: int) -> None:
+            progress.phase("playing")
             progress(f"{num_ended} of {plural(episodes, 'episode')}", num_ended / max(episodes, 1))
 
         progress("starting")
-        metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
+        reports: Any = {"on_progress": on_progress, "on_phase": progress.phase}
+        metrics = run_evaluation(config, _weights(options.policy), journal=journal, **reports)
         if options.compare:
-            other_evaluation = run_evaluation(config, other_weights, journal=compared_journal, on_progress=on_progress)
+            other_evaluation = run_evaluation(config, other_weights, journal=compared_journal, **reports)
             other_metrics = {
                 name.replace("evaluation/", "compared/", 1): value for name, value in other_evaluation.items()
             }

@@ -344,6 +344,10 @@ class RunConfig(Section):
                 names[key] = base_model_display_name(key[0]) + (f" for {owner}" if has_full_weights else "")
         return [BaseModelPlan(key[0], names[key], policies) for key, policies in policies_by_base.items()]
 
+    def with_dtype(self, dtype: str) -> RunConfig:
+        """Return the configuration with another value of `model.dtype`."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+
     def with_token_limits(self, max_context: int, micro_batch_tokens: int) -> RunConfig:
         """Return the configuration with other values of `engine.max_context` and `trainer.micro_batch_tokens`."""
         engine = self.engine.model_copy(update={"max_context": max_context})

@@ -99,7 +99,7 @@ class ModelConfig(Section):
     policy is remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Data type of the engine, the trainer and published full weights. `auto`: the checkpoint's, but float32 for a
-    float16 checkpoint (docs/reference/engines.md)."""
+    float16 checkpoint, and on a CPU that computes bfloat16 more slowly (docs/reference/engines.md)."""
     reply_format: Fixed[ReplyFormatName] = "auto"
     """Syntax of tool calls and thinking in replies (docs/reference/models.md). `auto`: detected from the chat template.
     Policies that name their own `model` always use `auto`."""

@@ -35,6 +35,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ModelError
 from agentrl.core.files import (
     MAX_JSON_BYTES,
@@ -148,6 +149,38 @@ def model_dtype(path: str | Path, setting: str, device: torch.device | str) -> t
             "model.dtype = 'float32'"
         )
     return dtype
+
+
+def measure_products(path: str | Path) -> tuple[float, float]:
+    """Measure a matrix product of a model's shape on this machine's CPU, which may compute bfloat16 many times slower
+    than float32.
+
+    Returns:
+        The best of three times in float32 and in bfloat16, in ms.
+
+    Raises:
+        ModelError: the directory holds no model.
+    """
+    _check_directory(path)
+    try:
+        text = _read_config(path).get_text_config()
+    except _LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
+    width = int(getattr(text, "hidden_size", 0) or 1024)
+    inner = getattr(text, "intermediate_size", None)
+    wide = inner if type(inner) is int else 4 * width
+    times: list[float] = []
+    clock = SystemClock()
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, weights = torch.ones((64, width), dtype=dtype), torch.ones((width, wide), dtype=dtype)
+        best = float("inf")
+        for _ in range(4):  # the first one prepares the kernel
+            start = clock.monotonic()
+            rows @ weights
+            best = min(best, clock.monotonic() - start)
+        times.append(1e3 * best)
+    return times[0], times[1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -723,10 +756,10 @@ def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str
     for name, value in config.get_text_config().to_dict().items():
         if name.startswith(SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
-                f"{path}: {config.model_type} attends only to keys that it selects by their scores ({name} = {value}). How "
-                "it breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
-                f"with; set engine.max_context to at most {value}, where all keys are attended to, or train another "
-                "model"
+                f"{path}: {config.model_type} attends only to keys that it selects by their scores ({name} = "
+                f"{value}). How it breaks ties depends on the batch, so rows cannot be trained with the probabilities "
+                f"they were sampled with; set engine.max_context to at most {value}, where all keys are attended to, "
+                "or train another model"
             )
 
 

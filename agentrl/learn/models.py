@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from inspect import signature
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -78,8 +77,8 @@ from agentrl.learn.context import ContextGroup
 from agentrl.learn.experts import ParamWrapper, predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
-    HeadOutput,
     UNFUSED_TOKENS,
+    HeadOutput,
     RoutingReplay,
     compiles_attention,
     guesses_lengths,

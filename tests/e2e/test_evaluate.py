@@ -256,3 +256,23 @@ def test_two_versions_are_compared_task_by_task(
     assert main([*given, "--compare", "base", "--journal", "kept"]) == 2
     assert "kept-compared, which has a journal" in capsys.readouterr().err
     assert not Path("kept").exists(), "it is refused before the first evaluation"
+
+
+def test_the_start_of_an_evaluation_names_its_phases(base: Path, tmp_path: Path) -> None:
+    """In order, and the engine's again while it lasts."""
+    phases: list[tuple[str, str]] = []
+    played: list[int] = []
+
+    def on_progress(num_ended: int, episodes: int) -> None:
+        played.append(len(phases))
+
+    agentrl.evaluate(
+        config_of(base),
+        environment=Pair,
+        on_phase=lambda phase, part: phases.append((phase, part)),
+        on_progress=on_progress,
+    )
+    names = list(dict.fromkeys(phase for phase, _ in phases))
+    assert [name.split()[0] for name in names] == ["loading", "starting"]
+    assert any(part for phase, part in phases if phase == names[1])
+    assert set(played) == {len(phases)}, "no phase of the start after the first episode"
