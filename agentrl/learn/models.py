@@ -461,7 +461,7 @@ def load_models(
     device: torch.device,
     mesh: DeviceMesh | None = None,
     *,
-    trim: Callable[[PreTrainedModel], None] | None = None,
+    trim: Callable[[PreTrainedModel], object] | None = None,
 ) -> dict[str, PolicyModel]:
     """Load a model for every policy of the run that learns, in the order of the configuration.
 
@@ -569,7 +569,7 @@ def _load_on_base(
     base_plan: BaseModelPlan,
     device: torch.device,
     mesh: DeviceMesh | None,
-    trim: Callable[[PreTrainedModel], None] | None,
+    trim: Callable[[PreTrainedModel], object] | None,
 ) -> dict[str, PolicyModel]:
     """Load the models of the policies on one base; see `load_models`."""
     path = Path(base_plan.path)
@@ -786,7 +786,7 @@ def _load(
     dtype: torch.dtype,
     max_context: int,
     mesh: DeviceMesh | None = None,
-    trim: Callable[[PreTrainedModel], None] | None = None,
+    trim: Callable[[PreTrainedModel], object] | None = None,
 ) -> PreTrainedModel:
     """Load the model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
