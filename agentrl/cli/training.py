@@ -253,6 +253,7 @@ def _warnings_as_lines() -> Iterator[None]:
         sys.stderr.write(f"WARNING {escape_line(str(message))}\n")
 
     with warnings.catch_warnings():
+        warnings.filterwarnings("always", module=r"agentrl\.")  # a line, also where Python makes warnings errors
         warnings.showwarning = show  # type: ignore[assignment]
         yield
 
