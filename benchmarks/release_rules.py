@@ -14,7 +14,7 @@ from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup
 from agentrl.journal.port import UnitDropped
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.scheduler import GroupDemand
+from agentrl.orchestrator.scheduler import GroupDemand, Hold
 from tests.simulation.engine import EmulatedEngine
 from tests.simulation.run import request_episode_id
 
@@ -134,13 +134,13 @@ def one_step_off(orchestrator: Orchestrator) -> None:
     groups = size // orchestrator.plan.demands[0].units[POLICY]
     inner, began = scheduler.why_not, 0
 
-    def why_not(demand: GroupDemand) -> str | None:
+    def why_not(demand: GroupDemand) -> Hold | None:
         nonlocal began
         if dispatcher.next_group - began >= groups:
             if buffer.ledger.in_flight:
-                return "the batch that is sampled"
+                return Hold("max_staleness", "for the batch that is sampled")
             if buffer.ready(POLICY) >= size and POLICY in scheduler.stepping:
-                return "the batch that is trained"
+                return Hold("max_staleness", "for the batch that is trained")
             began = dispatcher.next_group
         return inner(demand)
 

@@ -42,6 +42,7 @@ Unit = tuple[str, int, str]
 
 UNCHECKED = ("meta", "metrics")
 FILES = {"full": ("model.safetensors",), "adapter": ("adapter_model.safetensors", "adapter_config.json")}
+LIMITS = ("max_tokens", "max_turns", "context_length", "time_limit")
 KAPPA = 3.0
 MOST = 50
 """Violations named; more are counted."""
@@ -638,7 +639,12 @@ class _Judge:
                     inputs.append((turns, credit))
             for number, (turns, credit) in enumerate(inputs):
                 is_last = number == len(inputs) - 1
-                is_cut = is_last and stops[episode, attempt] in ("max_tokens", "max_turns", "context_length", "time_limit")
+                is_cut = is_last and stops[episode, attempt] in (
+                    "max_tokens",
+                    "max_turns",
+                    "context_length",
+                    "time_limit",
+                )
                 digests[episode, number] = _row_digest(turns, credit, is_cut=is_cut)
         whole = hashlib.blake2b(digest_size=16)
         for episode, number in json.loads(header["__metadata__"]["rows"]):

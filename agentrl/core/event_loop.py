@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -14,28 +16,46 @@ T = TypeVar("T")
 
 
 class CallThreads(Executor):
-    """An executor with one daemon thread per call.
+    """An executor whose calls never wait for each other: as many daemon threads as calls run at once.
 
-    In a pool, a few calls that hang would block all others, and the end of the program. A thread costs about 0.1 ms,
-    and a call that never returns keeps only its thread.
+    In a pool of limited size, a few calls that hang would block all others, and the end of the program. Idle threads
+    are kept and used again: the kernel ends processes that die with their parent, such as Ray's, when the thread that
+    started them ends.
     """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+        """Queues of the idle threads; a thread runs what its queue holds."""
+        os.register_at_fork(after_in_child=self._idle.clear)  # a forked process has no threads
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # a running call cannot be cancelled; it is only no longer awaited
+        try:
+            queue = self._idle.pop()
+        except IndexError:
+            queue = SimpleQueue()
+            Thread(target=_run_calls, args=(queue,), name="call", daemon=True).start()
 
         def run() -> None:
             try:
                 result = call(*arguments, **named)
-            except StopIteration as error:  # which asyncio's futures cannot hold
-                answer.set_exception(RuntimeError("StopIteration").with_traceback(error.__traceback__))
             except BaseException as error:  # noqa: BLE001 - handed over to the caller
+                self._idle.append(queue)
+                if isinstance(error, StopIteration):  # which asyncio's futures cannot hold
+                    error = RuntimeError("StopIteration").with_traceback(error.__traceback__)
                 answer.set_exception(error)
             else:
+                self._idle.append(queue)
                 answer.set_result(result)
 
-        Thread(target=run, name="call", daemon=True).start()
+        queue.put(run)
         return answer
+
+
+def _run_calls(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        queue.get()()
 
 
 CALL_THREADS = CallThreads()

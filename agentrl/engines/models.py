@@ -680,6 +680,8 @@ def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -
         max_context: longest context of the run, in tokens.
         max_tokens: the largest `check_cost` of the lengths.
     """
+    if max_context < 2:  # no context was chosen yet
+        return []
     named, others = set[int](), {max_context}
     for path, value in configured_integers(config).items():
         for multiple in THRESHOLD_MULTIPLES:

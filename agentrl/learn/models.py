@@ -1150,6 +1150,8 @@ def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]
     passes = 4  # alone, in two packings, and again if the first way of computing them is wrong
     tokens = affordable_tokens(model, max_context, passes)
     lengths = check_lengths(model.config, max_context, tokens)
+    if not lengths:
+        return [_CheckStage(_SHORT_ROWS, _all_layers, 0)]
     if max_context in lengths and check_cost(lengths) <= tokens:
         return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, min(tokens, _LARGEST_PACKING))]
     try:

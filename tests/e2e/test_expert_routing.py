@@ -38,7 +38,7 @@ class Short(agentrl.ToolEnvironment):
         return [agentrl.Task(id=f"t{n}", data={"question": f"What is {n} + {n}?"}) for n in range(64)]
 
     def reward(self, task, episode):
-        return float(len(episode.answer) % 2)
+        return float(len(episode.turns[-1].text) % 2)
 """
 STEPS = 6
 

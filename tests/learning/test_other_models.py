@@ -74,7 +74,7 @@ class Patient(agentrl.ToolEnvironment):
         return a + b
 
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
-        return float(len(episode.answer) % 2)
+        return float(len(episode.turns[-1].text) % 2)
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
