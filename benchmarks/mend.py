@@ -2,7 +2,7 @@
 
     python -m benchmarks.mend [--quick] [--part kinds|mixing|thresholds|tinker|warm_up]
 
-* `kinds`. `kinds_right`: the share of the kinds of fault in `KINDS` whose tests all pass; `silent`: number of the others.
+* `kinds`. `kinds_right`: the share of the kinds of fault in `KINDS` whose tests all pass; `silent`: the other kinds.
 * `mixing`. `episodes_mixed_found`, of `episodes_mixed_planted`: environments whose episodes mix, and that
   `agentrl env check` finds; `sound_accused`, of `sound_checked`: sound ones that it accuses.
 * `thresholds`. `thresholds_found`, of `thresholds_planted`: models whose forward pass changes at a length, and that the
@@ -83,11 +83,12 @@ KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
 """The tests of each kind: a file, and the beginning of the tests' names."""
 MIXING = "tests/unit/test_check_concurrency.py"
 THRESHOLDS = "tests/unit/test_start_thresholds.py"
-SETTINGS = ("no_warm_up", "warm_up", "lockstep")
 NAMES = (
     *("kinds_right", "silent", "episodes_mixed_planted", "episodes_mixed_found", "sound_checked", "sound_accused"),
     *("thresholds_planted", "thresholds_found", "tinker_wait_ratio", "requests_lost"),
-    *(f"{model}{name}_{of}" for model in ("", "smollm2_") for name in SETTINGS for of in ("versions", "k3")),
+    *("no_warm_up_versions", "no_warm_up_k3", "warm_up_versions", "warm_up_k3", "lockstep_versions", "lockstep_k3"),
+    *("smollm2_no_warm_up_versions", "smollm2_no_warm_up_k3", "smollm2_warm_up_versions", "smollm2_warm_up_k3"),
+    *("smollm2_lockstep_versions", "smollm2_lockstep_k3"),
 )
 _run = cache(outcomes)
 

@@ -367,50 +367,60 @@ class AlarmOutsideMainThreadError(BaseException):
 
 
 _ALARMS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-_fail_episode: ContextVar[Callable[[EpisodeError], None] | None] = ContextVar("fail_episode", default=None)
-"""Fails the episode whose code is running, from any thread."""
+_guard: ContextVar[AlarmGuard | None] = ContextVar("guard", default=None)
+"""The guard of the episode whose code is running."""
 _num_episodes = 0
 """Number of episodes whose code runs in this process. A thread that code starts itself does not know its episode."""
+
+
+class Failing(Protocol):
+    """Something that an error fails."""
+
+    def fail(self, error: EpisodeError) -> None:
+        """End with an error."""
+        ...
 
 
 class AlarmGuard:
     """Fails an episode whose code, or a thread that it starts through asyncio, uses an alarm outside the main thread.
 
-    `fail` is called in the running event loop. The alarm also raises `AlarmOutsideMainThreadError`.
+    `episode.fail` is called in the running event loop. The alarm also raises `AlarmOutsideMainThreadError`.
 
-    A class, because every episode in flight holds one.
+    Small, because every episode in flight holds one: hence neither a token of the context nor a bound method.
     """
 
-    __slots__ = ("_fail", "_loop", "_token")
+    __slots__ = ("_episode", "_loop", "_outer")
 
-    def __init__(self, fail: Callable[[EpisodeError], None]) -> None:
-        self._fail = fail
+    def __init__(self, episode: Failing) -> None:
+        self._episode = episode
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> None:
         global _num_episodes
-        self._token = _fail_episode.set(self._fail_from_any_thread)
+        self._outer = _guard.get()
+        _guard.set(self)
         _num_episodes += 1
 
     def __exit__(self, *_: object) -> None:
         global _num_episodes
         _num_episodes -= 1
-        with contextlib.suppress(ValueError):  # an abandoned coroutine is closed in another context
-            _fail_episode.reset(self._token)
+        if _guard.get() is self:  # an abandoned coroutine is closed in another context
+            _guard.set(self._outer)
 
-    def _fail_from_any_thread(self, error: EpisodeError) -> None:
+    def fail(self, error: EpisodeError) -> None:
+        """Fail the episode, from any thread."""
         if asyncio._get_running_loop() is self._loop:
-            self._fail(error)
+            self._episode.fail(error)
         else:
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._loop.call_soon_threadsafe(self._episode.fail, error)
 
 
 def keep_episode_in_thread(call: Callable[[], T]) -> Callable[[], T]:
     """Return a function for another thread, whose alarms fail the calling episode."""
-    fail = _fail_episode.get()
+    guard = _guard.get()
 
     def run() -> T:
-        _fail_episode.set(fail)
+        _guard.set(guard)
         return call()
 
     return run
@@ -422,8 +432,8 @@ def _refuse_alarm(call: str) -> None:
     Raises:
         AlarmOutsideMainThreadError: an episode's code called this outside the main thread.
     """
-    fail = _fail_episode.get()
-    if threading.current_thread() is threading.main_thread() or not (fail or _num_episodes):
+    guard = _guard.get()
+    if threading.current_thread() is threading.main_thread() or not (guard or _num_episodes):
         return
     text = (
         f"{call} was called in the thread {threading.current_thread().name!r}. Alarms work only in the main thread, so "
@@ -432,8 +442,8 @@ def _refuse_alarm(call: str) -> None:
         "the main thread. Call the code in the main thread (such as in an `async` tool), or limit its time with "
         "`subprocess.run(…, timeout=…)`"
     )
-    if fail is not None:
-        fail(EpisodeError(text, reason="environment_error"))
+    if guard is not None:
+        guard.fail(EpisodeError(text, reason="environment_error"))
     raise AlarmOutsideMainThreadError(text)
 
 

@@ -138,7 +138,7 @@ class EpisodeRunner:
                 )
                 try:
                     self.parking.begin(spec.episode_id, episode)
-                    with AlarmGuard(journal.fail):
+                    with AlarmGuard(journal):
                         await journal.begin_steps(strand, partial(_call_program, environment, context))
                 except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
                     end_error = _ended_with(error, journal, limit)

@@ -290,6 +290,16 @@ class RetryingScorer(ABC):
         return self.unscorable
 
 
+@dataclass(slots=True)
+class _Failure:
+    """The first error with which an `AlarmGuard` failed a function."""
+
+    error: EpisodeError | None = None
+
+    def fail(self, error: EpisodeError) -> None:
+        self.error = self.error or error
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class FunctionScorer(RetryingScorer):
     """A user's function; see `agentrl.scorer`."""
@@ -298,13 +308,13 @@ class FunctionScorer(RetryingScorer):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
-        failures: list[EpisodeError] = []
-        with AlarmGuard(failures.append):
+        failure = _Failure()
+        with AlarmGuard(failure):
             value = self.function(request.group or request.scored, **self.options)
             if inspect.isawaitable(value):
                 value = await value
-        if failures:
-            raise failures[0]
+        if failure.error is not None:
+            raise failure.error
         return Answer(value)
 
 
