@@ -667,7 +667,9 @@ def random_tokens(config: PretrainedConfig, shape: tuple[int, ...], seed: int) -
     return np.random.default_rng(seed).choice(tokens, shape)
 
 
-def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -> list[int]:
+def check_lengths(
+    config: PretrainedConfig, max_context: int, max_tokens: int, longest_unnamed: int | None = None
+) -> list[int]:
     """Return the lengths in which the checks at the start compare a model with itself, ascending and distinct.
 
     A model may change its computation at any integer of its configuration, under any name, or at a multiple of one. So
@@ -679,6 +681,7 @@ def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -
         config: configuration of the model.
         max_context: longest context of the run, in tokens.
         max_tokens: the largest `check_cost` of the lengths.
+        longest_unnamed: longest of the lengths at integers without the name of a length; None: no limit.
     """
     if max_context < 2:  # no context was chosen yet
         return []
@@ -689,6 +692,9 @@ def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -
             if 2 < threshold < max_context:  # a row of one token predicts none, so no change at 2 can matter
                 is_named = multiple == 1 and _LENGTH_NAMES.search(path)
                 (named if is_named else others).update((threshold - 1, min(threshold + 5, max_context)))
+    if longest_unnamed is not None:
+        others = {min(length, longest_unnamed) for length in others}
+    longest = max(named | others)
     lengths: list[int] = []
     for spacing in (1.15, 1.3, 1.6, 2.0):
         lengths, last = [], _SHORTEST_CHECK
@@ -696,8 +702,8 @@ def check_lengths(config: PretrainedConfig, max_context: int, max_tokens: int) -
             if length in named or length > last * spacing:
                 lengths.append(length)
                 last = length
-        if max_context not in lengths:
-            lengths.append(max_context)
+        if longest not in lengths:
+            lengths.append(longest)
         if check_cost(lengths) <= max_tokens:
             return lengths
     while check_cost(lengths) > max_tokens and (unnamed := [length for length in lengths if length not in named]):

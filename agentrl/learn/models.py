@@ -1149,10 +1149,11 @@ def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]
     """Choose the rows of the check at the start: with all layers, if that takes seconds, otherwise with few."""
     passes = 4  # alone, in two packings, and again if the first way of computing them is wrong
     tokens = affordable_tokens(model, max_context, passes)
-    lengths = check_lengths(model.config, max_context, tokens)
+    unfused = UNFUSED_TOKENS if compiles_attention(model.device) else None  # no wait for a compiler
+    lengths = check_lengths(model.config, max_context, tokens, unfused)
     if not lengths:
         return [_CheckStage(_SHORT_ROWS, _all_layers, 0)]
-    if max_context in lengths and check_cost(lengths) <= tokens:
+    if (unfused is not None or max_context in lengths) and check_cost(lengths) <= tokens:
         return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, min(tokens, _LARGEST_PACKING))]
     try:
         with with_few_layers(model), torch.no_grad(), computing_in_float32(model, _to_float32):
@@ -1161,7 +1162,7 @@ def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]
             few_tokens = affordable_tokens(model, max_context, passes)
     except _FORWARD_ERRORS:  # layers of some models need others
         return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, 0)]
-    few_lengths = tuple(check_lengths(model.config, max_context, few_tokens))
+    few_lengths = tuple(check_lengths(model.config, max_context, few_tokens, unfused))
     return [
         _CheckStage(_SHORT_ROWS, _all_layers, 0),
         _CheckStage(few_lengths, with_few_layers, min(few_tokens, _LARGEST_PACKING)),
