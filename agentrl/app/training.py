@@ -212,7 +212,9 @@ async def run_training(  # noqa: PLR0913 - as `train`
     if factories.engine is make_engine:
         await asyncio.to_thread(_check_policies, config)
     if not resume:
-        config = await asyncio.to_thread(_create_directory, config, path)
+        await asyncio.to_thread(_remove_failed_start, path)
+        config = await asyncio.to_thread(keep_models, config, path)
+        RunDirectory.create(path, config.model_dump_json(indent=1))
     directory = RunDirectory(path)
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(
@@ -287,14 +289,10 @@ def _check_free(path: Path) -> None:
         RunDirectory.check_free(path)
 
 
-def _create_directory(config: RunConfig, path: Path) -> RunConfig:
-    """Create the directory of a new run, in place of a failed start; returns the configuration with the models that the
-    run keeps there."""
+def _remove_failed_start(path: Path) -> None:
+    """Remove the directory of a failed start, so that a new run can take its place."""
     if _is_failed_start(path):
         shutil.rmtree(path, ignore_errors=True)
-    config = keep_models(config, path)
-    RunDirectory.create(path, config.model_dump_json(indent=1))
-    return config
 
 
 def _is_failed_start(path: Path) -> bool:
