@@ -163,7 +163,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     return run_guarding_event_loop(run, Path(config.directory, config.name).absolute())
 
 
-async def run_training(  # noqa: PLR0913 - as `train`
+async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order of a start
     config: RunConfig,
     environment: type[Environment],
     *,
