@@ -1147,6 +1147,8 @@ def _all_layers(_: PreTrainedModel) -> AbstractContextManager[None]:
 
 def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]:
     """Choose the rows of the check at the start: with all layers, if that takes seconds, otherwise with few."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_context = min(max_context, positions or max_context)  # beyond its positions, a model may have no table
     passes = 4  # alone, in two packings, and again if the first way of computing them is wrong
     tokens = affordable_tokens(model, max_context, passes)
     unfused = UNFUSED_TOKENS if compiles_attention(model.device) else None  # no wait for a compiler
