@@ -43,7 +43,10 @@ def outside_event_loop(function: Callable[P, T]) -> Callable[P, T]:
         context = copy_context()
         context.run(_is_nested.set, True)
         with _suspended(loop):
-            return context.run(function, *args, **kwargs)
+            try:
+                return context.run(function, *args, **kwargs)
+            except asyncio.CancelledError:  # Ctrl-C cancelled the function, and nothing cancels the caller's loop
+                raise KeyboardInterrupt from None
 
     return call
 
