@@ -507,6 +507,7 @@ def compiled_kernels() -> dict[str, float]:
         on_accelerator() as device,
         _replaced(forward, "compiles_attention", lambda _: on_card),
         _replaced(trainer, "compiles_attention", lambda _: on_card),
+        _replaced(models, "compiles_attention", lambda _: on_card),
         _replaced(forward, "_compiled_flex", lambda _: lambda: compiled),
         _replaced(forward, "_shared_memory", lambda _: lambda device: 232_448),
     ):
