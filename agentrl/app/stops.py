@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.core.own_loop import SAME_PRESS_S, shares_process
+from agentrl.core.own_loop import shares_process
 from agentrl.journal.run_process import record_process_state
 
 if TYPE_CHECKING:
     from types import FrameType
 
 INTERRUPTED = 130
+SAME_PRESS_S = 0.5
+"""Seconds within which several signals count as one: `timeout` and shells send theirs to the process and to its
+group.
+"""
 STOP_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1)
 """Signals that stop a run. Slurm sends SIGUSR1 as a warning, with `--signal=USR1@60`."""
 _IGNORABLE = (signals.SIGHUP, signals.SIGUSR1)

@@ -20,10 +20,6 @@ from typing import ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 
-SAME_PRESS_S = 0.5
-"""Seconds within which several signals count as one: `timeout` and shells send theirs to the process and to its
-group.
-"""
 _is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)
 
 

@@ -136,7 +136,7 @@ class _Run(NamedTuple):
     values: dict[str, dict[str, list[tuple[int, float | None]]]]
     """Values by metric and policy."""
     seconds: dict[str, float]
-    """See `RunReader.training_seconds`."""
+    """Seconds that all processes of the run trained, by policy."""
 
 
 def compare_runs(

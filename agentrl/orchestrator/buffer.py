@@ -180,7 +180,7 @@ class EpisodeBuffer:
         self._metrics_owners: dict[str, str | None] = {}
         """Policies whose steps report the environment's own metrics, keyed by the same episodes."""
         self._metric_names: dict[str, dict[str, None]] = {}
-        """See `with_unset_metrics`."""
+        """Names of the metrics that each environment has set so far, in order."""
         self.ledger = Ledger()
         self.counts = EpisodeTotals()
         """Counts of the episodes that ended, and of those that were trained, since the run began."""

@@ -75,7 +75,7 @@ class EvaluatedEpisodes:
         self.environments: dict[str, str] = {}
         """Environments of the episodes, by id."""
         self._metric_names: dict[str, dict[str, None]] = {}
-        """See `with_unset_metrics`; of all evaluations."""
+        """Names of the metrics that each environment has set in any evaluation, in order."""
 
     def begin(self, count: int) -> Sequence[asyncio.Future[EpisodeHeader]]:
         """Forget the evaluation before; returns the futures of so many root episodes."""
