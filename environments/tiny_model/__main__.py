@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agentrl.app.stops import SAME_PRESS_S
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError
-from agentrl.core.own_loop import SAME_PRESS_S
 from agentrl.core.text import plural
 from agentrl.environments.tiny_model.warm_up import build_tiny_model
 from agentrl.observe.progress import ProgressLine
