@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,7 @@ def test_a_replay_runs_the_program_again_and_samples_nothing(
 @pytest.mark.parametrize(
     ("environment", "file", "change", "told"),
     [
-        ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 * 1, branch 0', now '2 * 1, part 0'"),
+        ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 . 1, branch .', now '2 . 1, part .'"),
         ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the external agent no longer requests it"),
         (  # after all recorded turns: before, it would be a recorded turn that differs
             "Loop",
@@ -137,7 +138,7 @@ def test_a_replay_runs_the_program_again_and_samples_nothing(
             ("branch in range(3)))", "branch in range(3))); await self.ask(client, task, 3)"),
             "a turn that was not requested in the recording",
         ),
-        ("Program", "program.py", ("And twice ", "And also "), "content: 'And twice 2?', now 'And also 2?'"),
+        ("Program", "program.py", ("And twice ", "And also "), r"content: 'And twice 2\?', now 'And also 2\?'"),
         ("Program", "program.py", ('open("answer', 'sys.exit(3) # open("answer'), "the program failed: exit status 3"),
     ],
 )
@@ -160,7 +161,7 @@ def test_a_program_that_does_something_else_departs_by_name(
     command = ["replay", run, "--where", 'task = "1"', "--environment", reference]
     (found,) = answered(command, capsys, code=1)
     assert found["outcome"] == "departed"
-    assert told in found["text"]
+    assert re.search(told, found["text"]), found["text"]
     assert len(endpoint.asked) == asked
 
 
