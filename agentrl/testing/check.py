@@ -18,8 +18,6 @@ import math
 import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -79,6 +77,7 @@ from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.load_clock import LoadClock
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
+from agentrl.testing.new_process import DeadProcessError, SilentProcessError, run_in_new_process, serve_new_process
 from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
@@ -676,24 +675,28 @@ def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalE
     """Play the task in a process with a hash seed. Return its entries, or the message of `execute_episode`; None if the
     process died, which hash order does not cause."""
     entries = answers.with_name(f"{seed}.entries")
-    command = [sys.executable, "-m", "agentrl.testing.check", name, str(answers), str(entries)]
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": paths}
-    subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        outcome: str | list[JournalEntry] = msgspec.msgpack.decode(entries.read_bytes(), type=str | list[JournalEntry])
-        return outcome
+    with contextlib.suppress(OSError, msgspec.MsgspecError, SilentProcessError, DeadProcessError):
+        if run_in_new_process("agentrl.testing.check", [name, answers, entries], hash_seed=seed):
+            outcome: str | list[JournalEntry] = msgspec.msgpack.decode(
+                entries.read_bytes(), type=str | list[JournalEntry]
+            )
+            return outcome
     return None
 
 
-def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
-    """Run in another process of `_check_hash_order`: play the task and write its entries."""
+def _load_hash_order(arguments: Sequence[str]) -> Callable[[], None]:
+    """Load the class in a process of `_check_hash_order`, and return a function that plays the task and writes its
+    entries."""
+    name, request, output = arguments
     environment = resolve(name)
-    task, answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=tuple[Task, list[JournalEntry]])
-    outcome = event_loop.run(
-        execute_episode(environment, spec_of(environment, task, 0, 0), random_policy(environment), answers=answers)
-    )
-    output_path.write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
+    task, answers = msgspec.msgpack.decode(Path(request).read_bytes(), type=tuple[Task, list[JournalEntry]])
+
+    def play() -> None:
+        spec = spec_of(environment, task, 0, 0)
+        outcome = event_loop.run(execute_episode(environment, spec, random_policy(environment), answers=answers))
+        Path(output).write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
+
+    return play
 
 
 def _games(
@@ -1129,7 +1132,7 @@ def _cuts(entries: int, max_cuts: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    _play_here(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    serve_new_process(_load_hash_order)
 
 
 def _stray_lines(environment: type[Environment]) -> str:

@@ -16,7 +16,6 @@ import contextlib
 import inspect
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -61,6 +60,7 @@ from agentrl.testing.execution import (
     random_policy,
     spec_of,
 )
+from agentrl.testing.new_process import DeadProcessError, SilentProcessError, run_in_new_process, serve_new_process
 from agentrl.testing.side_effects import written_files
 from agentrl.testing.wrong_calls import shown_tools
 
@@ -80,8 +80,6 @@ SWITCH_S = 1e-6
 """Seconds after which a thread lets another one run, while episodes are played at once."""
 CALLED_TURNS = 2
 """Number of tool results after which the policy of external agents answers with text."""
-PROCESS_S = 600.0
-"""Time limit of a process that plays episodes."""
 MIN_TASK_TEXT = 12
 """Minimum length of a task's text that no other task's episode reads by chance."""
 MIN_SHARED_TEXT = 3
@@ -204,8 +202,14 @@ def compare_concurrent_episodes(
     result = ConcurrencyResult()
     for policy in ("program", "random") if is_program else ("random",):
         play = _Play(_importable_name(environment), policy, numbered, seed, patience_s, dict(sampling))
-        comparison = _Comparison(run, environment, play)
-        result = comparison.result()
+        try:
+            comparison = _Comparison(run, environment, play)
+            result = comparison.result()
+        except SilentProcessError as error:
+            return ConcurrencyResult(undecided=str(error))
+        except DeadProcessError as error:
+            finding = f"{len(chosen)} episodes cannot be played at once, although each can alone: {error}. {ADVICE}"
+            return ConcurrencyResult([finding])
         if result.findings or not comparison.most_failed:
             break
     return result
@@ -483,19 +487,20 @@ def _interleaved_threads() -> Iterator[None]:
 
 
 def _play_in_new_process(play: _Play) -> _Played | None:
-    """Play in a new process; return None if it died, or could not import the class."""
+    """Play in a new process; return None if it could not import the class, or raised an exception.
+
+    Raises:
+        SilentProcessError, DeadProcessError: see `run_in_new_process`.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch,
-        contextlib.suppress(OSError, msgspec.MsgspecError, subprocess.TimeoutExpired),
+        contextlib.suppress(OSError, msgspec.MsgspecError),
     ):
         request, answer = Path(scratch, "request"), Path(scratch, "answer")
         request.write_bytes(msgspec.msgpack.encode(play))
-        command = [sys.executable, "-m", "agentrl.testing.concurrency_check", str(request), str(answer)]
-        paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        environ = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths}  # the same order of sets in each process
-        null = subprocess.DEVNULL
-        subprocess.run(command, env=environ, stdin=null, stdout=null, stderr=null, check=False, timeout=PROCESS_S)
-        return msgspec.msgpack.decode(answer.read_bytes(), type=_Played)
+        # The same order of sets in each process.
+        if run_in_new_process("agentrl.testing.concurrency_check", [request, answer], hash_seed=0):
+            return msgspec.msgpack.decode(answer.read_bytes(), type=_Played)
     return None
 
 
@@ -583,14 +588,19 @@ def _strings(value: object) -> Iterator[str]:
         yield str(value)
 
 
-def _main(request_path: Path, answer_path: Path) -> None:
-    """Run in a new process: play, and write what was played."""
-    play = msgspec.msgpack.decode(request_path.read_bytes(), type=_Play)
+def _load(arguments: Sequence[str]) -> Callable[[], None]:
+    """Load the class in a new process, and return a function that plays and writes what was played."""
+    request, answer = map(Path, arguments)
+    play = msgspec.msgpack.decode(request.read_bytes(), type=_Play)
     environment = resolve(play.environment)
     for module in ("numpy.random", *["aiohttp.web"] * issubclass(environment, HarnessEnvironment)):
         import_module(module)  # an episode needs it, and its import would block the event loop
-    answer_path.write_bytes(msgspec.msgpack.encode(event_loop.run(_play(environment, play))))
+
+    def play_and_write() -> None:
+        answer.write_bytes(msgspec.msgpack.encode(event_loop.run(_play(environment, play))))
+
+    return play_and_write
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    serve_new_process(_load)

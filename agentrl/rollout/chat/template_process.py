@@ -247,8 +247,6 @@ def _answer(environment: Environment, templates: OrderedDict[str, Template], req
             return "unknown", ""
         try:
             template = templates[request["template"]] = environment.from_string(source)
-        except MemoryError:
-            raise
         except Exception as error:  # noqa: BLE001 - jinja2 and the interpreter raise many kinds
             return "error", _describe(error)
         if len(templates) > _KEPT_TEMPLATES:
@@ -269,13 +267,13 @@ def _answer(environment: Environment, templates: OrderedDict[str, Template], req
             if length > MAX_RENDERED_CHARACTERS:
                 return "error", f"it renders more than {MAX_RENDERED_CHARACTERS:,} characters"
         return "done", "".join(parts)
-    except MemoryError:
-        raise
     except Exception as error:  # noqa: BLE001 - a template can make jinja2 raise anything: `truncate` uses assert
         return "error", _describe(error)
 
 
-def _describe(error: BaseException) -> str:
+def _describe(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        raise error
     return str(error)[:2000] or type(error).__name__
 
 
