@@ -26,7 +26,7 @@ _PLAYED, _RAISED = 83, 84
 
 
 class SilentProcessError(Exception):
-    """A process did not answer in time."""
+    """A process did not answer in time, or was killed by others."""
 
 
 class DeadProcessError(Exception):
@@ -45,7 +45,8 @@ def run_in_new_process(module: str, arguments: Sequence[str | Path], *, hash_see
         Whether it played. If not, it could not import the user's code, or raised an exception.
 
     Raises:
-        SilentProcessError: the import or the episodes took too long.
+        SilentProcessError: the import or the episodes took too long, or it was killed: the machine lacks memory, or
+            everything is to end.
         DeadProcessError: it ended while episodes played.
     """
     read_end, write_end = os.pipe()
@@ -67,6 +68,8 @@ def run_in_new_process(module: str, arguments: Sequence[str | Path], *, hash_see
         except subprocess.TimeoutExpired:
             raise SilentProcessError(f"episodes in a second process took more than {PLAYING_S:g} s") from None
         if has_imported and code not in (_PLAYED, _RAISED):
+            if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                raise SilentProcessError(f"a second process was killed ({signal.Signals(-code).name})")
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             raise DeadProcessError(f"their process ended ({how})")
         return code == _PLAYED

@@ -594,6 +594,13 @@ def test_an_environment_that_ends_the_process_ends_no_check(tmp_path: Path) -> N
     assert ["exit code 0" in finding for finding in report.findings] == [True]
 
 
+def test_a_second_process_that_is_killed_accuses_no_environment(tmp_path: Path) -> None:
+    """By a machine without memory, for example."""
+    report = check(tmp_path, tools(ALONE.replace("os._exit(0)", "os.kill(os.getpid(), 9)")))
+    assert report.findings == []
+    assert "SIGKILL" in report.concurrency.undecided
+
+
 def test_an_import_that_hangs_in_another_process_bounds_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
