@@ -151,6 +151,18 @@ def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
     ask(isolated(Game, -1), play)
 
 
+def test_the_warning_of_slurm_ends_neither_it_nor_its_maker() -> None:
+    async def play(game: Any) -> int:
+        process = await game.process()
+        server = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        assert server != os.getpid()
+        for receiver in (process, server):
+            os.kill(receiver, signal.SIGUSR1)
+        return int(await game.add(2))
+
+    assert ask(isolated(Game), play) == 2
+
+
 def test_it_ends_with_its_object_and_what_it_forked_with_it() -> None:
     async def play(game: Any) -> list[int]:
         return [await game.process(), await game.fork()]

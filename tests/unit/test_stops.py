@@ -180,3 +180,17 @@ def test_a_signal_stops_a_run_with_a_checkpoint(tmp_path: Path, number: signal.S
     assert run.interrupted
     assert run.summary["steps"] == 2
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_the_warning_of_slurm_ends_no_process_of_a_run() -> None:
+    """It reaches every process of a job step, also engines and trainers."""
+    program = """
+import os, signal
+from agentrl.engines.process import die_with_parent
+
+die_with_parent(os.getppid())
+os.kill(os.getpid(), signal.SIGUSR1)
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
