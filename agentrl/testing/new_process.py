@@ -60,7 +60,9 @@ def run_in_new_process(module: str, arguments: Sequence[str | Path], *, hash_see
                 command, env=environ, stdin=null, stdout=null, stderr=null, pass_fds=[write_end], start_new_session=True
             )
         stack.callback(_end, process)
-        if not select.select([imported], [], [], IMPORT_S)[0]:
+        poll = select.poll()  # `select` takes no descriptor above 1,023
+        poll.register(imported, select.POLLIN)
+        if not poll.poll(IMPORT_S * 1000):
             raise SilentProcessError(f"a second process did not import it within {IMPORT_S:g} s")
         has_imported = bool(imported.read(1))
         try:

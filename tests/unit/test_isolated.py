@@ -78,6 +78,10 @@ def ask(make: Callable[[], IsolatedObject], play: Callable[[Any], Awaitable[Any]
     return asyncio.run(main())
 
 
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_gone(process: int) -> bool:
     """Within five seconds; a zombie is gone."""
     for _ in range(500):
@@ -154,7 +158,7 @@ def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
 def test_the_warning_of_slurm_ends_neither_it_nor_its_maker() -> None:
     async def play(game: Any) -> int:
         process = await game.process()
-        server = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        server = parent_of(process)
         assert server != os.getpid()
         for receiver in (process, server):
             os.kill(receiver, signal.SIGUSR1)
