@@ -177,8 +177,8 @@ def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
     Example:
         >>> format_task_count(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
         '20 of 32 tasks (12 dropped)'
-        >>> format_task_count(32, {"evaluation/episodes": 32, "evaluation/truncated": 30, "evaluation/failed": 2})
-        '32 tasks (30 episodes truncated, 2 episodes failed)'
+        >>> format_task_count(32, {"evaluation/episodes": 32, "evaluation/truncated": 30, "evaluation/failed": 8})
+        '32 tasks (30 episodes truncated, 8 episodes failed)'
         >>> format_task_count(32, {"evaluation/episodes": 60, "evaluation/dropped": 4})
         '32 tasks (4 episodes dropped)'
     """
