@@ -544,7 +544,9 @@ def _interruptible(
             task.cancel()
 
     def stop() -> None:
-        observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
+        observer.phase(
+            "stopping: finishing the step and writing a checkpoint (another signal, or Ctrl-C, ends at once)"
+        )
         orchestrator.stop()
 
     def leave_at_once() -> None:

@@ -993,8 +993,14 @@ async def _check_episode(
     report.on_progress(_PLAYING, f"{part}playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
     remedy = PROGRAM_REMEDY if issubclass(environment, HarnessEnvironment) else BLOCKING_REMEDY
+
+    def on_blocked(place: str, seconds: float) -> None:
+        # Shown at once: a program that waits in the loop's thread for its own model's reply waits until its client's
+        # timeout, and the finding comes only then.
+        report.on_progress(_PLAYING, f"{part}{place} blocks the event loop: {remedy}")
+
     with (
-        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy),
+        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked),
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script, sampling=report.sampling)
