@@ -104,7 +104,7 @@ def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> N
             loss_mask=np.array([False, not change]),
             advantages=np.array([0, 1 + change], np.float32),
             values=np.array([change, 0], np.float32),
-            temperature=1.0 + change,
+            sampling_temperature=1.0 + change,
             is_cut=bool(change),
         )
 
