@@ -1,6 +1,7 @@
 """The trained tokens of a step: the input of its loss, its file, and its mismatch metrics.
 
-Beside the table of tokens stand what exists in a step alone: ids, lags, and the model's outputs. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`. The columns are written to
+A step has its tokens as a table, and beside it what a step alone has: ids, lags, and the model's outputs. Ids are dense
+integers from 0, so that a mean over a conversation is one `index_add`. Columns are written to
 `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
   `position`          int64 [tokens], position of the token in its row
@@ -50,9 +51,8 @@ _GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
 """Ids that rows of several ranks may have in common; an episode is always on one rank."""
 _COLUMNS = ("lags", *IDS, "position", "fresh")
 """Columns besides those of the table of tokens."""
-_NO_TOKENS = Tokens(
-    token_ids=np.empty(0, np.int32), **{column.name: np.empty(0, column.dtype) for column in LOSS_COLUMNS}
-)
+_EMPTY: dict[str, Any] = {column.name: np.empty(0, column.dtype) for column in LOSS_COLUMNS}
+_NO_TOKENS = Tokens(token_ids=np.empty(0, np.int32), **_EMPTY)
 """Joined with others, it gives them all columns of losses."""
 _TOKENS = "tokens."
 """Begins the names of the table's columns where they are encoded beside the others."""
@@ -172,7 +172,7 @@ class TokenColumns:
         columns["fresh"] = columns["fresh"].astype(np.bool_)
         own = {name: columns.pop(name) for name in (*_COLUMNS, "starts")}
         names = [name for name in columns if name.startswith(_TOKENS)]
-        table = {name.removeprefix(_TOKENS): bytearray(columns.pop(name)) for name in names}
+        table: dict[str, Any] = {name.removeprefix(_TOKENS): columns.pop(name).data for name in names}
         return TokenColumns(
             **own,
             tokens=EncodedTokens(table.pop("ids"), (), table).decode(),
