@@ -132,7 +132,7 @@ def _steps() -> Iterator[_SampleStep]:
         }
         reference = np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3)
         arrays = (logprobs, reference, generator.random(count), generator.random(count))
-        table: Any = {column.name: generator.integers(0, 9, count).astype(column.dtype) for column in LOSS_COLUMNS}
+        table: Any = {column.name: generator.integers(1, 9, count).astype(column.dtype) for column in LOSS_COLUMNS}
         table |= {"logprobs": behavior, "advantages": (advantages if conversations > 1 else np.ones(1))[number]}
         columns["tokens"] = Tokens(token_ids=np.zeros(count, np.int32), **table)
         yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(array) for array in arrays))
