@@ -5,7 +5,8 @@ Each line of JSON holds one `ExportedEpisode`.
 
 The Parquet table has one line per token row, with its agent and its episode; it is written in batches. Its columns are
 the fields of `ExportedRow`, `ExportedAgent` and `ExportedEpisode`; the episode's reward is `episode_reward`; task,
-metrics, acts and other fields without a fixed shape are JSON. An agent or an episode without rows has one line.
+metrics, acts and other fields without a fixed shape are JSON; `recorded` is a map. An agent or an episode without rows
+has one line.
 """
 
 from __future__ import annotations
