@@ -14,7 +14,7 @@ from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup
 from agentrl.journal.port import UnitDropped
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.scheduler import GroupDemand, Hold
+from agentrl.orchestrator.scheduler import Hold
 from tests.simulation.engine import EmulatedEngine
 from tests.simulation.run import request_episode_id
 
@@ -131,10 +131,10 @@ def one_step_off(orchestrator: Orchestrator) -> None:
     """Batches: while one is trained the next is sampled, whole, and neither goes on before the other is done."""
     scheduler, dispatcher, buffer = orchestrator.scheduler, orchestrator.dispatcher, orchestrator.buffer
     size = orchestrator.plan.step_size[POLICY]
-    groups = size // orchestrator.plan.demands[0].units[POLICY]
+    groups = size // scheduler.next_demand.units[POLICY]
     inner, began = scheduler.why_not, 0
 
-    def why_not(demand: GroupDemand) -> Hold | None:
+    def why_not() -> Hold | None:
         nonlocal began
         if dispatcher.next_group - began >= groups:
             if buffer.ledger.in_flight:
@@ -142,7 +142,7 @@ def one_step_off(orchestrator: Orchestrator) -> None:
             if buffer.ready(POLICY) >= size and POLICY in scheduler.stepping:
                 return Hold("max_staleness", "for the batch that is trained")
             began = dispatcher.next_group
-        return inner(demand)
+        return inner()
 
     scheduler.why_not = why_not  # type: ignore[method-assign]
 
@@ -152,9 +152,9 @@ def _drop_before_steps(orchestrator: Orchestrator, unwanted: Callable[[ReadyUnit
     scheduler, buffer = orchestrator.scheduler, orchestrator.buffer
     inner = scheduler.may_step
 
-    def may_step(policy: str, demand: GroupDemand) -> bool:
+    def may_step(policy: str) -> bool:
         for drop in buffer.drop(buffer.pop_ready_where(policy, unwanted), reason):
             orchestrator.store.record(UnitDropped(drop.episode_id, drop.attempt, drop.policy, drop.reason))
-        return inner(policy, demand)
+        return inner(policy)
 
     scheduler.may_step = may_step  # type: ignore[method-assign]

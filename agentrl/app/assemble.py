@@ -164,7 +164,6 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         buffer=buffer,
         store=parts.store,
         changed=condition,
-        max_in_flight=max_in_flight,
         fail=stop.fail,
         tell=parts.tell,
         run_name=run_argument(Path(config.directory) / config.name),
@@ -276,7 +275,13 @@ def change_orchestrator(orchestrator: Orchestrator, plan: RunPlan) -> None:
     limit, admission = _admission(plan, orchestrator.versions.engine)
     if admission is not None and orchestrator.admission is not None:  # keep what it has learned
         limit, admission = orchestrator.admission.limit, orchestrator.admission
-    orchestrator.change(_loop_settings(plan), max_in_flight=limit, admission=admission, steps=plan.trainer.steps)
+    orchestrator.change(
+        _loop_settings(plan),
+        max_in_flight=limit,
+        max_in_flight_per_task=plan.settings.max_in_flight_per_task,
+        admission=admission,
+        steps=plan.trainer.steps,
+    )
 
 
 def _admission(plan: RunPlan, engine: Engine) -> tuple[int, AdmissionController | None]:
@@ -296,7 +301,6 @@ def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
     return TrainingLoopSettings(
         step_size={name: policy.step_size for name, policy in plan.trained.items()},
         tokens_per_unit=plan.trainer.trainer.loss.tokens_per_unit,
-        demands=plan.demands,
         evaluate_every=plan.settings.evaluation.every,
         checkpoint_every=plan.settings.checkpoint.every,
         stop_seconds=plan.settings.stop_seconds,
@@ -491,7 +495,7 @@ def _scheduler(
     in_flight: EpisodesInFlight,
     max_in_flight: int,
 ) -> Scheduler:
-    config, demand = plan.settings, plan.demands[0]
+    config = plan.settings
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
         for name, policy in plan.trained.items()
@@ -506,7 +510,9 @@ def _scheduler(
     )
     if not config.deterministic:
         return Scheduler(
-            demand=demand,
+            demands=plan.demands,
+            numbers=numbers,
+            in_flight=in_flight,
             buffer=buffer,
             reservations=reservations,
             opponents=opponents,
@@ -514,10 +520,11 @@ def _scheduler(
             staleness=bounds,
             phases=phases,
             max_in_flight=max_in_flight,
+            max_in_flight_per_task=config.max_in_flight_per_task,
         )
     return SynchronousBatchScheduler(
-        demand=demand,
         pinned=pinned_policy_step_lags(plan.trained, deterministic=True),
+        demands=plan.demands,
         numbers=numbers,
         in_flight=in_flight,
         buffer=buffer,
@@ -527,6 +534,7 @@ def _scheduler(
         staleness=bounds,
         phases=phases,
         max_in_flight=max_in_flight,
+        max_in_flight_per_task=config.max_in_flight_per_task,
     )
 
 

@@ -153,6 +153,12 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
             f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
             "start: raise max_in_flight, or lower credit.group_size"
         )
+    if 0 < config.max_in_flight_per_task < size:
+        raise ConfigError(
+            f"credit.group_size = {size} is larger than max_in_flight_per_task = {config.max_in_flight_per_task}, so no "
+            f"group could start: set max_in_flight_per_task = {size} or more, or 0 for no limit, or lower "
+            "credit.group_size"
+        )
     return RunPlan(settings=config, environment=environment, seats=seats, demands=demands)
 
 

@@ -22,7 +22,7 @@ EPISODE_COLUMNS = (
     "staleness, reward, stop_reason, drop_reason, turns, tokens, seconds, detail, admitted_at, committed_at"
 )
 """Columns that `episode list` filters and sorts by, for its help: nothing is imported to print it."""
-LIVE_SETTINGS = "steps, max_in_flight, evaluation.every, checkpoint.every"
+LIVE_SETTINGS = "steps, max_in_flight, max_in_flight_per_task, evaluation.every, checkpoint.every"
 """Settings that `run set` may change, for its help."""
 _FILE = "TOML file; change it with --section.field=value"
 

@@ -21,6 +21,7 @@ from agentrl.config.fields import (
     Label,
     Live,
     Machine,
+    MaybeEpisodes,
     NumberUnit,
     Positive,
     Seconds,
@@ -90,10 +91,12 @@ class RunConfig(Section):
     """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
     }`."""
     max_in_flight: Live[Annotated[Literal["auto"] | Episodes, NumberUnit("episodes")]] = 256
-    """Maximum number of training episodes in flight, children included, to protect memory and services. `auto`: as many
-    as keep the engine busy, adjusted while the run runs (docs/explanation/scheduling.md). `max_staleness` may allow
-    fewer. Held-out episodes are not counted: an evaluation plays as many root episodes
-    besides."""
+    """Maximum number of episodes in flight, in training and evaluation, children included, to protect memory and
+    services. `auto`: as many as keep the engine busy, adjusted while the run runs (docs/explanation/scheduling.md).
+    `max_staleness` may allow fewer. Beside training, an evaluation takes at most half."""
+    max_in_flight_per_task: Live[MaybeEpisodes] = 0
+    """Maximum number of root training episodes of one task in flight, at least `credit.group_size`; 0: no limit. The
+    next group waits until its task has room, and later groups wait behind it (docs/explanation/scheduling.md)."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/how-to/processes.md)."""

@@ -37,17 +37,22 @@ Activity = Literal[
     "paused",
     "draining",
     "max_in_flight",
+    "max_in_flight_per_task",
     "max_staleness",
     "max_lag",
     "last_steps",
     "loop",
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop. `loop` is the time in which
-an event loop that runs episodes was watched; the six before it are the kinds of `Hold`."""
-HoldKind = Literal["paused", "draining", "max_in_flight", "max_staleness", "max_lag", "last_steps"]
+an event loop that runs episodes was watched; the seven before it are the kinds of `Hold`."""
+HoldKind = Literal[
+    "paused", "draining", "max_in_flight", "max_in_flight_per_task", "max_staleness", "max_lag", "last_steps"
+]
 """Rules that hold a root group back."""
 STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
 """Rules that let groups start again after a step of the trainer."""
+PLACE_HOLDS: tuple[HoldKind, ...] = ("max_in_flight", "max_in_flight_per_task")
+"""Rules that let groups start again when episodes end: settings that can be raised."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
 """Activities of an episode that can hold up a run."""
 
@@ -199,7 +204,7 @@ PARTS = {
     "disk": "the disk",
     "workers": "worker processes",
     "long": "a few long episodes",
-    "max_in_flight": "max_in_flight",
+    **{hold: hold for hold in PLACE_HOLDS},
     "training": "the trainer",
     "publishing": "new versions",
     "checkpoint": "checkpoints",
@@ -353,15 +358,15 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
             f"{'the engine' if part == 'engine' else PARTS[part]}"
         )
         return Bottleneck("long", detail)
-    is_held = shares.of("max_in_flight" + ANY) >= 0.5
+    holds = [hold for hold in PLACE_HOLDS if shares.of(hold + ANY) >= 0.5]
     busy = min(shares.of("engine" + ANY), 1.0)
     match part:
-        case "engine" if is_held and places and not is_full:
+        case "engine" if holds and places and not is_full:
             detail = (
                 f"only {_number(episodes)} episodes run at once, and the engine samples {_number(engine)} turns at "
                 f"once of {places:,} possible; the trainer waits"
             )
-            return Bottleneck("max_in_flight", detail)
+            return Bottleneck(holds[0], detail)
         case "engine":
             if places and round(engine) > places:
                 detail = (
@@ -372,7 +377,7 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
                 detail = f"it samples {_number(engine)} turns at once{of}, {busy:.0%} of the time"
             return Bottleneck(part, f"{detail}; the trainer waits for it")
         case "environment":
-            more = "; max_in_flight lets no more run" if is_held else ""
+            more = f"; {holds[0]} lets no more run" if holds else ""
             detail = f"{counts} are in them, and the engine is busy {busy:.0%}{more}; the trainer waits"
             return Bottleneck(part, detail)
         case "workers":

@@ -6,11 +6,16 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.tasks import VisibleRange
 
 
 class AdmissionPolicy(Protocol):
     """The decisions a dispatcher leaves to the scheduler: versions an episode plays with, and policies that learn."""
+
+    def may_play(self) -> bool:
+        """Whether a place is free for a root episode that is not trained: held-out, or a fork."""
+        ...
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
         """Return the versions to which a root group and its children are pinned, independent of later updates."""
@@ -44,7 +49,20 @@ class AdmissionPolicy(Protocol):
 
 
 class UnrestrictedAdmission:
-    """The `AdmissionPolicy` of episodes outside training: they play the current versions."""
+    """The `AdmissionPolicy` of episodes outside training: they play the current versions.
+
+    Args:
+        in_flight: the episodes in flight.
+        max_in_flight: maximum number of episodes running at once, children included.
+    """
+
+    def __init__(self, in_flight: EpisodesInFlight, max_in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._max_in_flight = max_in_flight
+
+    def may_play(self) -> bool:
+        """Whether fewer than `max_in_flight` episodes run."""
+        return len(self._in_flight) < self._max_in_flight
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
         """Return no pins."""

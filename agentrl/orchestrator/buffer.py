@@ -163,6 +163,8 @@ class EpisodeBuffer:
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         """Number of units of running episodes, by policy."""
+        self._tasks: Counter[str] = Counter()
+        """Number of root episodes in flight, by task."""
         self._late: Counter[str] = Counter()
         """Number of units of running episodes whose group has released other members, by policy."""
         self._consumed: Counter[str] = Counter()
@@ -207,6 +209,8 @@ class EpisodeBuffer:
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
+        if spec.parent_id is None:
+            self._tasks[spec.task.id] += 1
         for policy in self.policies_of(spec):
             self._in_flight[policy] += 1
             self._begun[policy][spec.episode_id] = began = self._consumed[policy]
@@ -218,6 +222,10 @@ class EpisodeBuffer:
         """Record that an admitted episode ended; returns the units dropped because of it."""
         drops: list[UnitDropped] = []
         self.ledger.in_flight -= 1
+        if spec.parent_id is None:
+            self._tasks[spec.task.id] -= 1
+            if not self._tasks[spec.task.id]:
+                del self._tasks[spec.task.id]
         policies = self.policies_of(spec)
         for policy in policies & self.selection_bias.keys():
             self.selection_bias[policy].record_end(policy, header)
@@ -368,6 +376,10 @@ class EpisodeBuffer:
     def running(self, group_id: str) -> int:
         """Return the number of members of an open group whose ends have not been recorded."""
         return self._groups[group_id].running
+
+    def running_of_task(self, task_id: str) -> int:
+        """Return the number of root episodes of a task whose ends have not been recorded."""
+        return self._tasks[task_id]
 
     def outstanding(self, policy: str) -> int:
         """Return the number of units that may still be trained: of running episodes, of unreleased groups, ready, or in

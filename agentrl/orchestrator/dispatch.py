@@ -111,9 +111,6 @@ class Dispatcher:
     buffer: EpisodeBuffer
     store: JournalStore
     changed: ChangeCondition
-    max_in_flight: int
-    """Maximum number of root episodes of an evaluation, or of forks, that run at once. For training, the scheduler
-    decides."""
     fail: Callable[[BaseException], None]
     """Callback that ends the run."""
     tell: Callable[[str], None] = lambda line: None
@@ -288,18 +285,16 @@ class Dispatcher:
     async def _play(
         self, specs: Sequence[EpisodeSpec], ends: Sequence[asyncio.Future[EpisodeHeader]]
     ) -> list[EpisodeHeader]:
-        """Run root episodes that are not trained, `max_in_flight` at once; a header settles its future in `ends`."""
-        waiting = zip(specs, ends, strict=True)
-
-        async def play_one_after_another() -> None:
-            for spec, end in waiting:
+        """Run root episodes that are not trained, each once it has a place; a header settles its future in `ends`."""
+        self.in_flight.waiting = len(specs)
+        try:
+            for spec, end in zip(specs, ends, strict=True):
+                await self.changed.wait_for(self.admission.may_play)
+                self.in_flight.waiting -= 1
                 self.start([(spec, partial(_settle, end))])
-                await end
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(self.max_in_flight, len(specs))):
-                tasks.create_task(play_one_after_another())
-        return [end.result() for end in ends]
+        finally:
+            self.in_flight.waiting = 0
+        return [await end for end in ends]
 
     def _end_root(self, header: EpisodeHeader) -> None:
         """Receive the header of a root episode."""
@@ -424,7 +419,8 @@ def make_dispatcher(  # noqa: PLR0913 (one keyword per choice)
     ended_children: Mapping[str, EpisodeHeader] | None = None,
 ) -> Dispatcher:
     """Make a dispatcher without a scheduler: episodes play the current versions."""
-    in_flight, admission = EpisodesInFlight(ActivityClock(SystemClock())), UnrestrictedAdmission()
+    in_flight = EpisodesInFlight(ActivityClock(SystemClock()))
+    admission = UnrestrictedAdmission(in_flight, max_in_flight)
     numbers = EpisodeNumbers(group_size=group_size, next_training=next_number)
     return Dispatcher(
         specs=EpisodeSpecs(
@@ -438,6 +434,5 @@ def make_dispatcher(  # noqa: PLR0913 (one keyword per choice)
         buffer=buffer,
         store=store,
         changed=changed,
-        max_in_flight=max_in_flight,
         fail=fail,
     )

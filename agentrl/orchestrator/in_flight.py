@@ -26,6 +26,8 @@ class EpisodesInFlight:
         self._purposes: Counter[Purpose] = Counter()
         self._pins: Counter[PolicyVersion] = Counter()
         """Number of running training episodes that are pinned to each version."""
+        self.waiting = 0
+        """Number of root episodes outside training that wait for a place."""
 
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._specs
@@ -48,6 +50,10 @@ class EpisodesInFlight:
     def count(self, purpose: Purpose) -> int:
         """Return the number of running episodes of a purpose."""
         return self._purposes[purpose]
+
+    def held_out(self) -> int:
+        """Return the number of running episodes outside training."""
+        return len(self._specs) - self._purposes["train"]
 
     def training(self) -> Iterable[str]:
         """Return the ids of the training episodes in flight, those that wait for scores included."""

@@ -6,11 +6,11 @@
 
 | loop            | consumes       | waits for                               | is unblocked by                    |
 |-----------------|----------------|-----------------------------------------|------------------------------------|
-| `_admit_groups` | tasks          | in-flight bound, staleness bounds       | an episode's end, a policy's step  |
+| `_admit_groups` | tasks          | places, bounds, then rules about a task | an episode's end, a policy's step  |
 | episode         | engine, tools  | its own turns                           | nothing of the loop                |
 | `_train`        | ready units    | step_size units, or all that can come   | a released group, closed admission |
 | `_checkpoint`   | nothing        | the trainer to be between two steps     | the step's end                     |
-| evaluation      | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+| evaluation      | held-out tasks | places; the engine, behind training     | an episode's end                   |
 | `_adjust_limit` | nothing        | turns to end, with `max_in_flight = "auto"` | time                           |
 | `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
@@ -29,6 +29,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
@@ -44,6 +45,7 @@ from agentrl.observe.bottleneck import (
     ActivityClock,
     Bottleneck,
     BottleneckWatch,
+    HoldKind,
     commonest_error,
     failing_calls,
 )
@@ -54,9 +56,9 @@ from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention,
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.opponents import OpponentPools
-from agentrl.orchestrator.scheduler import GroupDemand, Scheduler
+from agentrl.orchestrator.scheduler import Hold, Scheduler
 from agentrl.orchestrator.step_metrics import StepMetrics
-from agentrl.orchestrator.tasks import Curriculum
+from agentrl.orchestrator.tasks import Curriculum, TaskRequest
 from agentrl.orchestrator.versions import (
     BestCheckpointTracker,
     PolicyBoard,
@@ -82,8 +84,6 @@ class TrainingLoopSettings:
     step_size: Mapping[str, int]
     tokens_per_unit: int
     """Divisor of a step's summed token losses, per unit of the step; 0: the step's number of sampled tokens."""
-    demands: Sequence[GroupDemand]
-    """Demand of each root group in turn; repeats after the last."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
     stop_seconds: float = 8.0
@@ -175,6 +175,8 @@ class Orchestrator:
     """Who paused the run; empty: it is not paused."""
     drained_by: str = ""
     """Who asked the run to drain; empty: it does not drain."""
+    request: TaskRequest | None = None
+    """The next root group, once its task is drawn; None before."""
     _is_over: bool = False
     """Whether every policy had taken its last step."""
     _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
@@ -273,17 +275,18 @@ class Orchestrator:
         plan: TrainingLoopSettings,
         *,
         max_in_flight: int,
+        max_in_flight_per_task: int,
         admission: AdmissionController | None,
         steps: Mapping[str, int],
     ) -> None:
         """Take other settings from now on."""
         self.plan, self.admission = plan, admission
+        self.scheduler.max_in_flight_per_task = max_in_flight_per_task
         self.scheduler.end_after(steps)
         self.limit(max_in_flight, "" if admission is None else admission.reason)
 
     def limit(self, max_in_flight: int, reason: str = "") -> None:
         """Let as many episodes run at once from now on, for a reason that is read after "episodes are running"."""
-        self.dispatcher.max_in_flight = max_in_flight
         self.scheduler.limit(max_in_flight, reason)
         self.limit_workers(max_in_flight)
         self.changed.notify()
@@ -357,7 +360,7 @@ class Orchestrator:
                 waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
                 waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} are in whole groups")
-        hold = self.scheduler.why_not(self.demand())
+        hold = self.why_not()
         waits.append("new episodes start" if hold is None else f"sampling waits {hold.text}")
         return tuple(waits)
 
@@ -372,6 +375,7 @@ class Orchestrator:
         self.activity.forget_most()
         self._bottleneck.start()
         try:
+            self.scheduler.is_training = True
             with self.activity.during("run"):
                 async with asyncio.TaskGroup() as loops:
                     loops.create_task(self._admit_groups(), name="admit")
@@ -381,6 +385,7 @@ class Orchestrator:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
         except BaseExceptionGroup as group:
             raise _first(group) from None
+        self.scheduler.is_training = False
         self._bottleneck.stop()
         self._phase = "ending: episodes in flight"
         if self.stopping.is_requested:
@@ -400,17 +405,37 @@ class Orchestrator:
             raise self.stopping.failed_check
 
     async def _admit_groups(self) -> None:
-        held_by = ""  # how long the next group waited, and for what
+        """Draw the task of each root group once the other rules let the group start, keep it until the rules about
+        tasks do so too, and start the group."""
+        waits = dict[HoldKind, tuple[float, str]]()  # how long the next group waited for each rule
         while not self._finished():
-            while not self._finished() and self.scheduler.may_admit(self.demand()):
-                self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), held_by)
-                held_by = ""
-            hold, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
-            if hold is None:  # the run is over
-                continue
-            with self.activity.during(hold.kind):
-                await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
-            held_by = f"{self.clock.monotonic() - since:.3g} s {hold.text}"
+            hold = self.why_not()
+            if hold is None and self.request is None:
+                self.request = self.curriculum.request(self.dispatcher.next_group)
+                hold = self.why_not()
+            if hold is None and self.request is not None:
+                held_by = " and ".join(f"{seconds:.3g} s {text}" for seconds, text in waits.values())
+                self.dispatcher.admit_group(self.request.start, held_by)
+                self.request = None
+                waits.clear()
+            elif hold is not None:
+                since = self.clock.monotonic()
+                with self.activity.during(hold.kind):
+                    await self.changed.wait_for(partial(self._is_held_otherwise, hold.kind))
+                before, _ = waits.get(hold.kind, (0.0, ""))
+                waits[hold.kind] = before + self.clock.monotonic() - since, hold.text
+
+    def _is_held_otherwise(self, kind: HoldKind) -> bool:
+        """Whether the next root group may start, or another rule than `kind` holds it back."""
+        hold = self.why_not()
+        return hold is None or hold.kind != kind or self._finished()
+
+    def why_not(self) -> Hold | None:
+        """Return what holds the next root group back; None if nothing does, as far as its task is drawn."""
+        hold = self.scheduler.why_not()
+        if hold is None and self.request is not None:
+            return self.scheduler.why_not_task(self.request)
+        return hold
 
     async def _adjust_limit(self) -> None:
         """Let more or fewer episodes run at once, as the engine keeps up with them."""
@@ -428,21 +453,17 @@ class Orchestrator:
             if num_evaluated < total:
                 admission.restart()
                 continue
-            hold, in_flight = self.scheduler.why_not(self.demand()), self.buffer.ledger.in_flight
+            hold, in_flight = self.why_not(), self.buffer.ledger.in_flight
             is_held = hold is not None and hold.kind == "max_in_flight"
             totals = self.dispatcher.worker.activity()
             admission.places = self.versions.engine.capabilities.places
             if admission.look(self.clock.monotonic(), totals, in_flight, is_held=is_held):
                 self.limit(admission.limit, admission.reason)
 
-    def demand(self) -> GroupDemand:
-        """Demand of the next root group."""
-        return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
-
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
         while True:
             # A policy that has taken its last step waits here as well, because `change` may give it more.
-            await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_step(policy, self.demand()))
+            await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_step(policy))
             if self._finished():
                 return
             if not await self._step(policy):
@@ -561,7 +582,7 @@ class Orchestrator:
             lambda: (
                 self._finished()
                 or self._unrewarded_policy() is not None
-                or self.scheduler.is_starved(self.demand()) is not None
+                or self.scheduler.is_starved() is not None
             )
         )
         if self._finished():
@@ -574,9 +595,9 @@ class Orchestrator:
                 "Call agent.reward(…) for it on every path through run(), set truncated_reward if limits end the "
                 "episodes, or let a frozen, remote or bot policy hold the seat"
             )
-        if self.scheduler.is_starved(self.demand()) is not None:
+        if (starved := self.scheduler.is_starved()) is not None:
             raise CheckFailedError(
-                f"policy {self.scheduler.is_starved(self.demand())} will get no more units: its seats never act, or "
+                f"policy {starved} will get no more units: its seats never act, or "
                 f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
 
@@ -664,7 +685,7 @@ class Orchestrator:
     def _finished(self) -> bool:
         # Keep the first reason, because later values may no longer meet the condition.
         self.ended_early = self.ended_early or self.best.why_stop()
-        if self.drained_by and self.ended_early is None and self.scheduler.is_starved(self.demand()) is not None:
+        if self.drained_by and self.ended_early is None and self.scheduler.is_starved() is not None:
             self.ended_early = f"drained by {self.drained_by}"
         # Keep the end too: some of the loops have returned by the time that `change` sets a later last step.
         self._is_over = self._is_over or all(map(self.scheduler.phases.is_over, self.board.trainable))

@@ -1,9 +1,10 @@
-"""Scheduling: when a root group may be admitted, when a policy may step, and which units the step trains on.
+"""Scheduling: when a root group or a held-out episode may be admitted, when a policy may step, and on which units.
 
 `BoundedStaleness` limits the outstanding units of a policy, `FreezeSchedule` decides which policies learn now,
 `StarvationGuard` detects a policy that gets no units to train on. `Scheduler` combines them;
 `SynchronousBatchScheduler` is the scheduler of a deterministic run. Scheduling never depends on the content of
-episodes. `why_not` explains what holds admission back.
+episodes. `why_not` says what holds the next root group back, whatever its task; `why_not_task` has the rules that look
+at the task, which is drawn in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agentrl.orchestrator.episode_specs import EpisodeNumbers
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
-from agentrl.orchestrator.tasks import VisibleRange
+from agentrl.orchestrator.tasks import TaskRequest, VisibleRange
 from agentrl.orchestrator.versions import PolicyBoard
 
 
@@ -152,19 +153,28 @@ class Scheduler:
 
     Groups start within the bounds; those admitted first are due first.
 
+    An episode in flight takes one of `max_in_flight` places, in training or evaluation, children included. Beside
+    training, an evaluation gets the next free places up to half of them, and leaves room for one group. If a group
+    needs all places, both take turns.
+
     Args:
-        demand: demand of a root group.
+        demands: demand of each root group in turn; repeats after the last.
+        numbers: knows the next root group.
+        in_flight: the episodes in flight, held-out ones included.
         staleness: the bound of every trainable policy.
         phases: the phases in which policies learn.
         reservations: units that children of running episodes will still contribute.
         opponents: the opponent pools.
         max_in_flight: maximum number of episodes running at once.
+        max_in_flight_per_task: the same for training episodes of one task, children not counted; 0: no limit.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword per part)
         self,
         *,
-        demand: GroupDemand,
+        demands: Sequence[GroupDemand],
+        numbers: EpisodeNumbers,
+        in_flight: EpisodesInFlight,
         buffer: EpisodeBuffer,
         reservations: ChildUnitReservations,
         opponents: OpponentPools,
@@ -172,7 +182,10 @@ class Scheduler:
         staleness: Mapping[str, BoundedStaleness],
         phases: FreezeSchedule,
         max_in_flight: int,
+        max_in_flight_per_task: int = 0,
     ) -> None:
+        demand = demands[0]
+        self._demands, self._numbers, self._in_flight = demands, numbers, in_flight
         self._buffer = buffer
         self._reservations = reservations
         self._opponents = opponents
@@ -181,6 +194,8 @@ class Scheduler:
         self._bounds = staleness
         self.phases = phases
         self._max_in_flight, self._limit_reason = max_in_flight, ""
+        self.max_in_flight_per_task = max_in_flight_per_task
+        """Maximum number of training episodes of one task running at once; 0: no limit."""
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
         """Number of root episodes per step of the policy that steps most often."""
@@ -190,17 +205,33 @@ class Scheduler:
         """Whether nothing may start, until the run continues."""
         self.is_draining = False
         """Whether no further group may start."""
+        self.is_training = False
+        """Whether groups start; before and after training, an evaluation has all places."""
 
-    def may_admit(self, demand: GroupDemand) -> bool:
-        """Whether a group may start now."""
-        return self.why_not(demand) is None
+    @property
+    def next_demand(self) -> GroupDemand:
+        """Demand of the next root group."""
+        return self._demands[self._numbers.next_group % len(self._demands)]
 
-    def why_not(self, demand: GroupDemand) -> Hold | None:
-        """Return what holds a group back; None if nothing does."""
-        if self.is_paused or self.is_draining:
-            return self._closed()
-        if full := self._full(demand):
-            return full
+    def why_not(self) -> Hold | None:
+        """Return what holds the next root group back, whatever its task; None if nothing does."""
+        return self._closed() or self._full() or self._beyond_bounds()
+
+    def why_not_task(self, request: TaskRequest) -> Hold | None:
+        """Return what holds the task of the next root group back; None if nothing does.
+
+        A rule about tasks may hold a group only until episodes in flight end.
+        """
+        task = request.start.task
+        running, most = self._buffer.running_of_task(task.id), self.max_in_flight_per_task
+        if most and running + self.next_demand.episodes > most:
+            count = plural(running, "episode")
+            return Hold("max_in_flight_per_task", f"because {count} of task {task.id} run (max_in_flight_per_task)")
+        return None
+
+    def _beyond_bounds(self) -> Hold | None:
+        """Return the bound of a policy or of the run that holds the next root group back."""
+        demand = self.next_demand
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
             learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
@@ -229,17 +260,24 @@ class Scheduler:
                 return Hold("max_staleness", f"because {trainer} is {behind} behind (max_staleness of {policy})")
         return None
 
-    def _full(self, demand: GroupDemand) -> Hold | None:
-        running = self._buffer.ledger.in_flight
-        if running + demand.episodes <= self._max_in_flight:
+    def _full(self) -> Hold | None:
+        training, held_out = self._buffer.ledger.in_flight, self._in_flight.held_out()
+        due = 0  # places that an evaluation gets first
+        if held_out < training:
+            due = max(min(self._evaluation_share() - held_out, self._in_flight.waiting), 0)
+        if training + held_out + due + self.next_demand.episodes <= self._max_in_flight:
             return None
-        count = plural(running, "episode is", "episodes are")
+        count = plural(training + held_out, "episode is", "episodes are")
         return Hold("max_in_flight", f"because {count} running{self._limit_reason} (max_in_flight)")
 
-    def _closed(self) -> Hold:
+    def _evaluation_share(self) -> int:
+        """Return the number of places that an evaluation may take beside training."""
+        return max(min(self._max_in_flight // 2, self._max_in_flight - self.next_demand.episodes), 1)
+
+    def _closed(self) -> Hold | None:
         if self.is_paused:
             return Hold("paused", "because the run is paused")
-        return Hold("draining", "because the run drains")
+        return Hold("draining", "because the run drains") if self.is_draining else None
 
     def limit(self, max_in_flight: int, reason: str = "") -> None:
         """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
@@ -269,6 +307,17 @@ class Scheduler:
         return self._buffer.pop_ready(policy, self._bounds[policy].step_size)
 
     # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
+
+    def may_play(self) -> bool:
+        training, held_out = self._buffer.ledger.in_flight, self._in_flight.held_out()
+        if training + held_out >= self._max_in_flight:
+            return False
+        if not self.is_training or all(map(self.phases.is_over, self._bounds)):
+            return True
+        if held_out >= self._evaluation_share():
+            return False
+        # If a group waits for places, the next are for whoever has fewer episodes in flight.
+        return held_out < training or not self._full() or bool(self._closed() or self._beyond_bounds())
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
         """Return the opponent versions to which a root group is pinned, independent of later updates."""
@@ -315,11 +364,12 @@ class Scheduler:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def may_step(self, policy: str, demand: GroupDemand) -> bool:
+    def may_step(self, policy: str) -> bool:
         """Whether a policy may take its step: enough units are ready, or no more can come.
 
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
-        staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress.
+        staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress: a group
+        that waits for places of an evaluation will start.
         """
         if self.is_paused or self.phases.is_over(policy):
             return False
@@ -332,16 +382,16 @@ class Scheduler:
             or self.stepping
         ):
             return False
-        return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
+        return bool(self._closed() or self._beyond_bounds()) and not any(map(self._is_full, self._bounds))
 
-    def is_starved(self, demand: GroupDemand) -> str | None:
+    def is_starved(self) -> str | None:
         """Name the policies that wait for units which can no longer come, with the reason; None while anything can
         progress."""
-        hold = self.why_not(demand)
+        hold = self._closed() or self._beyond_bounds()
         if hold is None or self.is_paused or self._buffer.ledger.in_flight or self.stepping:
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
-        if not waiting or any(self.may_step(policy, demand) for policy in waiting):
+        if not waiting or any(map(self.may_step, waiting)):
             return None
         return f"{', '.join(waiting)} (nothing is running, and {hold.text})"
 
@@ -444,19 +494,17 @@ class SynchronousBatchScheduler(Scheduler):
     Owns batches and pins; `ServedVersions` keeps the pinned versions served.
 
     Args:
-        demand: demand of a root group.
         pinned: policies whose episodes are pinned to a version; policies with full weights have one version at a time,
             and staleness 0.
-        numbers: knows the next group.
-        in_flight: the episodes in flight.
-        buffer, reservations, opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
+        demands, numbers, in_flight, buffer, reservations, opponents, board, staleness, phases, max_in_flight,
+            max_in_flight_per_task: see `Scheduler`.
     """
 
     def __init__(  # noqa: PLR0913 (one keyword per part)
         self,
         *,
-        demand: GroupDemand,
         pinned: Collection[str],
+        demands: Sequence[GroupDemand],
         numbers: EpisodeNumbers,
         in_flight: EpisodesInFlight,
         buffer: EpisodeBuffer,
@@ -466,9 +514,12 @@ class SynchronousBatchScheduler(Scheduler):
         staleness: Mapping[str, BoundedStaleness],
         phases: FreezeSchedule,
         max_in_flight: int,
+        max_in_flight_per_task: int = 0,
     ) -> None:
         super().__init__(
-            demand=demand,
+            demands=demands,
+            numbers=numbers,
+            in_flight=in_flight,
             buffer=buffer,
             reservations=reservations,
             opponents=opponents,
@@ -476,14 +527,15 @@ class SynchronousBatchScheduler(Scheduler):
             staleness=staleness,
             phases=phases,
             max_in_flight=max_in_flight,
+            max_in_flight_per_task=max_in_flight_per_task,
         )
+        demand = demands[0]
         self._steps = max(phases.steps.values())
         self._groups = max(
             math.ceil(staleness[policy].step_size / units) for policy, units in demand.units.items() if units
         )
         self._roots = self._groups * demand.episodes
         self._pinned = frozenset(pinned)
-        self._numbers, self._in_flight = numbers, in_flight
 
     def end_after(self, steps: Mapping[str, int]) -> None:
         super().end_after(steps)
@@ -495,15 +547,16 @@ class SynchronousBatchScheduler(Scheduler):
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def why_not(self, demand: GroupDemand) -> Hold | None:
+    def _closed(self) -> Hold | None:
         # A drained run ends with a whole batch.
-        if self.is_paused or (self.is_draining and self._numbers.next_group % self._groups == 0):
-            return self._closed()
-        if full := self._full(demand):
-            return full
+        is_inside = not self.is_paused and self._numbers.next_group % self._groups
+        return None if is_inside else super()._closed()
+
+    def _beyond_bounds(self) -> Hold | None:
         batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
-            return Hold("last_steps", f"because the last steps of {', '.join(demand.units)} have all their episodes")
+            policies = ", ".join(self.next_demand.units)
+            return Hold("last_steps", f"because the last steps of {policies} have all their episodes")
         for policy, bound in self._bounds.items():
             if self._board.step(policy) < batch - bound.max_staleness:
                 at = f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
@@ -512,7 +565,7 @@ class SynchronousBatchScheduler(Scheduler):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def may_step(self, policy: str, demand: GroupDemand) -> bool:
+    def may_step(self, policy: str) -> bool:
         """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
         if self.is_paused or self.phases.is_over(policy) or self._numbers.next_group < (step + 1) * self._groups:

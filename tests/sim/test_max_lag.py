@@ -141,7 +141,7 @@ def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SeededSimu
         run = SmallRun(config=config_for(policies=policies, steps=12, credit={"group_size": 4}), environment=Straggler)
 
         def look(orchestrator: Any) -> None:
-            hold = orchestrator.scheduler.why_not(orchestrator.demand())
+            hold = orchestrator.why_not()
             reasons["" if hold is None else hold.kind] += 1
             asyncio.get_running_loop().call_later(5.0, look, orchestrator)
 

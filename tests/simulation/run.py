@@ -171,7 +171,7 @@ async def _look(plan: SimulationPlan, recorder: Recorder, orchestrator: Orchestr
     every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
         recorder.record_snapshot(
-            orchestrator.scheduler.why_not(orchestrator.demand()),
+            orchestrator.why_not(),
             waits_for_memory=any(engine.kv_budget.waiting for engine in recorder.engines),
         )
         await asyncio.sleep(every)
