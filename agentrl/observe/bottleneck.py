@@ -51,7 +51,7 @@ HoldKind = Literal[
 """Rules that hold a root group back."""
 STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
 """Rules that let groups start again after a step of the trainer."""
-PLACE_HOLDS: tuple[HoldKind, ...] = ("max_in_flight", "max_in_flight_per_task")
+PERMIT_HOLDS: tuple[HoldKind, ...] = ("max_in_flight", "max_in_flight_per_task")
 """Rules that let groups start again when episodes end: settings that can be raised."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
 """Activities of an episode that can hold up a run."""
@@ -204,7 +204,7 @@ PARTS = {
     "disk": "the disk",
     "workers": "worker processes",
     "long": "a few long episodes",
-    **{hold: hold for hold in PLACE_HOLDS},
+    **{hold: hold for hold in PERMIT_HOLDS},
     "training": "the trainer",
     "publishing": "new versions",
     "checkpoint": "checkpoints",
@@ -358,7 +358,7 @@ def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
             f"{'the engine' if part == 'engine' else PARTS[part]}"
         )
         return Bottleneck("long", detail)
-    holds = [hold for hold in PLACE_HOLDS if shares.of(hold + ANY) >= 0.5]
+    holds = [hold for hold in PERMIT_HOLDS if shares.of(hold + ANY) >= 0.5]
     busy = min(shares.of("engine" + ANY), 1.0)
     match part:
         case "engine" if holds and places and not is_full:

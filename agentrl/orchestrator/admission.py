@@ -14,7 +14,7 @@ class AdmissionPolicy(Protocol):
     """The decisions a dispatcher leaves to the scheduler: versions an episode plays with, and policies that learn."""
 
     def may_play(self) -> bool:
-        """Whether a place is free for a root episode that is not trained: held-out, or a fork."""
+        """Whether a root episode that is not trained, held-out or a fork, may start now."""
         ...
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:

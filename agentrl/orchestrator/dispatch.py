@@ -285,7 +285,7 @@ class Dispatcher:
     async def _play(
         self, specs: Sequence[EpisodeSpec], ends: Sequence[asyncio.Future[EpisodeHeader]]
     ) -> list[EpisodeHeader]:
-        """Run root episodes that are not trained, each once it has a place; a header settles its future in `ends`."""
+        """Run root episodes that are not trained, each once it gets a permit; a header settles its future in `ends`."""
         self.in_flight.waiting = len(specs)
         try:
             for spec, end in zip(specs, ends, strict=True):

@@ -27,7 +27,7 @@ class EpisodesInFlight:
         self._pins: Counter[PolicyVersion] = Counter()
         """Number of running training episodes that are pinned to each version."""
         self.waiting = 0
-        """Number of root episodes outside training that wait for a place."""
+        """Number of root episodes outside training that wait for a permit."""
 
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._specs

@@ -6,11 +6,11 @@
 
 | loop            | consumes       | waits for                               | is unblocked by                    |
 |-----------------|----------------|-----------------------------------------|------------------------------------|
-| `_admit_groups` | tasks          | places, bounds, then rules about a task | an episode's end, a policy's step  |
+| `_admit_groups` | tasks          | permits, bounds, rules about the task   | an episode's end, a policy's step  |
 | episode         | engine, tools  | its own turns                           | nothing of the loop                |
 | `_train`        | ready units    | step_size units, or all that can come   | a released group, closed admission |
 | `_checkpoint`   | nothing        | the trainer to be between two steps     | the step's end                     |
-| evaluation      | held-out tasks | places; the engine, behind training     | an episode's end                   |
+| evaluation      | held-out tasks | permits; the engine, behind training    | an episode's end                   |
 | `_adjust_limit` | nothing        | turns to end, with `max_in_flight = "auto"` | time                           |
 | `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
@@ -579,11 +579,7 @@ class Orchestrator:
         """End the run with a reason when nothing runs, nothing can start, and a policy still waits; or when a policy's
         first units all lack a reward."""
         await self.changed.wait_for(
-            lambda: (
-                self._finished()
-                or self._unrewarded_policy() is not None
-                or self.scheduler.is_starved() is not None
-            )
+            lambda: self._finished() or self._unrewarded_policy() is not None or self.scheduler.is_starved() is not None
         )
         if self._finished():
             return

@@ -153,9 +153,9 @@ class Scheduler:
 
     Groups start within the bounds; those admitted first are due first.
 
-    An episode in flight takes one of `max_in_flight` places, in training or evaluation, children included. Beside
-    training, an evaluation gets the next free places up to half of them, and leaves room for one group. If a group
-    needs all places, both take turns.
+    An episode in flight holds one of `max_in_flight` permits, in training and evaluation, children included. Beside
+    training, an evaluation gets the next free permits until it holds half of them, or as many as leave enough for one
+    group. Where a group needs all permits, the two take turns. So neither waits for the other to end.
 
     Args:
         demands: demand of each root group in turn; repeats after the last.
@@ -206,7 +206,7 @@ class Scheduler:
         self.is_draining = False
         """Whether no further group may start."""
         self.is_training = False
-        """Whether groups start; before and after training, an evaluation has all places."""
+        """Whether groups start; before and after training, an evaluation may hold all permits."""
 
     @property
     def next_demand(self) -> GroupDemand:
@@ -214,8 +214,9 @@ class Scheduler:
         return self._demands[self._numbers.next_group % len(self._demands)]
 
     def why_not(self) -> Hold | None:
-        """Return what holds the next root group back, whatever its task; None if nothing does."""
-        return self._closed() or self._full() or self._beyond_bounds()
+        """Return what holds the next root group back, whatever its task; None if nothing does. `max_in_flight` is
+        named if it alone does, since more permits help only then."""
+        return self._closed() or self._beyond_bounds() or self._full()
 
     def why_not_task(self, request: TaskRequest) -> Hold | None:
         """Return what holds the task of the next root group back; None if nothing does.
@@ -262,7 +263,7 @@ class Scheduler:
 
     def _full(self) -> Hold | None:
         training, held_out = self._buffer.ledger.in_flight, self._in_flight.held_out()
-        due = 0  # places that an evaluation gets first
+        due = 0  # permits that an evaluation gets first
         if held_out < training:
             due = max(min(self._evaluation_share() - held_out, self._in_flight.waiting), 0)
         if training + held_out + due + self.next_demand.episodes <= self._max_in_flight:
@@ -271,8 +272,9 @@ class Scheduler:
         return Hold("max_in_flight", f"because {count} running{self._limit_reason} (max_in_flight)")
 
     def _evaluation_share(self) -> int:
-        """Return the number of places that an evaluation may take beside training."""
-        return max(min(self._max_in_flight // 2, self._max_in_flight - self.next_demand.episodes), 1)
+        """Return the number of permits that an evaluation may hold beside training."""
+        half, room = self._max_in_flight // 2, self._max_in_flight - self.next_demand.episodes
+        return max(min(half, room) or half, 1)
 
     def _closed(self) -> Hold | None:
         if self.is_paused:
@@ -316,7 +318,7 @@ class Scheduler:
             return True
         if held_out >= self._evaluation_share():
             return False
-        # If a group waits for places, the next are for whoever has fewer episodes in flight.
+        # While a group waits for permits, the next free one is for the side with fewer episodes in flight.
         return held_out < training or not self._full() or bool(self._closed() or self._beyond_bounds())
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
@@ -368,8 +370,8 @@ class Scheduler:
         """Whether a policy may take its step: enough units are ready, or no more can come.
 
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
-        staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress: a group
-        that waits for places of an evaluation will start.
+        staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress; a group
+        that waits for permits of an evaluation will start.
         """
         if self.is_paused or self.phases.is_over(policy):
             return False
@@ -387,8 +389,10 @@ class Scheduler:
     def is_starved(self) -> str | None:
         """Name the policies that wait for units which can no longer come, with the reason; None while anything can
         progress."""
+        if self.is_paused or self._buffer.ledger.in_flight or self.stepping:
+            return None
         hold = self._closed() or self._beyond_bounds()
-        if hold is None or self.is_paused or self._buffer.ledger.in_flight or self.stepping:
+        if hold is None:
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
         if not waiting or any(map(self.may_step, waiting)):

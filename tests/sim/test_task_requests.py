@@ -199,9 +199,7 @@ def test_a_cap_below_a_group_is_refused() -> None:
 def test_the_cap_changes_while_the_run_runs(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         changes: Mapping[tuple[str, int], Mapping[str, Any]] = {("guesser", 2): {CAP: 8}}
-        run = ChangedRun(
-            config=config_for(max_in_flight_per_task=4, max_staleness=3), tasks=TASKS[:1], changes=changes
-        )
+        run = ChangedRun(config=config_for(max_in_flight_per_task=4, max_staleness=3), tasks=TASKS[:1], changes=changes)
         most = watch_tasks(run)
         async with asyncio.timeout(10_000):
             await run.run()
