@@ -155,8 +155,8 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
         )
     if 0 < config.max_in_flight_per_task < size:
         raise ConfigError(
-            f"credit.group_size = {size} is larger than max_in_flight_per_task = {config.max_in_flight_per_task}, so no "
-            f"group could start: set max_in_flight_per_task = {size} or more, or 0 for no limit, or lower "
+            f"credit.group_size = {size} is larger than max_in_flight_per_task = {config.max_in_flight_per_task}, so "
+            f"no group could start: set max_in_flight_per_task = {size} or more, or 0 for no limit, or lower "
             "credit.group_size"
         )
     return RunPlan(settings=config, environment=environment, seats=seats, demands=demands)

@@ -1,6 +1,7 @@
 """Evaluation during training: held-out tasks at pinned versions, outside buffer and ledger.
 
-Invariants: neither training nor a stop waits for an evaluation; at most one evaluation runs at a time, and one that
+Invariants: no stop waits for an evaluation, and training only for permits, of which an evaluation holds at most half
+(`Scheduler`); at most one evaluation runs at a time, and one that
 would begin meanwhile is skipped; its versions stay pinned until its last episode has ended; dropped episodes are
 counted, never scored as 0; an evaluation without a committed episode has no result, and the run continues.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_slow_evaluations_do_not_stop_training(simulated_loop: SeededSimulation,
 
         run.seen.on_step = timed  # type: ignore[method-assign]
         await run.run()
-        slow = [before for before, after in zip(steps, steps[1:], strict=False) if after - before > 100.0]
+        slow = [before for before, after in itertools.pairwise(steps) if after - before > 100.0]
         assert len(steps) == 40
         assert not slow, "training waited for held-out episodes to end"
 
