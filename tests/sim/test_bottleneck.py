@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from rich.console import Console
 
 import agentrl
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch, HoldKind
@@ -27,7 +27,7 @@ from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState,
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.virtual_time import simulate
-from tests.sim.small_run import SmallRun, config_for
+from tests.sim.small_run import TASKS, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
@@ -135,6 +135,7 @@ class Planted:
     token_s: float = 0.0
     places: int = 0
     kv_tokens: int | None = None
+    tasks: Sequence[Task] = tuple(TASKS)
     step_s: float = 0.1
     publish_s: float = 0.0
     during: Callable[[Orchestrator], None] = lambda orchestrator: None
@@ -170,6 +171,13 @@ RUNS = {
     "too few episodes with ten-second turns": Planted(
         part="max_in_flight", places=64, call_s=10.0, changes={"max_in_flight": 4}
     ),
+    "too few episodes of a task at once": Planted(
+        part="max_in_flight_per_task",
+        places=64,
+        call_s=2.0,
+        tasks=TASKS[:1],
+        changes={"max_in_flight_per_task": 4},
+    ),
     "max_staleness = 0": Planted(
         part="alternating", first=("engine", 13.0), call_s=3.0, step_s=9.0, changes={"max_staleness": 0}
     ),
@@ -202,6 +210,7 @@ def looked_at(
             config=config_for(**planted.changes),
             environment=planted.environment,
             script=planted.script,
+            tasks=planted.tasks,
             engine_class=LimitedEngine,
             engine_options={
                 "seconds_per_call": planted.call_s,
@@ -240,13 +249,14 @@ def named_part(line: str) -> str:
     ("rule", "changes"),
     [
         ("max_in_flight", {"max_in_flight": 4, "max_staleness": 8}),
+        ("max_in_flight_per_task", {"max_in_flight_per_task": 4, "max_staleness": 8}),
         ("max_staleness", {"max_staleness": 0}),
         ("max_lag", {"policies": {"guesser": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}}),
     ],
 )
 def test_the_time_that_a_rule_holds_groups_back_counts_under_the_rule(rule: str, changes: dict[str, Any]) -> None:
     async def main() -> Mapping[str, float]:
-        run = SmallRun(config=config_for(steps=4, **changes), environment=SlowTools)
+        run = SmallRun(config=config_for(steps=4, **changes), environment=SlowTools, tasks=TASKS[:1])
         await run.run()
         return run.orchestrator.activity_totals()
 
