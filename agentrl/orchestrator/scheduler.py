@@ -319,7 +319,8 @@ class Scheduler:
         if held_out >= self._evaluation_share():
             return False
         # While a group waits for permits, the next free one is for the side with fewer episodes in flight.
-        return held_out < training or not self._full() or bool(self._closed() or self._beyond_bounds())
+        hold = self.why_not()
+        return held_out < training or hold is None or hold.kind != "max_in_flight"
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
         """Return the opponent versions to which a root group is pinned, independent of later updates."""
