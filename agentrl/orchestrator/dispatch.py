@@ -221,6 +221,7 @@ class Dispatcher:
                 self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)
                 if self.is_paused:
                     self.worker.park(resumable.episode_id)
+        self.in_flight.unresumed = len(self._to_resume)
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.

@@ -28,6 +28,8 @@ class EpisodesInFlight:
         """Number of running training episodes that are pinned to each version."""
         self.waiting = 0
         """Number of root episodes outside training that wait for a permit."""
+        self.unresumed = 0
+        """Number of training episodes of a previous attempt of the run that wait for a step before they continue."""
 
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._specs

@@ -35,7 +35,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
+from agentrl.core.records import GroupStart, PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
@@ -58,7 +58,7 @@ from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.scheduler import Hold, Scheduler
 from agentrl.orchestrator.step_metrics import StepMetrics
-from agentrl.orchestrator.tasks import Curriculum, TaskRequest
+from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
     BestCheckpointTracker,
     PolicyBoard,
@@ -175,8 +175,8 @@ class Orchestrator:
     """Who paused the run; empty: it is not paused."""
     drained_by: str = ""
     """Who asked the run to drain; empty: it does not drain."""
-    request: TaskRequest | None = None
-    """The next root group, once its task is drawn; None before."""
+    next_start: GroupStart | None = None
+    """Start of the next root group, once its task is drawn; None before."""
     _is_over: bool = False
     """Whether every policy had taken its last step."""
     _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
@@ -410,13 +410,13 @@ class Orchestrator:
         waits = dict[HoldKind, tuple[float, str]]()  # how long the next group waited for each rule
         while not self._finished():
             hold = self.why_not()
-            if hold is None and self.request is None:
-                self.request = self.curriculum.request(self.dispatcher.next_group)
+            if hold is None and self.next_start is None:
+                self.next_start = self.curriculum.start(self.dispatcher.next_group)
                 hold = self.why_not()
-            if hold is None and self.request is not None:
+            if hold is None and self.next_start is not None:
                 held_by = " and ".join(f"{seconds:.3g} s {text}" for seconds, text in waits.values())
-                self.dispatcher.admit_group(self.request.start, held_by)
-                self.request = None
+                self.dispatcher.admit_group(self.next_start, held_by)
+                self.next_start = None
                 waits.clear()
             elif hold is not None:
                 since = self.clock.monotonic()
@@ -433,8 +433,8 @@ class Orchestrator:
     def why_not(self) -> Hold | None:
         """Return what holds the next root group back; None if nothing does, as far as its task is drawn."""
         hold = self.scheduler.why_not()
-        if hold is None and self.request is not None:
-            return self.scheduler.why_not_task(self.request)
+        if hold is None and self.next_start is not None:
+            return self.scheduler.why_not_task(self.next_start.task)
         return hold
 
     async def _adjust_limit(self) -> None:

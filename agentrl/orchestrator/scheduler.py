@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.core.text import plural
 from agentrl.observe.bottleneck import HoldKind
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -25,7 +25,7 @@ from agentrl.orchestrator.episode_specs import EpisodeNumbers
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
-from agentrl.orchestrator.tasks import TaskRequest, VisibleRange
+from agentrl.orchestrator.tasks import VisibleRange
 from agentrl.orchestrator.versions import PolicyBoard
 
 
@@ -218,16 +218,15 @@ class Scheduler:
         named if it alone does, since more permits help only then."""
         return self._closed() or self._beyond_bounds() or self._full()
 
-    def why_not_task(self, request: TaskRequest) -> Hold | None:
-        """Return what holds the task of the next root group back; None if nothing does.
+    def why_not_task(self, task: Task) -> Hold | None:
+        """Return what holds the next root group back because of its task; None if nothing does.
 
-        A rule about tasks may hold a group only until episodes in flight end.
+        A rule about tasks may hold a group only until episodes in flight end: the run does not count as starved.
         """
-        task = request.start.task
         running, most = self._buffer.running_of_task(task.id), self.max_in_flight_per_task
         if most and running + self.next_demand.episodes > most:
-            count = plural(running, "episode")
-            return Hold("max_in_flight_per_task", f"because {count} of task {task.id} run (max_in_flight_per_task)")
+            count = plural(running, "episode of the same task runs", "episodes of the same task run")
+            return Hold("max_in_flight_per_task", f"because {count} (max_in_flight_per_task)")
         return None
 
     def _beyond_bounds(self) -> Hold | None:
@@ -262,14 +261,20 @@ class Scheduler:
         return None
 
     def _full(self) -> Hold | None:
-        training, held_out = self._buffer.ledger.in_flight, self._in_flight.held_out()
-        due = 0  # permits that an evaluation gets first
-        if held_out < training:
+        held_out = self._in_flight.held_out()
+        running, due = self._buffer.ledger.in_flight + held_out, 0
+        if self._is_turn_of_evaluation():
             due = max(min(self._evaluation_share() - held_out, self._in_flight.waiting), 0)
-        if training + held_out + due + self.next_demand.episodes <= self._max_in_flight:
+        if running + due + self.next_demand.episodes <= self._max_in_flight:
             return None
-        count = plural(training + held_out, "episode is", "episodes are")
-        return Hold("max_in_flight", f"because {count} running{self._limit_reason} (max_in_flight)")
+        count = plural(running, "episode is", "episodes are")
+        first = f", and {due} of an evaluation start first" if due else ""
+        return Hold("max_in_flight", f"because {count} running{self._limit_reason}{first} (max_in_flight)")
+
+    def _is_turn_of_evaluation(self) -> bool:
+        """Whether an evaluation gets the next free permit while a group waits for permits too: the side with fewer
+        running episodes does."""
+        return self._in_flight.held_out() < self._in_flight.count("train")
 
     def _evaluation_share(self) -> int:
         """Return the number of permits that an evaluation may hold beside training."""
@@ -311,16 +316,15 @@ class Scheduler:
     # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
 
     def may_play(self) -> bool:
-        training, held_out = self._buffer.ledger.in_flight, self._in_flight.held_out()
-        if training + held_out >= self._max_in_flight:
+        # Before training, episodes that wait for a step would wait for the evaluation too.
+        if len(self._in_flight) - self._in_flight.unresumed >= self._max_in_flight:
             return False
         if not self.is_training or all(map(self.phases.is_over, self._bounds)):
             return True
-        if held_out >= self._evaluation_share():
+        if self._in_flight.held_out() >= self._evaluation_share():
             return False
-        # While a group waits for permits, the next free one is for the side with fewer episodes in flight.
         hold = self.why_not()
-        return held_out < training or hold is None or hold.kind != "max_in_flight"
+        return self._is_turn_of_evaluation() or hold is None or hold.kind != "max_in_flight"
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
         """Return the opponent versions to which a root group is pinned, independent of later updates."""

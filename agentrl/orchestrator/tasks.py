@@ -36,16 +36,6 @@ class GroupResult(NamedTuple):
         return GroupResult(group, task, tuple(header.reward for header in headers if header.reward is not None))
 
 
-class TaskRequest(NamedTuple):
-    """The next root group, with the task drawn for it: once, before the rules about tasks are asked whether it may
-    start, and kept until it does."""
-
-    group: int
-    """Number of the group, which decides its seeds, the step that it is due for and, in a deterministic run, its
-    versions."""
-    start: GroupStart
-
-
 class Curriculum:
     """Endless tasks from a finite source: a seeded permutation per pass, or the choices of a source with `select`.
 
@@ -94,10 +84,6 @@ class Curriculum:
         """Record the result of a root group."""
         if self.selector is not None:
             self._results.append(result)
-
-    def request(self, number: int) -> TaskRequest:
-        """Draw the start of root group `number`; see `start`."""
-        return TaskRequest(number, self.start(number))
 
     def start(self, number: int) -> GroupStart:
         """Return the start of root group `number`: a recorded turn, or the beginning of its task."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import EpisodeSpec
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
@@ -25,29 +26,30 @@ class WatchedRun(SmallRun):
 
     most = most_beside = 0
     """Largest number of episodes in flight, and of held-out ones beside training."""
-    in_a_row = most_in_a_row = 0
-    """Number of held-out episodes that started since a training episode did while groups waited for permits, now and at
-    most."""
+    in_turn = out_of_turn = 0
+    """Number of held-out episodes that started while a group waited for permits and more, or no more, training episodes
+    ran."""
 
     def watch(self, orchestrator: Orchestrator) -> None:
         in_flight = orchestrator.dispatcher.in_flight
         add = in_flight.add
 
         def added(spec: EpisodeSpec) -> None:
+            hold = orchestrator.why_not()
+            is_waiting = orchestrator.scheduler.is_training and hold is not None and hold.kind == "max_in_flight"
+            if spec.purpose == "evaluate" and is_waiting:
+                is_in_turn = in_flight.held_out() < in_flight.count("train")
+                self.in_turn, self.out_of_turn = self.in_turn + is_in_turn, self.out_of_turn + (not is_in_turn)
             add(spec)
             self.most = max(self.most, len(in_flight))
             is_over = orchestrator.scheduler.phases.is_over("guesser")
             if orchestrator.status().phase == "training" and not is_over:
                 self.most_beside = max(self.most_beside, in_flight.held_out())
-                hold = orchestrator.scheduler.why_not()
-                is_waiting = spec.purpose == "evaluate" and hold is not None and hold.kind == "max_in_flight"
-                self.in_a_row = self.in_a_row + 1 if is_waiting else 0
-                self.most_in_a_row = max(self.most_in_a_row, self.in_a_row)
 
         in_flight.add = added  # type: ignore[method-assign]
 
     async def run(self) -> Any:
-        self.during = self.watch
+        self.during = self.during or self.watch
         async with asyncio.timeout(100_000):
             return await super().run()
 
@@ -85,7 +87,8 @@ def test_both_take_turns_where_a_group_needs_all_permits(simulated_loop: SeededS
         run = WatchedRun(config=evaluating(4, max_staleness=3, steps=12), held_out=HELD_OUT)
         await run.run()
         assert len(run.seen.evaluations) > 2
-        assert 0 < run.most_in_a_row < 8
+        assert run.in_turn
+        assert not run.out_of_turn
 
     simulated_loop.run(main)
 
@@ -102,6 +105,31 @@ def test_groups_of_one_leave_permits_to_an_evaluation(simulated_loop: SeededSimu
         await run.run()
         assert run.most <= max_in_flight
         assert run.seen.evaluated == [0, 2, 4, 6, 8, 10, 12], "an evaluation is skipped while another runs"
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize("seconds", [6.0, 8.0, 10.0])
+def test_resumed_episodes_that_wait_for_steps_leave_permits_to_the_first_evaluation(
+    simulated_loop: SeededSimulation, seconds: float
+) -> None:
+    async def main() -> None:
+        config = evaluating(8, max_staleness=0, deterministic=True)
+        run = WatchedRun(config=config)
+        await run.stop_after(seconds)
+        assert run.orchestrator.board.step("guesser") > 0
+        journal, first = run.journal.after_crash(), {"guesser": run.orchestrator.board.at("guesser", 0)}
+        resumed = WatchedRun(
+            config=config,
+            held_out=HELD_OUT,
+            journal=journal,
+            resume_state=read_resume_state(journal, first, group_size=4),
+            resumed_at=first,
+            lineage=2,
+        )
+        await resumed.run()
+        assert resumed.seen.evaluated[0] == 0
+        assert len(resumed.trainer.batches) == 6
 
     simulated_loop.run(main)
 

@@ -168,7 +168,7 @@ def test_a_killed_run_draws_the_held_task_again(simulated_loop: SeededSimulation
             seen.update(trained_by(run))
             if not run.orchestrator.outcome.interrupted:
                 break
-            held[run.orchestrator.request is not None] += 1
+            held[run.orchestrator.next_start is not None] += 1
             journal = run.journal.after_crash()
             board = run.orchestrator.board
             on_disk = [row.version for row in journal.on_disk() if isinstance(row, StepRow)]
