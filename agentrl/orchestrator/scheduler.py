@@ -316,12 +316,11 @@ class Scheduler:
     # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
 
     def may_play(self) -> bool:
-        # Before training, episodes that wait for a step would wait for the evaluation too.
-        if len(self._in_flight) - self._in_flight.unresumed >= self._max_in_flight:
-            return False
+        running = len(self._in_flight)
         if not self.is_training or all(map(self.phases.is_over, self._bounds)):
-            return True
-        if self._in_flight.held_out() >= self._evaluation_share():
+            # Episodes that wait for a step hold no permit here: the first step waits for this evaluation.
+            return running - self._in_flight.unresumed < self._max_in_flight
+        if running >= self._max_in_flight or self._in_flight.held_out() >= self._evaluation_share():
             return False
         hold = self.why_not()
         return self._is_turn_of_evaluation() or hold is None or hold.kind != "max_in_flight"
