@@ -455,7 +455,7 @@ def wire_dispatcher(
         policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,
-        max_in_flight=1,
+        max_in_flight=64,  # callers start their episodes one by one
         buffer=EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"])),
         store=store,
         changed=ChangeCondition(),
