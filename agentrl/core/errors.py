@@ -183,14 +183,16 @@ class EpisodeError(AgentRLError):
         reason: the drop reason recorded in the journal.
         begin_again: the episode is sound, but its progress so far is useless: its next attempt, if there is one, plays
             from the start.
+        advice: the part of `message` that says what to do, for those who give other advice.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, reason: str, begin_again: bool = False) -> None:
+    def __init__(self, message: str, *, reason: str, begin_again: bool = False, advice: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.begin_again = begin_again
+        self.advice = advice
 
 
 class ScorerFailedError(EpisodeError):

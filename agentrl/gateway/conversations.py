@@ -14,8 +14,6 @@ import msgspec
 from agentrl.core.records import Message
 from agentrl.gateway.calls import RequestRefusedError
 
-FOREIGN_CONVERSATION = "the request continues a conversation of another running episode"
-
 
 class Conversations:
     """What the running episodes of a gateway asked, and the replies that they got."""
@@ -40,9 +38,10 @@ class Conversations:
             episodes = self._answered.get(digest, ()) if message.role == "assistant" else ()
             if episodes and episode not in episodes and before not in asked:
                 raise RequestRefusedError(
-                    f"{FOREIGN_CONVERSATION}, whose key differs. The program shares a client, its key or messages "
-                    "between episodes: make them for each episode, from its endpoint",
-                    "forbidden",
+                    "the request continues a conversation of another running episode, whose key differs. The program "
+                    "shares a client, its key or messages between episodes: make them for each episode, from its "
+                    "endpoint",
+                    "foreign_conversation",
                 )
             before = digest
 
