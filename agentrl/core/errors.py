@@ -226,6 +226,11 @@ def infrastructure_failure(error: BaseException) -> InfrastructureError | None:
     return error if isinstance(error, InfrastructureError) else None
 
 
+def recorded_error_type(error: str) -> str:
+    """Return the type of an error that is recorded as `Type: message`."""
+    return error.partition(":")[0]
+
+
 class EffectError(EpisodeError):
     """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 
@@ -241,7 +246,7 @@ class EffectError(EpisodeError):
     @property
     def error_type(self) -> str:
         """Name of the type that the effect raised."""
-        return self.error.partition(":")[0]
+        return recorded_error_type(self.error)
 
 
 class RewardError(EpisodeError):

@@ -75,6 +75,11 @@ class EpisodeEventLoop(asyncio.SelectorEventLoop):
         return super().run_in_executor(CALL_THREADS if executor is None else executor, func, *args)
 
 
+def was_stopped(error: BaseException) -> bool:
+    """Whether an error says that something stopped the event loop that `run` was waiting for."""
+    return isinstance(error, RuntimeError) and "Event loop stopped before" in str(error)
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine like `asyncio.run`, in an `EpisodeEventLoop`."""
     with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner:

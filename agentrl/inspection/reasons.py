@@ -117,8 +117,8 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
                 f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
             )
             reasons.append(Reason("admitted", f"{text}; the turns before it are context"))
-        if spec.held_by:
-            reasons.append(Reason("admitted", f"its start waited {spec.held_by}"))
+        if spec.waited is not None:
+            reasons.append(Reason("admitted", f"its start waited {spec.waited.text}"))
         if line.purpose == "train":
             text = f"started for step {spec.deadline + 1}; a full engine serves the calls of earlier steps first"
             reasons.append(Reason("order", text))
@@ -247,11 +247,7 @@ def _reward(view: ConversationView) -> list[Reason]:
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = [f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED]]
-    errors = [
-        (act.name, act.error)
-        for act in view.acts
-        if isinstance(act, EffectAct) and act.error and act.error not in (view.detail or "")
-    ]
+    errors = [(act.name, act.error) for act in view.acts if isinstance(act, EffectAct) and act.error]
     outcomes += [f"effect {name} failed: {error[:200]}" for name, error in errors[:MAX_NAMED]]
     return reasons + [Reason("tool", text) for text in outcomes]
 

@@ -18,11 +18,8 @@ from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
-    EFFECT_ERROR,
     PROGRAM_FAILED,
     PROGRAM_OK,
-    RESOURCE_ERROR,
-    SCORES_FAILED,
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
@@ -45,6 +42,8 @@ class Alarm(NamedTuple):
     """Description with the measured values."""
     advice: str
     """Advice on what to change."""
+    example: str = ""
+    """Metric, stop reason or drop reason of the episode that the commands in the advice show."""
 
     @property
     def line(self) -> str:
@@ -195,7 +194,6 @@ MEANINGS = {
 }
 """Condition that raises each alarm, for docs/reference/metrics.md; over the newest `WINDOW` steps unless it names
 others."""
-_REASON = re.compile(r"--where '(?:metric\.(?P<metric>\S+) > 0|\w+_reason = (?P<reason>\w+))'")
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
@@ -271,10 +269,7 @@ def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
         if first != alarm.policy:
             filled.append(alarm._replace(advice=f"the same as for {first}"))
             continue
-        # The reason in the command that lists episodes, else the alarm's own.
-        match = _REASON.search(alarm.advice)
-        reason = "" if match is None else match["metric"] or match["reason"]
-        episode = examples.get(reason) or examples.get("completed") or next(iter(examples.values()), "")
+        episode = examples.get(alarm.example) or examples.get("completed") or next(iter(examples.values()), "")
         filled.append(alarm._replace(advice=fill_commands(alarm.advice, run, episode)))
     return filled
 
@@ -299,22 +294,10 @@ def _always_fails(status: RunSnapshot) -> Iterator[Alarm]:
             "always_fails",
             "",
             f"{name} failed in {times}, most often with {failing.error}",
-            f"`agentrl episode list RUN --where 'metric.{_failure_metric(name)} > 0'` lists episodes for "
+            f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'` lists episodes for "
             "`agentrl episode why`; until it is fixed, such episodes are trained with the reward that they get then",
+            failing.metric,
         )
-
-
-def _failure_metric(name: str) -> str:
-    """Return the episode metric that counts failures of a program, effect, resource or scorer of this name."""
-    match name.split(" ", 1):
-        case ["effect", _]:
-            return EFFECT_ERROR
-        case ["scorer", scorer]:
-            return SCORES_FAILED + scorer.strip("'")
-        case ["the", _]:
-            return PROGRAM_FAILED
-        case _:
-            return RESOURCE_ERROR
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
@@ -354,6 +337,7 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
             is_program=any(window_metric_values(window, name) for name in (PROGRAM_OK, PROGRAM_FAILED)),
         )
         + f"; {_IF_LATER}",
+        worst,
     )
 
 
@@ -390,6 +374,7 @@ def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
             "context was full",
             "`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise engine.max_context, "
             "shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
+            "context_length",
         )
 
 
@@ -404,6 +389,7 @@ def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
             "`agentrl episode list RUN --where 'metric.turns/empty > 0'` lists examples, and `agentrl episode tokens` "
             "shows what was sampled; a chat template that fits the model, a base model that answers, or a higher "
             f"sampling.temperature; {_IF_LATER}",
+            "turns/empty",
         )
 
 
@@ -429,6 +415,7 @@ def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all
         "exception (tool/error)" + (f", most often {status.raised}" if status is not None and status.raised else ""),
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
+        "tool/error",
     )
 
 
@@ -674,6 +661,7 @@ def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
             "",
             f"{count:,} of {num_ended:,} episodes that ended were dropped because of {reason}",
             _drop_advice(reason),
+            reason,
         )
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
+from agentrl.core.holds import SET_LIMIT, AdmissionWait, InFlightLimit
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
@@ -47,7 +48,7 @@ from agentrl.observe.bottleneck import (
     commonest_error,
     failing_calls,
 )
-from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
+from agentrl.observe.run_state import DRAINING, EVALUATING, PAUSED, TRAINING, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
@@ -279,10 +280,10 @@ class Orchestrator:
         """Take other settings from now on."""
         self.plan, self.admission = plan, admission
         self.scheduler.end_after(steps)
-        self.limit(max_in_flight, "" if admission is None else admission.reason)
+        self.limit(max_in_flight, SET_LIMIT if admission is None else admission.reason)
 
-    def limit(self, max_in_flight: int, reason: str = "") -> None:
-        """Let as many episodes run at once from now on, for a reason that is read after "episodes are running"."""
+    def limit(self, max_in_flight: int, reason: InFlightLimit = SET_LIMIT) -> None:
+        """Let as many episodes run at once from now on."""
         self.dispatcher.max_in_flight = max_in_flight
         self.scheduler.limit(max_in_flight, reason)
         self.limit_workers(max_in_flight)
@@ -292,7 +293,7 @@ class Orchestrator:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated.progress()
-        phase, is_training = self._phase, self._phase == "training"
+        phase, is_training = self._phase, self._phase == TRAINING
         bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
             resume = f"`agentrl run resume {self.dispatcher.run_name}`"
@@ -364,10 +365,10 @@ class Orchestrator:
     # --- the loops --------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        self._phase = "evaluating before training"
+        self._phase = EVALUATING[0]
         if self.evaluator.tasks and max(map(self.board.step, self.board.trainable), default=0) == 0:
             await self.evaluator.now(self._versions(), self._is_stopping)
-        self._phase = "training"
+        self._phase = TRAINING
         self._metrics.start()
         self.activity.forget_most()
         self._bottleneck.start()
@@ -392,7 +393,7 @@ class Orchestrator:
         await self._checkpoint()
         if not self.stopping.is_requested:
             await self.journal_retention.wait()
-        self._phase = "evaluating after training"
+        self._phase = EVALUATING[1]
         if self.evaluator.tasks and not self.stopping.is_requested:
             await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
@@ -400,17 +401,17 @@ class Orchestrator:
             raise self.stopping.failed_check
 
     async def _admit_groups(self) -> None:
-        held_by = ""  # how long the next group waited, and for what
+        waited: AdmissionWait | None = None
         while not self._finished():
             while not self._finished() and self.scheduler.may_admit(self.demand()):
-                self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), held_by)
-                held_by = ""
+                self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), waited)
+                waited = None
             hold, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
             if hold is None:  # the run is over
                 continue
             with self.activity.during(hold.kind):
                 await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
-            held_by = f"{self.clock.monotonic() - since:.3g} s {hold.text}"
+            waited = AdmissionWait(self.clock.monotonic() - since, hold)
 
     async def _adjust_limit(self) -> None:
         """Let more or fewer episodes run at once, as the engine keeps up with them."""

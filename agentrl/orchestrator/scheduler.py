@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.core import ids
+from agentrl.core.holds import SET_LIMIT, Hold, InFlightLimit
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
-from agentrl.observe.bottleneck import HoldKind
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.episode_specs import EpisodeNumbers
@@ -138,15 +138,6 @@ class GroupDemand:
     """Number of units of each trainable policy that the group contributes, if nothing is dropped."""
 
 
-class Hold(NamedTuple):
-    """What holds a root group back."""
-
-    kind: HoldKind
-    """The rule; the time that it holds groups back is the activity of this name."""
-    text: str
-    """For people, read after "sampling waits"; no decision depends on it."""
-
-
 class Scheduler:
     """Decides when a root group may start, when a policy may step, and which units the step takes.
 
@@ -180,7 +171,7 @@ class Scheduler:
         self._board = board
         self._bounds = staleness
         self.phases = phases
-        self._max_in_flight, self._limit_reason = max_in_flight, ""
+        self._max_in_flight, self._limit_reason = max_in_flight, SET_LIMIT
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
         """Number of root episodes per step of the policy that steps most often."""
@@ -203,8 +194,7 @@ class Scheduler:
             return full
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
-            learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
-            return Hold("last_steps", f"because the last steps of {learners} have all their episodes")
+            return Hold("last_steps", tuple(policy for policy in self._bounds if policy not in frozen))
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
@@ -214,35 +204,24 @@ class Scheduler:
                 self._buffer.overtaken(policy),
             )
             if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
-                text = (
-                    f"because {outstanding} episodes are not trained yet, and {overtaken} others were since the oldest "
-                    f"of them began (max_lag of {policy})"
-                )
-                return Hold("max_lag", text)
+                return Hold("max_lag", (policy,), {"outstanding": outstanding, "overtaken": overtaken})
             if policy in frozen:
                 continue
             if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
-                if not bound.max_staleness:
-                    return Hold("max_staleness", f"for the next step (max_staleness of {policy} is 0)")
-                trainer = "the trainer" if len(self._bounds) == 1 else f"the trainer of {policy}"
-                behind = plural(bound.max_staleness, "step")
-                return Hold("max_staleness", f"because {trainer} is {behind} behind (max_staleness of {policy})")
+                return Hold("max_staleness", (policy,), {"behind": bound.max_staleness})
         return None
 
     def _full(self, demand: GroupDemand) -> Hold | None:
         running = self._buffer.ledger.in_flight
         if running + demand.episodes <= self._max_in_flight:
             return None
-        count = plural(running, "episode is", "episodes are")
-        return Hold("max_in_flight", f"because {count} running{self._limit_reason} (max_in_flight)")
+        return Hold("max_in_flight", values={"running": running}, limit=self._limit_reason)
 
     def _closed(self) -> Hold:
-        if self.is_paused:
-            return Hold("paused", "because the run is paused")
-        return Hold("draining", "because the run drains")
+        return Hold("paused" if self.is_paused else "draining")
 
-    def limit(self, max_in_flight: int, reason: str = "") -> None:
-        """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
+    def limit(self, max_in_flight: int, reason: InFlightLimit = SET_LIMIT) -> None:
+        """Change the number of episodes that may run at once."""
         self._max_in_flight, self._limit_reason = max_in_flight, reason
 
     def end_after(self, steps: Mapping[str, int]) -> None:
@@ -503,11 +482,10 @@ class SynchronousBatchScheduler(Scheduler):
             return full
         batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
-            return Hold("last_steps", f"because the last steps of {', '.join(demand.units)} have all their episodes")
+            return Hold("last_steps", tuple(demand.units))
         for policy, bound in self._bounds.items():
             if self._board.step(policy) < batch - bound.max_staleness:
-                at = f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
-                return Hold("max_staleness", at)
+                return Hold("max_staleness", (policy,), {"step": self._board.step(policy), "batch": batch})
         return None
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -158,6 +158,8 @@ class EnvironmentReport:
     """Number of calls with valid arguments, keyed by tool."""
     tool_errors: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Exceptions that tools raised, as `Type: message`, keyed by tool and location."""
+    broken_tools: set[str] = field(default_factory=set)
+    """Tools that raised in every call, for a reason that is not in the arguments."""
     requests: Counter[str] = field(default_factory=Counter)
     """Number of requests of an external agent that were answered, keyed by seat."""
     unasked: list[str] = field(default_factory=list)
@@ -227,8 +229,8 @@ class EnvironmentReport:
         failed = [self._failed_programs_warning] if 0 < self.episodes == len(self.program_errors) else []
         tools = [
             f"{text}. Fix it, or ignore this if the tool is meant to refuse such calls"
-            for text in self._tool_warnings
-            if text not in self.findings
+            for (name, _), text in zip(self.tool_errors, self._tool_warnings, strict=True)
+            if name not in self.broken_tools
         ]
         return [
             *(*self.misspelled, *self._unmarked, *constant, *failed, *tools, *wrong_calls, *unplayed),
@@ -508,6 +510,7 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
         match = _CODE_ERRORS.match(errors[0])
         is_broken = match is not None and match["type"] in (None, environment.__name__)
         if is_broken and raised[name] == report.tool_calls[name]:
+            report.broken_tools.add(name)
             report.findings.append(text)
 
 

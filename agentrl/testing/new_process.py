@@ -7,6 +7,7 @@ hashes need another server, because Python chooses them when it starts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -176,7 +177,9 @@ def play_in_new_process(play: Play, *, hash_seed: int = 0) -> Played | None:
 @functools.cache
 def _shared_server(process_id: int) -> _PlayerServer:
     """Return the server of a process; a fork must not share that of its parent."""
-    return _PlayerServer(hash_seed=0)
+    server = _PlayerServer(hash_seed=0)
+    atexit.register(server.close)
+    return server
 
 
 class _PlayerServer:
@@ -184,6 +187,7 @@ class _PlayerServer:
 
     def __init__(self, hash_seed: int) -> None:
         self._hash_seed = hash_seed
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -206,7 +210,7 @@ class _PlayerServer:
 
     def close(self) -> None:
         """End the process, with what it plays."""
-        if self._process is not None:
+        if self._process is not None and self._owner == os.getpid():  # a fork of the owner ends too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
