@@ -98,7 +98,7 @@ class Hold:
                 return f"for the next step (max_staleness of {names} is 0)"
             case "max_staleness":
                 behind = plural(int(values["behind"]), "step")
-                return f"because the trainer of {names} is {behind} behind (max_staleness)"
+                return f"because the trainer is {behind} behind (max_staleness of {names})"
 
 
 @dataclass(frozen=True, slots=True)

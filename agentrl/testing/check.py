@@ -539,14 +539,13 @@ def _count_entries(
     is_harness = issubclass(environment, HarnessEnvironment)
     for entry in entries:
         match entry.decode():
-            case ToolEntry(name=name, arguments=arguments, outcome=outcome, observation=observation, location=location):
+            case ToolEntry(name=name, arguments=arguments, outcome=outcome, error=error, location=location):
                 report.called.add(name)
                 report.tool_calls[name] += outcome in ("ok", "error", "timeout")
-                text = observation.removeprefix("error: ")
                 if outcome == "bad_arguments" and isinstance(arguments, Mapping):
-                    report.refused_calls.setdefault(name, []).append(text)
+                    report.refused_calls.setdefault(name, []).append(error)
                 elif outcome == "error":
-                    report.tool_errors.setdefault((name, location), []).append(text)
+                    report.tool_errors.setdefault((name, location), []).append(error)
             case TurnEntry(seat=seat) if is_harness:
                 report.requests[seat] += 1
             case TurnEntry(messages=messages):

@@ -180,7 +180,9 @@ class _Comparison:
             self._views = [_View(is_program=True)] if environment.replay_stable else []
         played = self._played(play)
         self._together, self._shared = played.outcomes, played.shared
-        self._alone = [self._played_alone(place, self._views[:1], here=True) for place in range(len(play.tasks))]
+        self._alone = [
+            self._played_alone(place, self._views[:1], in_new_process=False) for place in range(len(play.tasks))
+        ]
 
     @property
     def most_failed(self) -> bool:
@@ -251,7 +253,7 @@ class _Comparison:
         for view in self._views or [_View(is_program=True)]:
             if view.of_outside and not any(is_external(entry) for entry in together.entries):
                 continue
-            alone = self._played_alone(place, [view], here=True) if view.of_outside else self._alone[place]
+            alone = self._played_alone(place, [view], in_new_process=False) if view.of_outside else self._alone[place]
             if alone.failure:
                 continue
             differing = view.differing(together, alone)
@@ -259,8 +261,8 @@ class _Comparison:
                 differing &= {_FAILURE}
             for _ in range(1, ALONE if view.is_program or view.of_outside else 2):
                 if differing:
-                    again = self._played_alone(place, [view], here=False)
-                    differing = differing & view.differing(together, again) - view.differing(alone, again)
+                    repeat = self._played_alone(place, [view], in_new_process=True)
+                    differing = differing & view.differing(together, repeat) - view.differing(alone, repeat)
             if differing and (problem := self._describe(place, view, alone, differing)):
                 return problem
         return None
@@ -270,16 +272,16 @@ class _Comparison:
         together, places = self._together[place], range(len(self._together))
         if view.of_outside:  # the world may change by itself, but does not know the tasks
             entries = [entry for entry in together.entries if view.name_of(entry) in differing]
-            own, others = self._task_texts(place), [*map(self._task_texts, places)]
+            own_texts, all_texts = self._task_texts(place), [*map(self._task_texts, places)]
         else:
             entries = together.entries
-            own, others = self._texts_of(place, alone), [*map(self._texts_of, places, self._alone)]
-        known = {text for _, text in _texts(alone.entries)}
-        new = [(where, text) for where, text in _texts(entries) if text not in known]
+            own_texts, all_texts = self._texts_of(place, alone), [*map(self._texts_of, places, self._alone)]
+        texts_alone = {text for _, text in _texts(alone.entries)}
+        new = [(where, text) for where, text in _texts(entries) if text not in texts_alone]
         if together.failure is not None:
             new.append(("its error", together.failure.text))
         for where, text in new:
-            if owner := self._owner(place, text, own, others):
+            if owner := self._owner(place, text, own_texts, all_texts):
                 return _Problem(place, f"received {shortened_repr(text)} ({where}), {owner}", True)
         if view.of_outside:
             return None
@@ -301,14 +303,14 @@ class _Comparison:
             return _Problem(place, f"got reward {together.reward}{owner}, and alone {alone.reward}", is_certain)
         return _Problem(place, f"differs from the same episode alone in {min(differing)}", is_certain)
 
-    def _owner(self, place: int, text: str, own: set[str], others: Sequence[set[str]]) -> str:
+    def _owner(self, place: int, text: str, own_texts: set[str], all_texts: Sequence[set[str]]) -> str:
         """Return a clause that names the episode to which a part of a text belongs; empty if none is known."""
         parts = [
             (len(part), part, other)
-            for other in range(len(others))
+            for other, other_texts in enumerate(all_texts)
             if other != place
-            for part in others[other]
-            if len(part) >= MIN_SHARED_TEXT and part in text and not any(part in own_text for own_text in own)
+            for part in other_texts
+            if len(part) >= MIN_SHARED_TEXT and part in text and not any(part in own for own in own_texts)
         ]
         if not parts:
             return ""
@@ -324,11 +326,11 @@ class _Comparison:
         """Return the texts that belong to an episode: of its task, and those that it reads and writes alone."""
         return {*self._task_texts(place), *(text for _, text in _texts(alone.entries)), *_replies(alone)}
 
-    def _played_alone(self, place: int, views: Sequence[_View], *, here: bool) -> Outcome:
+    def _played_alone(self, place: int, views: Sequence[_View], *, in_new_process: bool) -> Outcome:
         """Play an episode alone, in this process, or where the episodes were played at once."""
         answers = views[0].answers(self._together[place]) if views else []
         play = msgspec.structs.replace(self._play, tasks=[self._play.tasks[place]], answers=answers)
-        if here:
+        if not in_new_process:
             played: Played = self._run(play_here(self._environment, play))
             return played.outcomes[0]
         return self._played(play).outcomes[0]
