@@ -226,9 +226,10 @@ class _PlayerServer:
             OSError: the server died, or the request takes too long.
         """
         if self._process is None:
+            environ = {**self._environ(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
-                env={**self._environ(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                env=environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # numpy's would not be forked
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -311,6 +312,7 @@ def _play_and_exit(request: Path, answer: Path) -> None:
         surroundings, play = msgspec.msgpack.decode(request.read_bytes(), type=tuple[_Surroundings, Play])
         os.chdir(surroundings.directory)
         sys.path[:] = surroundings.import_path
+        importlib.invalidate_caches()
         os.environ.clear()
         os.environ.update(surroundings.environ)
         numpy_random: Any = sys.modules["numpy.random"]
