@@ -303,7 +303,9 @@ class _Stage:
         if self._failures:
             return Failure(f"a child episode failed: {self._failures[0]}")
         if dispatcher.worker.last_failure:
-            return Failure(f"a child episode was dropped: {dispatcher.worker.last_failure}")
+            is_late = any(end.header.drop_reason == "episode_timeout" for end in journal.of_kind(EpisodeEnd))
+            text = f"a child episode was dropped: {dispatcher.worker.last_failure}"
+            return Failure(text, "episode_timeout" if is_late else "")
         ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
         return ExecutedEpisode(
             header=header,
