@@ -228,7 +228,7 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
 
 def _drop_advice(reader: RunReader, line: EpisodeLine, reason: str) -> str:
     """Return the advice on a drop, for the episode's page instead of any example's."""
-    advice = ADVICE_ON_DROPS.get(reason, "").replace("` of a dropped one", "`")
+    advice = ADVICE_ON_DROPS.get(reason, "")
     return fill_commands(advice, run_argument(reader.path), line.episode)
 
 

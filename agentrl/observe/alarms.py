@@ -200,12 +200,11 @@ _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
-    "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
+    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception",
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
-    "branches": "`agentrl episode show` of a dropped one says why it may not branch there, or how many `branches` to "
-    "declare",
+    "branches": "`agentrl episode show` says why it may not branch there, or how many `branches` to declare",
     "tree_lost": "find out with `agentrl episode list` why the episodes that branched were dropped or restarted",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
@@ -215,10 +214,10 @@ ADVICE_ON_DROPS = {
     "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
     "or larger groups",
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
-    "scorer_failed": "`agentrl episode show` of a dropped one names the scorer and its error; raise "
-    "scorers.NAME.timeout_s or attempts, or name another scorer in on_failure",
+    "scorer_failed": "`agentrl episode show` names the scorer and its error; raise scorers.NAME.timeout_s or attempts, "
+    "or name another scorer in on_failure",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
-    "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",
+    "untrainable": "`agentrl episode show` names the entries that are damaged or inconsistent",
     "version_gone": "the engine was restarted and could not load an older version again: restore its files in "
     "`versions/`",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
