@@ -36,16 +36,11 @@ Activity = Literal[
     "training",
     "publishing",
     "checkpoint",
-    "paused",
-    "draining",
-    "max_in_flight",
-    "max_staleness",
-    "max_lag",
-    "last_steps",
+    HoldKind,
     "loop",
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop. `loop` is the time in which
-an event loop that runs episodes was watched; the six before it are the kinds of `Hold`."""
+an event loop that runs episodes was watched."""
 STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
 """Rules that let groups start again after a step of the trainer."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
