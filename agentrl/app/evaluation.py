@@ -70,6 +70,7 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
+from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MetricsFile
@@ -475,7 +476,9 @@ async def play_in_new_run(
         )
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config.bases, ServedVersions(engine), store, frozen_weights)
-        headers = await play_without_training(config.rollout_plan, environment, engine, chat_format, store, play)
+        # The warning comes from the watching thread, while the loop is blocked.
+        with watch_event_loop(lambda line: warnings.warn(line, stacklevel=1), users_only=True):
+            headers = await play_without_training(config.rollout_plan, environment, engine, chat_format, store, play)
         record_process_state(run, "finished")
         return headers
 

@@ -68,8 +68,11 @@ class RunTasks(NamedTuple):
 
     def changes_since(self, run: Path) -> list[str]:
         """Return a clause for each split whose tasks differ from those of the run's previous start, as it recorded
-        them."""
-        return self._record().changes_since(TaskRecord.read(run))
+        them. If its record cannot be read, a clause says that changes are unknown."""
+        try:
+            return self._record().changes_since(TaskRecord.read(run))
+        except ValueError as error:
+            return [f"unknown whether tasks changed ({error})"]
 
     def _record(self) -> TaskRecord:
         return TaskRecord({name: RecordedContents.of(each) for name, each in self.contents.items()})

@@ -67,6 +67,15 @@ class StopLimit:
         if self._ends_at is not None:
             self.start(max(self._ends_at - SystemClock.monotonic(), 0.0), _say_that_threads_run)
 
+    def end_process(self) -> None:
+        """End this process if a limit runs. Python's own teardown takes seconds once torch is loaded, and no thread
+        runs meanwhile that could end it. For `atexit`, before all other functions, so that it is called last."""
+        if self._ends_at is not None and not self._cancelled.is_set():
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # closed, or its reader has left
+                    stream.flush()
+            os._exit(INTERRUPTED)
+
     @staticmethod
     def _watch(seconds: float, give_up: Callable[[], None], cancelled: threading.Event) -> None:
         if cancelled.wait(seconds):

@@ -276,7 +276,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         clock=clock,
         tell=observer.say,
     )
-    tasks_changed = [] if setup.began else await asyncio.to_thread(setup.run_tasks.changes_since, directory.path)
+    tasks_changed = await asyncio.to_thread(setup.run_tasks.changes_since, directory.path)  # none after `write`
     for change in tasks_changed:
         observer.warn(f"{change} since the run's last start. {CONSEQUENCE}")
     setup.began.append(point.record)
@@ -299,6 +299,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             plan.engine.bases, served_versions, store, await asyncio.to_thread(frozen_policy_weights, plan.engine.bases)
         )
         store.record_start(msgspec.structs.replace(point.record, tasks_changed=tuple(tasks_changed)))
+        await store.flush()  # a start that is killed between the two finds the change again
         await asyncio.to_thread(setup.run_tasks.write, directory.path)
         if point.record.lineage:
             observer.forget_after(point.record.steps)
@@ -543,7 +544,9 @@ def _interruptible(
             task.cancel()
 
     def stop() -> None:
-        observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
+        observer.phase(
+            "stopping: finishing the step and writing a checkpoint (another signal, or Ctrl-C, ends at once)"
+        )
         orchestrator.stop()
 
     def leave_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -116,6 +117,7 @@ def _run_training(
     from agentrl.app.training import train as run_training
 
     path = Path(config.directory, config.name).absolute()
+    atexit.register(STOP_LIMIT.end_process)
     before = end_as_interrupted_on_signals()  # for the moments in which the run does not handle them
     try:
         run = run_training(config, resume=reopened or False, sources=sources)

@@ -555,8 +555,9 @@ class Supervisor:
 
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the thread that started it dies, or at once if `parent` is already
-    dead.
+    dead. SIGUSR1, which Slurm sends to every process of a job step as a warning, does not end it before.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

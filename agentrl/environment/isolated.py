@@ -381,6 +381,7 @@ def _die_with(parent: int, number: int) -> None:
 def _serve_requests() -> None:
     """Run the fork server named on the command line, until the other end of its socket is closed."""
     _die_with(int(sys.argv[3]), signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning to every process of a job step
     server = _ForkServer(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     try:
         server.serve()

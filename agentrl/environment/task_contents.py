@@ -234,12 +234,18 @@ class TaskRecord(NamedTuple):
 
     @staticmethod
     def read(run: Path) -> TaskRecord:
-        """Read the record of the previous start; empty if there is none, or it cannot be read."""
+        """Read the record of the previous start; empty if there is none.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
         try:
             with open_regular(run / _FILE) as file:
                 data = msgspec.json.decode(read_at_most(file, _MAX_FILE_BYTES), type=dict[str, RecordedContents])
-        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        except FileNotFoundError:
             return TaskRecord({})
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise ValueError(f"{run / _FILE} cannot be read") from error
         return TaskRecord(data)
 
     def write(self, run: Path) -> None:

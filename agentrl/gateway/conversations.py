@@ -1,7 +1,8 @@
 """Finds requests that continue a conversation of another running episode: their program mixes episodes.
 
 A program that rebinds a shared client sends one episode's messages with another's key. The gateway can tell if another
-episode got the reply in the request, to exactly the messages before it, and the key's episode never asked them.
+episode got the reply in the request, to exactly the messages before it, and the key's episode never asked them. It
+cannot tell from short texts: an example in a prompt, such as "2 + 2" and "4", may be another episode's task and reply.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import msgspec
 
 from agentrl.core.records import Message
 from agentrl.gateway.calls import RequestRefusedError
+
+MIN_REPLY_CHARACTERS = 40
+"""Minimum length of a reply without tool calls that identifies a conversation; ids of calls are unique."""
 
 
 class Conversations:
@@ -52,6 +56,8 @@ class Conversations:
             digest = _extended(digest, message)
         self._asked.setdefault(episode, set()).add(digest)
         for reply in replies:
+            if len(reply.content) < MIN_REPLY_CHARACTERS and not reply.tool_calls:
+                continue
             with_reply = _extended(digest, reply)
             self._answered.setdefault(with_reply, set()).add(episode)
             self._digests.setdefault(episode, []).append(with_reply)

@@ -274,12 +274,11 @@ def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
 
 
 def fill_commands(advice: str, run: str, episode: str) -> str:
-    """Return advice whose commands name a run (see `run_argument`) and an episode; without one, they list episodes."""
-
-    def named(match: re.Match[str]) -> str:
-        return f"{match[0]} {run} {episode}" if episode else f"`agentrl episode list {run}"
-
-    advice = _OF_EPISODE.sub(named, advice.replace("`agentrl episode list RUN", f"`agentrl episode list {run}"))
+    """Return advice whose commands name a run (see `run_argument`) and an episode; without one, they
+    take the run's newest."""
+    of_episode = f"{run} {episode}" if episode else run
+    advice = advice.replace("`agentrl episode list RUN", f"`agentrl episode list {run}")
+    advice = _OF_EPISODE.sub(lambda match: f"{match[0]} {of_episode}", advice)
     return _OF_RUN.sub(lambda match: f"{match[0]} {run}", advice)
 
 

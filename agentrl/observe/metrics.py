@@ -112,6 +112,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "committed held-out episodes"),
     Metric(
+        "evaluation/truncated",
+        "episodes",
+        "committed held-out episodes that a limit ended, such as `sampling.max_tokens`, without their children",
+    ),
+    Metric(
+        "evaluation/failed",
+        "episodes",
+        "committed held-out episodes whose program failed (`HarnessEnvironment.failed_reward`), if there are any",
+    ),
+    Metric(
         "evaluation/dropped",
         "episodes",
         "dropped held-out episodes, children included; other metrics exclude them",

@@ -172,31 +172,39 @@ def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, floa
 
 
 def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
-    """Return the number of tasks of an evaluation, with its dropped episodes.
+    """Return the number of tasks of an evaluation, with its dropped, truncated and failed episodes.
 
     Example:
         >>> format_task_count(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
         '20 of 32 tasks (12 dropped)'
+        >>> format_task_count(32, {"evaluation/episodes": 32, "evaluation/truncated": 30, "evaluation/failed": 8})
+        '32 tasks (30 episodes truncated, 8 episodes failed)'
         >>> format_task_count(32, {"evaluation/episodes": 60, "evaluation/dropped": 4})
         '32 tasks (4 episodes dropped)'
     """
-    count, *dropped = task_counts(tasks, metrics)
-    return " ".join([count, *(f"({text})" for text in dropped)])
+    count, *others = task_counts(tasks, metrics)
+    return f"{count} ({', '.join(others)})" if others else count
 
 
 def task_counts(tasks: float, metrics: Mapping[str, float]) -> list[str]:
-    """Return the number of tasks of an evaluation, then of its dropped episodes, if there are any.
+    """Return the number of tasks of an evaluation, then of its dropped episodes, if there are any, and of truncated and
+    failed ones, if there are many.
 
     Example:
         >>> task_counts(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
         ['20 of 32 tasks', '12 dropped']
     """
     episodes, dropped = metrics.get("evaluation/episodes", tasks), metrics.get("evaluation/dropped", 0.0)
+    others = [
+        f"{plural(count, 'episode')} {word}"
+        for word in ("truncated", "failed")
+        if (count := metrics.get(f"evaluation/{word}", 0.0)) >= max(0.1 * episodes, 1.0)  # a few are normal
+    ]
     if not dropped:
-        return [plural(tasks, "task")]
+        return [plural(tasks, "task"), *others]
     if episodes + dropped == tasks:  # one episode for each task
-        return [f"{episodes:,.0f} of {plural(tasks, 'task')}", f"{dropped:,.0f} dropped"]
-    return [plural(tasks, "task"), f"{plural(dropped, 'episode')} dropped"]
+        return [f"{episodes:,.0f} of {plural(tasks, 'task')}", f"{dropped:,.0f} dropped", *others]
+    return [plural(tasks, "task"), f"{plural(dropped, 'episode')} dropped", *others]
 
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import JournalStore, MetricRow
-from agentrl.observe.metrics import TASK_DIGEST, find_registered_metric
+from agentrl.observe.metrics import PROGRAM_FAILED, TASK_DIGEST, find_registered_metric
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
@@ -194,14 +194,14 @@ def evaluation_metrics(
                 metric_kind, _, word = name_in_group.partition("/")
                 metrics["/".join(filter(None, (f"{group}/split_{metric_kind}", split.name, word)))] = value
     if policy is not None:
-        return metrics | _course(headers)
+        return metrics | _course(headers, metrics_by_episode or {})
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for name in policies:
         policy_part = f"/{name}" if len(policies) > 1 else ""
         for metric, value in _rewards(headers, name, attempts).items():
             if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
                 metrics.setdefault(metric.replace("reward", f"reward{policy_part}", 1), value)
-    return metrics | _course(headers)
+    return metrics | _course(headers, metrics_by_episode or {})
 
 
 class _TaskResult(NamedTuple):
@@ -324,7 +324,9 @@ def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int
     return metrics | (seats if len(seats) > 1 else {}) | parts | spread
 
 
-def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
+def _course(
+    headers: Sequence[EpisodeHeader], metrics_by_episode: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
     """Compute turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
     main_headers = [header for header in headers if header.parent_id is None and header.committed]
     dropped_headers = [header for header in headers if not header.committed]
@@ -334,11 +336,14 @@ def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
             f"evaluation: no episode of {len(dropped_headers)} was committed, {first.episode_id} because of "
             f"{first.drop_reason}"
         )
+    num_failed = sum(bool(metrics_by_episode.get(header.episode_id, {}).get(PROGRAM_FAILED)) for header in main_headers)
     return {
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),
         "evaluation/tokens": _mean([float(header.tokens) for header in main_headers]),
         "evaluation/episodes": float(len(main_headers)),
+        "evaluation/truncated": float(sum(header.stop_reason != "completed" for header in main_headers)),
         "evaluation/dropped": float(len(dropped_headers)),
+        **({"evaluation/failed": float(num_failed)} if num_failed else {}),
     }
 
 

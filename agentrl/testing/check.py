@@ -72,7 +72,15 @@ from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.load_clock import LoadClock
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
-from agentrl.testing.new_process import IMPORTS, Play, importable_name, play_in_new_process
+from agentrl.testing.new_process import (
+    IMPORTS,
+    DeadProcessError,
+    Play,
+    Played,
+    SilentProcessError,
+    importable_name,
+    play_in_new_process,
+)
 from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
@@ -653,8 +661,14 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
     if isinstance(first, Failure) or not name:  # it was reported before, for the same task
         return
     play = Play(name, "random", [(0, task)], answers=[entry for entry in first.entries if is_external(entry)])
+
+    def played_with(seed: int) -> Played | None:
+        with contextlib.suppress(SilentProcessError, DeadProcessError):
+            return play_in_new_process(play, hash_seed=seed)
+        return None
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = pool.map(lambda seed: play_in_new_process(play, hash_seed=seed), HASH_SEEDS)
+        outcomes = pool.map(played_with, HASH_SEEDS)
         for seed, played in zip(HASH_SEEDS, outcomes, strict=True):
             if played is None:  # hash order kills no process
                 continue
@@ -964,8 +978,14 @@ async def _check_episode(
     report.on_progress(_PLAYING, f"{part}playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
     remedy = PROGRAM_REMEDY if issubclass(environment, HarnessEnvironment) else BLOCKING_REMEDY
+
+    def on_blocked(place: str, seconds: float) -> None:
+        # Shown at once: a program that waits in the loop's thread for its own model's reply waits until its client's
+        # timeout, and the finding comes only then.
+        report.on_progress(_PLAYING, f"{part}{place} blocks the event loop: {remedy}")
+
     with (
-        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy),
+        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked),
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script, sampling=report.sampling)

@@ -37,7 +37,16 @@ from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.testing.differences import is_external, result_of
-from agentrl.testing.new_process import Outcome, Play, Played, importable_name, play_here, play_in_new_process
+from agentrl.testing.new_process import (
+    DeadProcessError,
+    Outcome,
+    Play,
+    Played,
+    SilentProcessError,
+    importable_name,
+    play_here,
+    play_in_new_process,
+)
 
 EPISODES = 4
 """Number of episodes that are played at once. Two of them play the same task, like members of a group."""
@@ -103,8 +112,14 @@ def compare_concurrent_episodes(
     result = ConcurrencyResult()
     for policy in ("program", "calling") if is_program else ("calling",):
         play = Play(importable_name(environment), policy, numbered, seed, patience_s, dict(sampling))
-        comparison = _Comparison(run, environment, play)
-        result = comparison.result()
+        try:
+            comparison = _Comparison(run, environment, play)
+            result = comparison.result()
+        except SilentProcessError as error:
+            return ConcurrencyResult(undecided=str(error))
+        except DeadProcessError as error:
+            finding = f"{len(chosen)} episodes cannot be played at once, although each can alone: {error}. {ADVICE}"
+            return ConcurrencyResult([finding])
         if result.findings or not comparison.most_failed:
             break
     return result

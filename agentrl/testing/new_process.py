@@ -15,6 +15,7 @@ import inspect
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.process import die_with_parent
 from agentrl.engines.scripted import Script
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import module_of, resolve
@@ -51,14 +53,29 @@ from agentrl.testing.wrong_calls import shown_tools
 
 CALLED_TURNS = 2
 """Number of tool results after which the policy of external agents answers with text."""
-PROCESS_S = 600.0
-"""Time limit of a request."""
+IMPORT_S = 60.0
+"""Time limit of the import: code that waits for something at its import would block the check."""
+PLAYING_S = 600.0
+"""Time limit of the episodes."""
+_PLAYED, _RAISED = 83, 84
+"""Exit codes of a fork that played, and of one that raised an exception; the user's code may use any other."""
+_FORKED, _IMPORTED, _ENDED = 1, 2, 3
+_FRAME = struct.Struct("<bi")
+"""What a server reports: one of these, with the id of the fork, or its exit code, negative for a signal."""
 THREAD_START_S = 0.02
 """Seconds after which a thread begins, while episodes are played at once."""
 SWITCH_S = 1e-6
 """Seconds after which a thread lets another one run, while episodes are played at once."""
 IMPORTS = ("numpy.random", "aiohttp.web")
 """Modules that an episode may import, which would block its event loop."""
+
+
+class SilentProcessError(Exception):
+    """A process did not answer in time, or was killed by others."""
+
+
+class DeadProcessError(Exception):
+    """The user's code ended the process while episodes played."""
 
 
 class Outcome(msgspec.Struct):
@@ -159,11 +176,16 @@ async def play_here(environment: type[Environment], play: Play) -> Played:
 
 
 def play_in_new_process(play: Play, *, hash_seed: int = 0) -> Played | None:
-    """Play in a new process; return None if it died, took too long, or could not import the class.
+    """Play in a new process; return None if it could not import the class, or raised an exception.
 
     Args:
         play: what to play.
         hash_seed: seed of the string hashes, so that sets have the same order in every process with this seed.
+
+    Raises:
+        SilentProcessError: the import or the episodes took too long, or the process was killed: the machine lacks
+            memory, or everything is to end.
+        DeadProcessError: the user's code ended the process while episodes played.
     """
     if not hash_seed:
         return _shared_server(os.getpid()).play(play)
@@ -190,6 +212,8 @@ class _PlayerServer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._fork = 0
+        """Id, and process group, of the fork that plays; 0: none does."""
 
     def play(self, play: Play) -> Played | None:
         with (
@@ -201,29 +225,36 @@ class _PlayerServer:
             surroundings = _Surroundings(os.getcwd(), [*map(os.path.abspath, sys.path)], self._environ())
             request.write_bytes(msgspec.msgpack.encode((surroundings, play)))
             try:
-                self._wait_for(f"{request}\n{answer}\n".encode())
-            except BaseException:  # Ctrl-C too: nobody will read what it still plays
+                has_imported, code = self._run(f"{request}\n{answer}\n".encode())
+            except BaseException:  # Ctrl-C too: no one reads what it still plays
                 self.close()
                 raise
-            return msgspec.msgpack.decode(answer.read_bytes(), type=Played)
+            if has_imported and code not in (_PLAYED, _RAISED):
+                if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    raise SilentProcessError(f"a second process was killed ({signal.Signals(-code).name})")
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                raise DeadProcessError(f"their process ended ({how})")
+            return None if code != _PLAYED else msgspec.msgpack.decode(answer.read_bytes(), type=Played)
         return None
 
     def close(self) -> None:
         """End the process, with what it plays."""
         if self._process is not None and self._owner == os.getpid():  # a fork of the owner ends too
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            for group in (self._process.pid, *([self._fork] if self._fork else [])):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            self._fork = 0
             self._process.communicate()
             self._process = None
 
     def _environ(self) -> dict[str, str]:
         return {**os.environ, "PYTHONHASHSEED": str(self._hash_seed)}
 
-    def _wait_for(self, request: bytes) -> None:
-        """Send a request, and wait until it has been played.
+    def _run(self, request: bytes) -> tuple[bool, int]:
+        """Send a request, and wait for its end; returns whether the class was imported, and the fork's exit code.
 
         Raises:
-            OSError: the server died, or the request takes too long.
+            SilentProcessError: the server died, or the import or the episodes took too long.
         """
         if self._process is None:
             environ = {**self._environ(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
@@ -236,12 +267,31 @@ class _PlayerServer:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(request)
         self._process.stdin.flush()
-        is_answered, _, _ = select.select([self._process.stdout], [], [], PROCESS_S)
-        if not is_answered or not self._process.stdout.read(1):
-            raise TimeoutError("the process that plays episodes does not answer")
+        has_imported = False
+        while True:
+            if has_imported:
+                kind, value = self._report(PLAYING_S, f"episodes in a second process took more than {PLAYING_S:g} s")
+            else:
+                kind, value = self._report(IMPORT_S, f"a second process did not import it within {IMPORT_S:g} s")
+            has_imported |= kind == _IMPORTED
+            self._fork = value if kind == _FORKED else 0 if kind == _ENDED else self._fork
+            if kind == _ENDED:
+                return has_imported, value
+
+    def _report(self, seconds: float, too_long: str) -> tuple[int, int]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        poll = select.poll()  # `select` takes no descriptor above 1,023
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            raise SilentProcessError(too_long)
+        frame = self._process.stdout.read(_FRAME.size)
+        if len(frame) < _FRAME.size:
+            raise SilentProcessError("the process that starts second processes ended")
+        kind, value = _FRAME.unpack(frame)
+        return kind, value
 
 
 class _Surroundings(msgspec.Struct, array_like=True):
@@ -289,7 +339,7 @@ def _process_state(environment: type[Environment]) -> dict[str, object]:
 
 def _serve() -> None:
     """Fork for each request, until the other process has ended."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    requests, reports, server = os.fdopen(os.dup(0), "rb"), os.dup(1), os.getpid()
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # the user's code must not read requests, or write answers
         os.dup2(null, stream)
@@ -299,16 +349,20 @@ def _serve() -> None:
         child = os.fork()
         if child == 0:
             requests.close()
-            os.close(answers)
-            _play_and_exit(Path(os.fsdecode(request[:-1])), Path(os.fsdecode(answer[:-1])))
-        os.waitpid(child, 0)
-        os.write(answers, b".")
+            os.setpgid(0, 0)
+            die_with_parent(server)
+            os.write(reports, _FRAME.pack(_FORKED, os.getpid()))
+            _play_and_exit(Path(os.fsdecode(request[:-1])), Path(os.fsdecode(answer[:-1])), reports)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # what it started
+        os.write(reports, _FRAME.pack(_ENDED, os.waitstatus_to_exitcode(status)))
 
 
-def _play_and_exit(request: Path, answer: Path) -> None:
+def _play_and_exit(request: Path, answer: Path, reports: int) -> None:
     """Play in a fork, and write what was played."""
-    status = 1
-    try:
+    status = _RAISED
+    with contextlib.suppress(Exception):  # the check plays in its own process then, where the user sees the exception
         surroundings, play = msgspec.msgpack.decode(request.read_bytes(), type=tuple[_Surroundings, Play])
         os.chdir(surroundings.directory)
         sys.path[:] = surroundings.import_path
@@ -318,10 +372,11 @@ def _play_and_exit(request: Path, answer: Path) -> None:
         numpy_random: Any = sys.modules["numpy.random"]
         numpy_random.seed()  # Python's own generator does this itself after a fork
         environment = resolve(play.environment)
+        os.write(reports, _FRAME.pack(_IMPORTED, 0))
+        os.close(reports)
         answer.write_bytes(msgspec.msgpack.encode(event_loop.run(play_here(environment, play))))
-        status = 0
-    finally:
-        os._exit(status)
+        status = _PLAYED
+    os._exit(status)
 
 
 if __name__ == "__main__":

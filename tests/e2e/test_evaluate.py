@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -276,3 +277,24 @@ def test_the_start_of_an_evaluation_names_its_phases(base: Path, tmp_path: Path)
     assert [name.split()[0] for name in names] == ["loading", "starting"]
     assert any(part for phase, part in phases if phase == names[1])
     assert set(played) == {len(phases)}, "no phase of the start after the first episode"
+
+
+def test_cut_replies_are_counted_and_code_that_blocks_the_loop_is_named_at_once(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+
+    class Blocks(Pair):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            assert heard.wait(60), "the warning comes while the loop is blocked"
+            await super().run(ctx)
+
+    def show(message: Warning | str, *place: object) -> None:
+        if "in run: `assert heard.wait(60)" in str(message):
+            heard.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        metrics = agentrl.evaluate(config_of(base, sampling={"max_tokens": 1}), environment=Blocks)
+    assert metrics["evaluation/truncated"] == metrics["evaluation/episodes"] == 2.0

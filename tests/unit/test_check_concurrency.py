@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from agentrl.testing import new_process
 from agentrl.testing.check import EnvironmentReport, check_environment
 
 TASKS = """
@@ -566,3 +568,45 @@ def test_sound_bundled(name: str) -> None:
     report = check_environment(name)
     assert report.passed, report.text
     assert report.concurrency.episodes in (2, 4), "two of an environment with one task"
+
+
+ALONE = """
+running = 0
+@agentrl.tool
+async def look(self) -> str:
+    '''Look.'''
+    return "mountains"
+async def run(self, ctx):
+    type(self).running += 1
+    if type(self).running > 1:
+        os._exit(0)
+    try:
+        return await super().run(ctx)
+    finally:
+        type(self).running -= 1
+"""
+
+
+def test_an_environment_that_ends_the_process_ends_no_check(tmp_path: Path) -> None:
+    """The check would end with the environment's exit code, and a test suite that runs it, too."""
+    report = check(tmp_path, tools(ALONE))
+    assert report.findings == report.concurrency.findings
+    assert ["exit code 0" in finding for finding in report.findings] == [True]
+
+
+def test_a_second_process_that_is_killed_accuses_no_environment(tmp_path: Path) -> None:
+    """By a machine without memory, for example."""
+    report = check(tmp_path, tools(ALONE.replace("os._exit(0)", "os.kill(os.getpid(), 9)")))
+    assert report.findings == []
+    assert "SIGKILL" in report.concurrency.undecided
+
+
+def test_an_import_that_hangs_in_another_process_bounds_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_process, "IMPORT_S", 0.1)
+    monkeypatch.setenv("MAIN", str(os.getpid()))
+    hangs = "if os.environ['MAIN'] != str(os.getpid()):\n    threading.Event().wait()\n"
+    report = check(tmp_path, tools(ALONE.replace("os._exit(0)", "pass"), before=hangs))
+    assert (report.findings, report.concurrency.episodes) == ([], 0)
+    assert report.concurrency.undecided in report.text

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -750,3 +751,19 @@ def test_slow_episodes_are_killed_at_fewer_entries_and_the_report_says_so(monkey
     assert Slow.calls < calls / 4
     assert f"{report.untried_kills} kills and 3 tasks" in report.text
     assert "external=True" in report.text
+
+
+def test_code_that_blocks_the_loop_is_named_while_it_blocks() -> None:
+    heard = threading.Event()
+
+    class Blocks(Adder):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            assert heard.wait(60), "the check names the line while the loop is blocked"
+            await super().run(ctx)
+
+    def on_progress(phase: str, part: str) -> None:
+        if "test_check_environment.py:" in part and "blocks the event loop" in part:
+            heard.set()
+
+    check_environment(Blocks, on_progress=on_progress)
+    assert heard.is_set()

@@ -48,6 +48,21 @@ def test_other_requests_are_answered(messages: list[Message]) -> None:
     answered("a").check("b", messages)
 
 
+@pytest.mark.parametrize("reply", [pytest.param("8849 m", id="short"), pytest.param("", id="empty")])
+def test_an_example_in_a_prompt_may_be_the_task_and_reply_of_another_episode(reply: str) -> None:
+    conversations = Conversations()
+    conversations.record("zero-shot", OPENING, [agentrl.assistant(reply)])
+    conversations.check("one-shot", [*OPENING, agentrl.assistant(reply), agentrl.user("How tall is Denali?")])
+
+
+def test_a_long_text_identifies_a_conversation() -> None:
+    conversations = Conversations()
+    text = agentrl.assistant("Everest is 8849 m tall, as measured in 2020.")
+    conversations.record("a", OPENING, [text])
+    with pytest.raises(RequestRefusedError):
+        conversations.check("b", [*OPENING, text, NEXT])
+
+
 def test_an_episode_that_asked_the_same_may_edit_its_reply_into_that_of_another() -> None:
     conversations = answered("a")
     conversations.record("b", OPENING, [agentrl.assistant("8849 m!")])

@@ -54,6 +54,19 @@ def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
     assert evaluation_metrics(headers([[1.0], [0.0]]), None, 1)["evaluation/pass_at/1"] == 0.5
 
 
+def test_episodes_that_a_limit_ended_and_failed_programs_are_counted() -> None:
+    ended = headers([[1.0], [0.0], [0.0], [None]])
+    metrics = evaluation_metrics(ended, None)
+    assert metrics["evaluation/truncated"] == 0.0
+    assert "evaluation/failed" not in metrics, "no program was seen to fail"
+    cut = [ended[0], replace(ended[1], stop_reason="max_tokens"), *ended[2:]]
+    failed = {"v0": {"program/ok": 1.0}, "v2": {"program/failed": 1.0}, "v3": {"program/failed": 1.0}}
+    for policy in (None, "policy"):
+        metrics = evaluation_metrics(cut, policy, 1, (), failed)
+        assert metrics["evaluation/truncated"] == 1.0
+        assert metrics["evaluation/failed"] == 1.0, "dropped episodes are counted as such"
+
+
 def test_an_evaluation_whose_episodes_were_all_dropped_says_why() -> None:
     with pytest.raises(CheckFailedError, match=r"no episode of 2 .* v0 because of environment_error$"):
         evaluation_metrics(headers([[None], [None]]), "policy", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,31 @@ def test_the_time_of_a_template_is_bounded(template: str) -> None:
     process.close()
     assert process.render("{{ a }}", {"a": 1}) == "1"
     process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
+def test_signals_to_every_process_of_a_job_change_no_rendering(number: signal.Signals) -> None:
+    process = TemplateProcess()
+    process.compile("{{ a }}")
+    child = process._process
+    assert child is not None
+    os.kill(child.pid, number)
+    if number == signal.SIGKILL:  # by a lack of memory, for example
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+    assert (process._process is child) == (number != signal.SIGKILL)
+    process.close()
+
+
+def test_the_time_is_bounded_where_the_timer_s_signal_is_ignored() -> None:
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    process = TemplateProcess(cpu_s=0.2)
+    try:
+        with pytest.raises(TemplateError, match=r"more than 0\.2 s of CPU time"):
+            process.render("{{ (7 ** (7 ** 12)) is even }}", {})
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        process.close()
 
 
 def test_values_reach_a_template_as_they_are() -> None:

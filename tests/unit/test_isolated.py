@@ -78,6 +78,10 @@ def ask(make: Callable[[], IsolatedObject], play: Callable[[Any], Awaitable[Any]
     return asyncio.run(main())
 
 
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_gone(process: int) -> bool:
     """Within five seconds; a zombie is gone."""
     for _ in range(500):
@@ -149,6 +153,18 @@ def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
             await game.add(1)
 
     ask(isolated(Game, -1), play)
+
+
+def test_the_warning_of_slurm_ends_neither_it_nor_its_maker() -> None:
+    async def play(game: Any) -> int:
+        process = await game.process()
+        server = parent_of(process)
+        assert server != os.getpid()
+        for receiver in (process, server):
+            os.kill(receiver, signal.SIGUSR1)
+        return int(await game.add(2))
+
+    assert ask(isolated(Game), play) == 2
 
 
 def test_it_ends_with_its_object_and_what_it_forked_with_it() -> None:

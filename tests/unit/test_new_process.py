@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from agentrl.core.records import Task
 from agentrl.testing import new_process
-from agentrl.testing.new_process import Play, Played, play_in_new_process
-
-if TYPE_CHECKING:
-    import pytest
+from agentrl.testing.new_process import DeadProcessError, Play, Played, play_in_new_process
 
 SOURCE = """
 import os
@@ -56,7 +54,8 @@ def test_each_request_is_played_in_a_fresh_process_and_one_that_dies_ends_no_oth
 
     count, directory, variable, server, hash_of_text = seen(play("a"))
     assert (count, directory, variable) == (1, str(tmp_path), "first")
-    assert play("dies") is None
+    with pytest.raises(DeadProcessError):
+        play("dies")
     monkeypatch.setenv("OF_TEST", "second")
     assert seen(play("b")) == [1, str(tmp_path), "second", server, hash_of_text]
     assert seen(play("c", hash_seed=1))[3:] != [server, hash_of_text]

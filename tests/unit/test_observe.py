@@ -139,6 +139,12 @@ def test_each_policy_gets_a_line_of_its_own_with_its_seats() -> None:
     partly = {**of, "evaluation/tasks": 10.0, "evaluation/dropped": 2.0}
     told = format_evaluation_metrics(PolicyVersion("player", 0, 3), partly)
     assert told.startswith("held-out reward 0.000 over 8 of 10 tasks (2 dropped) (player@0.3, ")
+    cut = format_evaluation_metrics(PolicyVersion("player", 0, 3), {**partly, "evaluation/truncated": 8.0})
+    assert "8 of 10 tasks (2 dropped, 8 episodes truncated) (player@0.3, " in cut
+    few = format_evaluation_metrics(
+        PolicyVersion("player", 0, 3), {**of, "evaluation/episodes": 80, "evaluation/failed": 7.0}
+    )
+    assert "failed" not in few
     missing = format_evaluation_metrics(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
     assert missing == "held-out tasks were played without other@0.1"
 

@@ -447,8 +447,9 @@ def test_advice_names_the_run_and_an_example_and_is_given_once() -> None:
     assert "`agentrl episode show ra e9`" in advice["no_signal", "solver"].partition(";")[0], "the reward comes first"
     assert advice["tool_errors", "checker"] == "the same as for solver"
     assert "`agentrl episode tokens ra e9`" in advice["no_signal", "solver"]
-    for examples in ({"max_turns": "e4"}, {}):
+    for examples, newest in (({"max_turns": "e4"}, "ra e4"), ({}, "ra")):
         state.status = RunSnapshot(phase="training", examples=examples)
-        for alarm in find_alarms(state):
-            assert "EPISODE" not in alarm.line
-            assert not examples or "`agentrl episode show" not in alarm.advice or "show ra e4`" in alarm.advice
+        advice = {(alarm.name, alarm.policy): alarm.advice for alarm in find_alarms(state)}
+        assert not any("EPISODE" in text for text in advice.values())
+        assert f"`agentrl episode show {newest}`" in advice["no_signal", "solver"]
+        assert f"`agentrl episode why {newest}`" in advice["tool_errors", "solver"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from agentrl.app.run_parts import RunFactories, held_out_task_splits, task_sourc
 from agentrl.app.run_tasks import RunTasks
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
+from agentrl.core.errors import EngineLostError
 from agentrl.core.records import Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.mixture import mixture
@@ -118,13 +120,16 @@ def test_a_source_that_raises_says_where() -> None:
     assert RunTasks({"train": read}).warnings() == [f"tasks of train{read.problem}"]
 
 
-def test_a_damaged_record_compares_nothing(tmp_path: Path) -> None:
+def test_a_damaged_record_leaves_changes_unknown(tmp_path: Path) -> None:
     assert TaskRecord.read(tmp_path).contents == {}
     record = TaskRecord({"train": contents(ROWS)})
     record.write(tmp_path)
     assert TaskRecord.read(tmp_path).contents == record.contents
-    (tmp_path / "tasks.json").write_text('{"train": [1, "not base64"]}')
-    assert TaskRecord.read(tmp_path).contents == {}
+    now = RunTasks({"train": read_contents(tasks(ROWS), seconds=60.0)})
+    assert now.changes_since(tmp_path) == []
+    for damaged in ('{"train": [1, "not base64"]}', "", "[" * 100_000, '{"train": '):
+        (tmp_path / "tasks.json").write_text(damaged)
+        assert ["tasks.json" in clause for clause in now.changes_since(tmp_path)] == [True]
 
 
 def test_evaluations_on_the_same_tasks_have_one_digest() -> None:
@@ -259,6 +264,26 @@ def test_exchanged_held_out_tasks_break_the_curve(tmp_path: Path, capsys: pytest
     assert [each["step"] for each in json.loads(capsys.readouterr().out) if "tasks_changed" in each] == [3]
     assert main(["run", "view", str(tmp_path / "run"), "--once"]) == 0
     assert "1.000 at step 0" not in capsys.readouterr().out
+
+
+def test_a_change_is_recorded_by_the_start_that_succeeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is lost during the start leads to another one in the same process."""
+    play(tmp_path, {"train": TRAIN, "held_out": ONES}, 2)
+    failures = [EngineLostError("lost during the start")]
+
+    class LostOnce(ScriptedEngine):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            if failures:
+                raise failures.pop()
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(f"{__name__}.ScriptedEngine", LostOnce)
+    play(tmp_path, {"train": TRAIN, "held_out": ZEROS}, 3)
+    assert "lost during the start" in capsys.readouterr().err
+    with closing(RunReader(tmp_path / "run")) as reader:
+        assert [start.tasks_changed for start in reader.log.starts()][1:] == [("8 of 8 held-out tasks changed",)]
 
 
 def test_an_unchanged_source_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

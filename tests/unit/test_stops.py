@@ -134,6 +134,27 @@ def test_a_stop_ends_within_its_limit(tmp_path: Path, what: str, told: str) -> N
     assert not RunProcessRecord.read(tmp_path / "run").is_playing, "it does not count as a death"
 
 
+def test_the_limit_includes_the_teardown_of_python() -> None:
+    """No thread runs meanwhile; with torch, it took more seconds than the rest of a stop."""
+    program = """
+import atexit, threading
+from agentrl.app.stops import STOP_LIMIT
+
+class Never:
+    def __del__(self, wait=threading.Event().wait):
+        wait()
+
+atexit.register(STOP_LIMIT.end_process)
+atexit.register(print, "told")
+STOP_LIMIT.start(3600.0, print)
+STOP_LIMIT.cancel()
+STOP_LIMIT.resume()
+never = Never()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "told\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_stops_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     """SIGUSR1 is what Slurm sends before its limit."""
@@ -159,3 +180,17 @@ def test_a_signal_stops_a_run_with_a_checkpoint(tmp_path: Path, number: signal.S
     assert run.interrupted
     assert run.summary["steps"] == 2
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_the_warning_of_slurm_ends_no_process_of_a_run() -> None:
+    """It reaches every process of a job step, also engines and trainers."""
+    program = """
+import os, signal
+from agentrl.engines.process import die_with_parent
+
+die_with_parent(os.getppid())
+os.kill(os.getpid(), signal.SIGUSR1)
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n")

@@ -6,7 +6,9 @@ a template and its values to a process, as JSON over a socket pair, and gets the
 
 The process (`python -m agentrl.rollout.chat.template_process …`) renders in jinja2's immutable sandbox with the
 helpers that templates expect. It limits its address space, and its CPU time per request by a timer, so that the verdict
-does not depend on the machine's load. It ends when the other end of its socket is closed.
+does not depend on the machine's load. It ends when the other end of its socket is closed, and when its memory is full,
+which other templates may fill. It ignores the signals that stop a run, because Slurm and systemd send them to every
+process, and a run renders until it has stopped.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ MAX_CPU_S = 10.0
 _KEPT_TEMPLATES = 64
 """Number of compiled templates that the process keeps."""
 _LENGTH_BYTES = 8
+_OUT_OF_MEMORY = 12
+"""Exit code of the process when its memory is full."""
 
 
 class TemplateError(Exception):
@@ -116,6 +120,8 @@ class TemplateProcess:
             kind, answer = self._exchange(frame)
             if kind == "unknown":
                 kind, answer = self._exchange(_encode({**request, "source": source}))
+            if kind == "ended":  # perhaps killed by others, or full of other templates: once more, in a new process
+                kind, answer = self._exchange(_encode({**request, "source": source}))
         if kind != "done":
             raise TemplateError(answer)
         return answer
@@ -130,7 +136,9 @@ class TemplateProcess:
             self.close()
             if code == -signal.SIGPROF:
                 return "error", f"it takes more than {self._cpu_s:g} s of CPU time"
-            return "error", f"the process that renders it ended ({code})"
+            if code == _OUT_OF_MEMORY:
+                return "ended", f"it needs more than {MAX_MEMORY_BYTES >> 20:,} MiB"
+            return "ended", f"the process that renders it ended ({code})"
         except BaseException:
             self.close()  # its answer would be taken for that of the next request
             raise
@@ -226,7 +234,11 @@ def _sandbox() -> Environment:
 
 
 def _answer(environment: Environment, templates: OrderedDict[str, Template], request: Any) -> tuple[str, Any]:
-    """Compile or render."""
+    """Compile or render.
+
+    Raises:
+        MemoryError: this needs more memory than is left.
+    """
     from jinja2.meta import find_undeclared_variables
 
     template, source = templates.get(request["template"]), request.get("source")
@@ -235,7 +247,7 @@ def _answer(environment: Environment, templates: OrderedDict[str, Template], req
             return "unknown", ""
         try:
             template = templates[request["template"]] = environment.from_string(source)
-        except (Exception, MemoryError) as error:  # noqa: BLE001 - jinja2 and the interpreter raise many kinds
+        except Exception as error:  # noqa: BLE001 - jinja2 and the interpreter raise many kinds
             return "error", _describe(error)
         if len(templates) > _KEPT_TEMPLATES:
             templates.popitem(last=False)
@@ -259,9 +271,9 @@ def _answer(environment: Environment, templates: OrderedDict[str, Template], req
         return "error", _describe(error)
 
 
-def _describe(error: BaseException) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, MemoryError):
-        return f"it needs more than {MAX_MEMORY_BYTES >> 20:,} MiB"
+        raise error
     return str(error)[:2000] or type(error).__name__
 
 
@@ -275,6 +287,10 @@ def _serve(line: socket.socket, cpu_s: float) -> None:
     """Answer requests until the other end is closed."""
     environment, templates = _sandbox(), OrderedDict[str, Any]()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a process starts with its parent's ignored and blocked signals
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     with contextlib.suppress(OSError, ValueError):  # where there is no /proc
         _limit_memory()
     while True:
@@ -283,14 +299,17 @@ def _serve(line: socket.socket, cpu_s: float) -> None:
         except (OSError, EOFError):
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end, SIGPROF ends the process
-        try:
-            content = _encode(_answer(environment, templates, json.loads(frame)))
-        except MemoryError as error:
-            content = _encode(("error", _describe(error)))
+        content = _encode(_answer(environment, templates, json.loads(frame)))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        line.sendall(content)
+        try:
+            line.sendall(content)
+        except OSError:
+            return
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
+    try:
+        _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY)
     os._exit(0)
