@@ -24,11 +24,11 @@ one other module), `duplicate_class_names` (names that classes of several module
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
 `functions_with_config`: functions that take the whole `RunConfig`, rather than a section or a part of the run's plan.
-`token_shapes`: classes between the engine's reply and the step's file that declare two or more columns of sampled
-tokens (`TOKEN_COLUMNS`), without those that inherit them from `Tokens`, and `NO_SHAPES`.
 `decisions_from_prose`: places that look for words in a text for people: a search, comparison or split of a message, a
 reason, an advice, … (`PROSE`), or of the text of an exception. A cause is a value, and its text is derived from it.
 Texts of other libraries, and old records, are read in the functions of `FOREIGN_TEXTS`.
+`column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
+without kinds of `Tokens` and `DECLARATIONS`. One is the table.
 `files_per_token_column`: the files that name one of the columns that an engine may add to each token (`RECORDED`), for
 the column with most. Ids, logprobs and versions are left out: everything that reads or trains a token is about them.
 
@@ -63,6 +63,7 @@ import agentrl
 from agentrl.cli.main import main as main_of_agentrl
 from agentrl.config.load import load
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.tokens import COLUMNS
 from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnLogReader
@@ -84,7 +85,7 @@ FIGURES = (
     "config_fields",
     "private_words",
     "functions_with_config",
-    "token_shapes",
+    "column_lists",
     "files_per_token_column",
     "decisions_from_prose",
 )
@@ -109,24 +110,15 @@ OVERLOADED = ("take", "release", "leave", "ended")
 """Verbs that were the name of a method in sixteen to nineteen classes each."""
 
 
-TOKEN_COLUMNS = frozenset(
-    (
-        *("token_ids", "targets", "logprobs", "behavior_logprobs", "trainer_logprobs", "advantages", "loss_mask"),
-        *("turn_index", "kept", "kept_counts", "kept_ids", "sampling_mask", "mask_counts", "mask_ids", "experts"),
-        *("expert_routing", "routing", "columns", "entropies", "entropy", "lags", "lag", "by_logprob", "by_entropy"),
-    )
-)
-"""Names of columns of sampled tokens, in the table and in the records made of it."""
-NO_SHAPES: Mapping[str, str] = {
-    "Canary": "contexts that test published weights, which no episode sampled",
-    "CanaryJson": "the same, as a file",
-    "CanaryBuilder": "makes them",
-    "EngineCapabilities": "whether an engine has a column",
-    "EpisodeToken": "a token as it is shown: its names are the format",
-    "ExportedRow": "a line of an export: its names are the format",
-    "_SampleStep": "made-up tokens, on which a user's loss is checked",
+COLUMN_NAMES = frozenset(
+    ("token_ids", "kept", "experts", "lags", *(name for column in COLUMNS for name in (column.name, column.in_loss)))
+) - {""}
+"""Names of columns of tokens, in the table and in the batch of a loss."""
+DECLARATIONS: Mapping[str, str] = {
+    "ExportedRow": "a line of an export: its names are the format, and further columns are in `recorded`",
+    "LossBatch": "declares its columns for the type checker; `tests/unit/test_columns.py` names a missing one",
 }
-"""Classes with such names that are no record of a sampled token's way from engine to step file, and what they are."""
+"""Classes that declare columns by name beside the table, and why they may."""
 PROSE = frozenset(
     (
         *("advice", "cause", "detail", "error", "exception", "failure", "fault", "finding", "findings", "hint", "line"),
@@ -577,26 +569,19 @@ def functions_with_config(modules: Sequence[Module]) -> list[str]:
     return found
 
 
-def token_shapes(modules: Sequence[Module]) -> list[str]:
-    """Classes that hold the columns of a sampled token."""
+def column_lists(modules: Sequence[Module]) -> list[str]:
+    """Displays of names, and fields of classes, with at least three columns; those of `Tokens` belong to the table."""
     found = []
     for module in modules:
-        if module.name.startswith("agentrl.engines") and module.name != "agentrl.engines.protocol":
-            continue  # an engine's state before its reply
-        for owner in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)):
-            names = {
-                node.target.id
-                for node in owner.body
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            }
-            makers = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-            for node in (node for maker in makers for node in ast.walk(maker)):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.attr)
-            columns = {name.lstrip("_") for name in names} & TOKEN_COLUMNS
-            inherits = any("Tokens" in ast.unparse(base) for base in owner.bases)
-            if len(columns) > 1 and not inherits and owner.name not in NO_SHAPES:
-                found.append(f"{module.name}: {owner.name} ({', '.join(sorted(columns))})")
+        for node in ast.walk(module.tree):
+            names: list[str] = []
+            if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+                names = _names_in(node)
+            elif isinstance(node, ast.ClassDef) and "Tokens" not in [node.name, *map(ast.unparse, node.bases)]:
+                fields = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+                names = [] if node.name in DECLARATIONS else list(map(ast.unparse, fields))
+            if len(columns := COLUMN_NAMES & set(names)) > 2:
+                found.append(f"{module.name}:{node.lineno} ({', '.join(sorted(columns))})")
     return found
 
 
@@ -679,6 +664,18 @@ def _may_be_words(node: ast.expr) -> bool:
     return True
 
 
+def _names_in(node: ast.AST | None) -> list[str]:
+    """The texts that a display lists, also as keys, or as the first argument of each of its calls."""
+    match node:
+        case ast.Constant(value=str(name)):
+            return [name]
+        case ast.Starred(value=inner) | ast.Call(args=[inner, *_]):
+            return _names_in(inner)
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(keys=parts):
+            return [name for part in parts for name in _names_in(part)]
+    return []
+
+
 def files_per_token_column(modules: Sequence[Module]) -> list[str]:
     """The files that name a recorded column, of the column that most files name."""
     by_column = {
@@ -699,7 +696,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
         "functions_with_config": functions_with_config(modules),
-        "token_shapes": token_shapes(modules),
+        "column_lists": column_lists(modules),
         "files_per_token_column": files_per_token_column(modules),
         "decisions_from_prose": decisions_from_prose(modules),
     }

@@ -40,6 +40,38 @@ Version = tuple[str, int, int]
 Unit = tuple[str, int, str]
 """Episode, attempt, policy."""
 
+PAGE = Path(__file__).resolve().parents[1] / "docs/reference/journal_format.md"
+CODES = {"float32": "f", "int32": "i", "bool": "?"}
+"""Types of the page, as `struct` calls them."""
+
+
+class Column(NamedTuple):
+    """A row of the page's table of columns with one number per token."""
+
+    name: str
+    code: str
+    is_recorded: bool
+    fill: bytes
+    """Value of tokens without the column; empty: rows have no such column."""
+
+
+def columns_of(page: str) -> tuple[Column, ...]:
+    """The columns that a text of the page lists, in its order."""
+    rows = re.findall(r"^  \| `(\w+)` \| (\w+) \| (yes|no) \| (\S*) ?\|$", page, re.MULTILINE)
+    return tuple(
+        Column(
+            *(name, CODES[kind], recorded == "yes"),
+            struct.pack(
+                f"<{CODES[kind]}", float(fill.replace("−", "-")) if kind == "float32" else int(fill.replace("−", "-"))
+            )
+            if fill
+            else b"",
+        )
+        for name, kind, recorded, fill in rows
+    )
+
+
+COLUMNS = columns_of(PAGE.read_text(encoding="utf-8"))
 UNCHECKED = ("meta", "metrics")
 FILES = {"full": ("model.safetensors",), "adapter": ("adapter_model.safetensors", "adapter_config.json")}
 LIMITS = ("max_tokens", "max_turns", "context_length", "time_limit")
@@ -291,8 +323,12 @@ class _Judge:
             self.named.setdefault(tuple(version), where)
         if at != count:
             self.say("entries", f"{where}: spans cover {at} of {count} tokens")
-        if unknown := columns.keys() - {"logprobs", "kept", "experts"}:
+        recorded = {column.name: len(column.fill) for column in COLUMNS if column.is_recorded}
+        if unknown := columns.keys() - recorded.keys() - {"kept", "experts"}:
             self.say("entries", f"{where}: columns {sorted(unknown)} of its tokens")
+        for name in recorded.keys() & columns.keys():
+            if len(columns[name]) != recorded[name] * count:
+                self.say("entries", f"{where}: {len(columns[name])} bytes of {name} for {count} tokens")
         if "kept" in columns:
             counts = [c for (c,) in struct.iter_unpack("<i", columns["kept"][: 4 * count])]
             if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(columns["kept"]) - 4 * count:
@@ -911,7 +947,13 @@ def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> byt
     """Over a row: its temperature, whether a limit cut it, and its table."""
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
     has_kept = any("kept" in turn[7][2] for turn in turns)
-    columns: dict[str, bytes] = {"logprobs": b"", "turn_index": b"", "loss_mask": b"", "advantages": b""}
+    made = ("turn_index", "loss_mask", "advantages")
+    table = [
+        column
+        for column in COLUMNS
+        if column.name in made or (column.is_recorded and any(column.name in turn[7][2] for turn in turns))
+    ]
+    columns: dict[str, bytes] = {column.name: b"" for column in table}
     tokens, counts, kept, spans = b"", b"", b"", list[tuple[int, int, Any]]()
     for turn in turns:
         context, (sampled, spans_of_turn, recorded) = turn[6:8]
@@ -920,10 +962,13 @@ def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> byt
         trained = bytes(count != -1 for (count,) in struct.iter_unpack("<i", counts_of_turn))
         advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
         tokens += context + sampled
-        columns["logprobs"] += bytes(len(context)) + recorded["logprobs"]
-        columns["turn_index"] += struct.pack("<i", -1) * (len(context) // 4) + struct.pack("<i", turn[5]) * (size // 4)
-        columns["loss_mask"] += bytes(len(context) // 4) + trained
-        columns["advantages"] += bytes(len(context)) + b"".join(advantage if each else bytes(4) for each in trained)
+        values = recorded | {
+            "turn_index": struct.pack("<i", turn[5]) * (size // 4),
+            "loss_mask": trained,
+            "advantages": b"".join(advantage if each else bytes(4) for each in trained),
+        }
+        for name, _, _, fill in table:
+            columns[name] += fill * (len(context) // 4) + values.get(name, fill * (size // 4))
         counts, kept = counts + bytes(len(context)) + counts_of_turn, kept + ids
         for start, stop, version in spans_of_turn:
             begin = at + start

@@ -159,7 +159,7 @@ def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> 
                 logprobs=behavior,
                 turn_index=turn_index,
                 spans=(),
-                temperature=1.0 if index % 3 else 0.7,
+                sampling_temperature=1.0 if index % 3 else 0.7,
             )
         )
     return rows
@@ -174,7 +174,7 @@ def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
             loss_mask=row.loss_mask,
             logprobs=row.logprobs,
             advantages=np.where(row.loss_mask, rng.normal(), 0.0).astype(np.float32),
-            temperature=row.temperature,
+            sampling_temperature=row.sampling_temperature,
             episode_id=f"e{index}",
         )
         for index, row in enumerate(make_rows(seed, count, **shape))
@@ -253,7 +253,7 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
             finish_reason="stop",
             text="",
             messages=(),
-            temperature=row.temperature,
+            temperature=row.sampling_temperature,
             seconds=0.0,
             started=0.0,
             parent_context=int(end),

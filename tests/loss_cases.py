@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from agentrl.config.sections import LossConfig, TrainerConfig
+from agentrl.core.tokens import LOSS_COLUMNS, Tokens
 from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
 from agentrl.learn.step_columns import IDS, TokenColumns
@@ -17,6 +18,13 @@ from agentrl.learn.step_columns import IDS, TokenColumns
 def loss_named(name: str, **options: Any) -> Loss:
     """A built-in loss."""
     return make_loss(TrainerConfig(loss=LossConfig.model_validate({"name": name, **options})))
+
+
+def token_table(behavior: Any, advantages: Any) -> Tokens:
+    """Trained tokens with these log-probabilities and advantages, [n] each; other columns of losses have their fill."""
+    count = len(behavior)
+    filled: Any = {column.name: np.full(count, column.fill, column.dtype) for column in LOSS_COLUMNS}
+    return Tokens(token_ids=np.zeros(count, np.int32), **(filled | {"logprobs": behavior, "advantages": advantages}))
 
 
 def batch_of(
@@ -34,8 +42,7 @@ def batch_of(
     count = len(logprobs)
     numbers = {name: np.array((ids or {}).get(name, [0] * count), np.int64) for name in IDS}
     columns = TokenColumns(
-        behavior_logprobs=np.array(behavior, np.float64),  # type: ignore[arg-type]
-        advantages=np.array(advantages, np.float64),  # type: ignore[arg-type]
+        tokens=token_table(np.array(behavior, np.float64), np.array(advantages, np.float64)),
         lags=np.array(lags or [0] * count, np.int32),
         names={"seat": ["agent"], "group": ["g0"]},
         starts=np.array([0, count]),
@@ -60,8 +67,7 @@ def conversations(lengths: Sequence[int], advantages: Sequence[float], groups: S
     count = len(agent)
     draw = torch.Generator().manual_seed(seed)
     columns = TokenColumns(
-        behavior_logprobs=np.zeros(count, np.float32),
-        advantages=np.repeat(np.array(advantages, np.float32), lengths),
+        tokens=token_table(np.zeros(count, np.float32), np.repeat(np.array(advantages, np.float32), lengths)),
         lags=np.zeros(count, np.int32),
         names={"seat": ["agent"], "group": [f"g{number}" for number in range(max(groups) + 1)]},
         starts=np.concatenate([[0], np.cumsum(lengths)]),

@@ -16,6 +16,7 @@ from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import kl_divergence, make_loss
 from agentrl.learn.step_columns import IDS, TokenColumns
+from tests.loss_cases import token_table
 
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,8 +123,9 @@ def compared(
     lengths = np.array([len(row["logprobs"]) for row in rows])
     number = np.repeat(np.arange(len(rows)), lengths)
     columns = TokenColumns(
-        behavior_logprobs=np.concatenate([row["behavior"] for row in rows]),
-        advantages=np.repeat([row["advantage"] for row in rows], lengths),
+        tokens=token_table(
+            np.concatenate([row["behavior"] for row in rows]), np.repeat([row["advantage"] for row in rows], lengths)
+        ),
         lags=np.full(len(number), lags, np.int32),
         names={"seat": ["agent"], "group": ["g0"]},
         starts=np.concatenate([[0], np.cumsum(lengths)]),

@@ -2,7 +2,7 @@
 
 `Completion`, `TrajectoryRow` and `TrainingSample` are such tables with a few values beside them; the wire between
 processes and the journal carry `Tokens.encode()`. A new column with one number per token is one line in `COLUMNS` and
-one field of `Tokens`: it then survives joins, slices, the wire, and the journal.
+one field of `Tokens`: joins, slices, the wire, the journal, digests, losses, exports and the viewer follow the line.
 
 Invariants, checked where a table is made:
 1. All columns have one entry per token; logprobs are those of the *processed* distribution.
@@ -51,16 +51,22 @@ class Column(NamedTuple):
     """Type on the wire and on disk."""
     fill: float | None
     """Value of joined tokens that have none; None: a joined or sliced table has no such column."""
+    is_recorded: bool = False
+    """Whether engines record it for sampled tokens, so that the journal has it, and exports and the viewer show it."""
+    in_loss: str = ""
+    """Name in a `LossBatch`; "": losses do not see it."""
 
 
 COLUMNS = (
-    Column("logprobs", "<f4", 0.0),
+    Column("logprobs", "<f4", 0.0, is_recorded=True, in_loss="behavior_logprobs"),
     Column("turn_index", "<i4", -1),
     Column("loss_mask", "|b1", False),
-    Column("advantages", "<f4", 0.0),
+    Column("advantages", "<f4", 0.0, in_loss="advantages"),
     Column("values", "<f4", None),
 )
 """The columns of `Tokens`, besides the ragged `kept` and the `experts` of the context's positions."""
+RECORDED_COLUMNS = tuple(column for column in COLUMNS if column.is_recorded)
+LOSS_COLUMNS = tuple(column for column in COLUMNS if column.in_loss)
 
 
 class KeptCount(enum.IntEnum):
@@ -311,8 +317,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
-        if len(self.logprobs) != count:
-            raise ValueError(f"{count} tokens but {len(self.logprobs)} logprobs")
+        for name, column in self._columns():
+            if len(column) != count:
+                raise ValueError(f"{count} tokens but {len(column)} {name}")
         if self.kept is not None and len(self.kept.counts) != count:
             raise ValueError(f"{count} tokens but {len(self.kept.counts)} kept sets")
         at = 0
@@ -352,7 +359,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
         if len(parts) == 1:
             return parts[0]
         columns: dict[str, Any] = {}
-        for name, dtype, fill in COLUMNS:
+        for name, dtype, fill, *_ in COLUMNS:
             values = [getattr(part, name) for part in parts]
             if fill is not None and any(column is not None for column in values):
                 columns[name] = np.concatenate(
@@ -406,14 +413,14 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
         """Yield the columns that parts of the table have."""
-        for name, _, fill in COLUMNS:
+        for name, _, fill, *_ in COLUMNS:
             if fill is not None and (column := getattr(self, name)) is not None:
                 yield name, column
 
     def encode(self) -> EncodedTokens:
         """Serialize the table for another process or the journal."""
         columns = {}
-        for name, dtype, _ in COLUMNS:
+        for name, dtype, *_ in COLUMNS:
             column = getattr(self, name)
             if column is not None:
                 columns[name] = column.astype(dtype, copy=False).tobytes()
@@ -444,7 +451,7 @@ class EncodedTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         token_ids, columns = decode_token_ids(self.token_ids, plain=plain), dict(self.columns)
         count = len(token_ids)
         decoded: dict[str, Any] = {}
-        for name, dtype, fill in COLUMNS:
+        for name, dtype, fill, *_ in COLUMNS:
             if name in columns:
                 decoded[name] = column = _decode_column(columns.pop(name), dtype, plain=plain)
                 if fill is not None and len(column) != count:
@@ -526,7 +533,7 @@ class TrajectoryRow(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
 
     turn_index: Int32Array
     loss_mask: BoolArray
-    temperature: float = 1.0
+    sampling_temperature: float = 1.0
     recorded_routing: tuple[RecordedRouting, ...] = ()
     """Routing of its turns that was not read yet; `experts` is then unknown."""
     lost_routing: int = 0
@@ -555,7 +562,7 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
 
     loss_mask: BoolArray
     advantages: Float32Array
-    temperature: float = 1.0
+    sampling_temperature: float = 1.0
     episode_id: str = ""
     row_index: int = 0
     seat: str = ""

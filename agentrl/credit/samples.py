@@ -123,7 +123,7 @@ def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int
 def row_digest(sample: TrainingSample) -> bytes:
     """Return a digest of 16 bytes over a row's inputs to the step: temperature, whether a limit cut it, and the table
     with all its columns, versions, kept sets and recorded experts."""
-    content = msgspec.msgpack.encode((sample.temperature, sample.is_cut, sample.encode()))
+    content = msgspec.msgpack.encode((sample.sampling_temperature, sample.is_cut, sample.encode()))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

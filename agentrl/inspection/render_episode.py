@@ -266,6 +266,7 @@ def _token_table(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> N
             continue
         style = colors.get(token.version or "", "")
         values = [token.logprob, token.trainer_logprob, token.ratio, token.advantage, token.entropy]
+        recorded = [column[token.position] for column in row.recorded.values()]
         counts = ["" if value is None else str(value) for value in (token.kept, token.lag)]
         cells: list[Part] = [
             str(token.position),
@@ -274,9 +275,9 @@ def _token_table(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> N
             (_shown(token), style),
             (token.version or "", style),
         ]
-        rows.append([*cells, *map(format_number, values), *counts, token.routing or ""])
+        rows.append([*cells, *map(format_number, values), *counts, token.routing or "", *map(format_number, recorded)])
     headings = ["position>", "turn>", "id>", "text", "version", "logprob>", "trainer>", "ratio>", "advantage>"]
-    headings += ["entropy>", "kept>", "lag>", "routing"]
+    headings += ["entropy>", "kept>", "lag>", "routing", *(f"{name}>" for name in row.recorded)]
     columns = [place for place in range(len(headings)) if any(cells[place] for cells in rows)]
     page.table([headings[place] for place in columns], [[cells[place] for place in columns] for cells in rows])
     context = sum(not token.loss_mask for token in row.tokens)

@@ -24,7 +24,7 @@ from agentrl.core.choices import Choices
 from agentrl.core.column_files import decode_columns
 from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.files import open_regular, read_at_most
-from agentrl.core.tokens import ExpertRouting, Tokens
+from agentrl.core.tokens import RECORDED_COLUMNS, ExpertRouting, Tokens
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import pruned_file_error
@@ -221,6 +221,8 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     step: str | None
     """Version made by the optimizer step that trained the row; None: no step did."""
     tokens: list[EpisodeToken]
+    recorded: dict[str, list[float | None]]
+    """See `recorded_columns`."""
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +281,7 @@ def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read
                 row=token_row.row,
                 step=step,
                 tokens=tokens,
+                recorded=recorded_columns(token_row),
             )
         )
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
@@ -372,6 +375,24 @@ def assemble_token_rows(view: EpisodeView, problems: list[str]) -> list[Assemble
             )
         )
     return rows
+
+
+def recorded_columns(token_row: AssembledTokenRow) -> dict[str, list[float | None]]:
+    """Return what engines recorded for each token of a row besides log-probabilities, by column.
+
+    None where a token has no value, as in context, or none that is finite; columns that no turn has are left out.
+    """
+    columns: dict[str, list[float | None]] = {}
+    for name in (column.name for column in RECORDED_COLUMNS if column.name != "logprobs"):
+        parts = [getattr(table, name) for tables in token_row.tables for table in tables]
+        if any(part is not None for part in parts):
+            lengths = [len(table) for tables in token_row.tables for table in tables]
+            columns[name] = [
+                value
+                for part, length in zip(parts, lengths, strict=True)
+                for value in ([None] * length if part is None else map(_finite, part.tolist()))
+            ]
+    return columns
 
 
 def newest_step_token_values(

@@ -180,4 +180,4 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     except ValueError as error:
         raise EntriesError(f"the turns of a row from {turns[0].name} on do not fit together ({error})") from error
     columns = {name: getattr(row, name) for name in Tokens.__struct_fields__}
-    return TrajectoryRow(**columns, temperature=temperature, recorded_routing=tuple(recorded_routing))
+    return TrajectoryRow(**columns, sampling_temperature=temperature, recorded_routing=tuple(recorded_routing))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentrl.learn.device_copies import device_tensors
-from agentrl.learn.step_columns import IDS, LOG_RATIO_LIMIT, LOSS_COLUMNS, Id, TokenColumns
+from agentrl.learn.step_columns import LOG_RATIO_LIMIT, Id, TokenColumns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,10 +46,12 @@ class LossBatch:
         """log pi of each token under the trained weights."""
         self.entropies = entropies
         """Entropy in nats of the distribution of each token, under the trained weights."""
-        arrays: dict[str, NDArray[Any]] = {name: getattr(columns, name) for name in LOSS_COLUMNS}
-        device_arrays = device_tensors(arrays if weights is None else arrays | {"weights": weights}, logprobs.device)
-        self.behavior_logprobs = device_arrays["behavior_logprobs"]
-        """log mu of each token, recorded when it was sampled, under the version that sampled it."""
+        arrays = columns.loss_inputs() | ({} if weights is None else {"weights": weights})
+        device_arrays = device_tensors(arrays, logprobs.device)
+        self.weights = device_arrays.pop("weights", None)
+        """Factor on each token's loss, from the normalizer, if the trainer evaluates the loss per micro-batch."""
+        for name, column in device_arrays.items():
+            setattr(self, name, column)
         self.reference_logprobs = reference_logprobs
         """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
         with `reference`."""
@@ -57,16 +59,8 @@ class LossBatch:
         """KL(pi || ref) of the distribution of each token, in nats: exact over the reference's likeliest tokens,
         estimated by the sampled token over the others (`forward.reference_divergence`); None unless the loss is marked
         with `divergence`."""
-        self.advantages = device_arrays["advantages"]
-        """Advantage of each token's agent, or of its turn."""
         self.mask = torch.ones(len(columns), dtype=torch.bool, device=logprobs.device)
         """Always True: these columns hold trained tokens only, none of prompts and tools."""
-        self.lags = device_arrays["lags"]
-        """int32: optimizer steps between the weights that sampled the token and the trained weights; -1: unknown."""
-        for name in IDS:
-            setattr(self, name, device_arrays[name])
-        self.weights = device_arrays.get("weights")
-        """Factor on each token's loss, from the normalizer, if the trainer evaluates the loss per micro-batch."""
         self.seats: Sequence[str] = columns.names["seat"]
         """Names of the seats, indexed by the ids in `seat`."""
 
@@ -84,6 +78,12 @@ class LossBatch:
             weights=weights,
         )
 
+    behavior_logprobs: Tensor
+    """log mu of each token, recorded when it was sampled, under the version that sampled it."""
+    advantages: Tensor
+    """Advantage of each token's agent, or of its turn."""
+    lags: Tensor
+    """int32: optimizer steps between the weights that sampled the token and the trained weights; -1: unknown."""
     row: Tensor
     """Id of the token sequence, int64 from 0. An agent has one sequence, and one more for each rewrite of its
     context.

@@ -39,8 +39,6 @@ class MicroBatch:
     starts: Int64Array  # [R], the first token that each row owns; rows that own none are left out
     hidden_index: Int64Array  # [n], which of the N hidden states predicts the trained token
     targets: Int64Array  # [n]
-    behavior_logprobs: Float32Array  # [n]
-    advantages: Float32Array  # [n]
     temperature: Float32Array  # [n]
     sample: Int64Array  # [n], index of the sample in the list that was packed
     position: Int64Array  # [n], position of the trained token in its row
@@ -193,7 +191,6 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
     rows = list(zip(members, prefix_lengths, strict=True))
     trained = Tokens.join([row.sample.take(row.positions) for row in members])
     counts = [len(row.positions) for row in members]
-    assert trained.advantages is not None
     cut = [(row.index, path[-1]) for row, path in zip(members, paths, strict=True) if row.has_end]
 
     return MicroBatch(
@@ -203,9 +200,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         starts=np.array(starts, np.int64),
         hidden_index=np.concatenate([path[row.positions - 1] for path, row in zip(paths, members, strict=True)]),
         targets=trained.token_ids.astype(np.int64),
-        behavior_logprobs=trained.logprobs.astype(np.float32, copy=False),
-        advantages=trained.advantages.astype(np.float32, copy=False),
-        temperature=np.repeat(np.array([row.sample.temperature for row in members], np.float32), counts),
+        temperature=np.repeat(np.array([row.sample.sampling_temperature for row in members], np.float32), counts),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
         position=np.concatenate([row.positions for row in members]),
         end_index=np.array([at for _, at in cut], np.int64) if cut else None,

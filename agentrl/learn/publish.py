@@ -350,8 +350,6 @@ class CanaryBuilder:
             starts=np.zeros(1, np.int64),
             hidden_index=np.full(count, length - 1, np.int64),
             targets=self._token_ids.astype(np.int64),
-            behavior_logprobs=np.zeros(count, np.float32),
-            advantages=np.zeros(count, np.float32),
             temperature=np.ones(count, np.float32),
             sample=np.zeros(count, np.int64),
             position=np.full(count, length, np.int64),

@@ -1,6 +1,7 @@
-"""The trained tokens of a step as flat columns: the input of its loss, its file, and its mismatch metrics.
+"""The trained tokens of a step: the input of its loss, its file, and its mismatch metrics.
 
-Ids are dense integers from 0, so that a mean over a conversation is one `index_add`. The columns are written to
+A step has its tokens as a table, and beside it what a step alone has: ids, lags, and the model's outputs. Ids are dense
+integers from 0, so that a mean over a conversation is one `index_add`. Columns are written to
 `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
   `position`          int64 [tokens], position of the token in its row
@@ -31,13 +32,13 @@ import numpy as np
 from agentrl.core import ids
 from agentrl.core.column_files import decode_columns, encode_columns
 from agentrl.core.records import PolicyVersion
-from agentrl.core.tokens import TrainingSample
+from agentrl.core.tokens import LOSS_COLUMNS, EncodedTokens, Tokens, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from agentrl.core.records import BoolArray
+    from agentrl.core.records import BoolArray, Float32Array
 
 LAGS = ("0", "1", "2", "3", "4+")
 """Version lags that the metrics distinguish."""
@@ -48,17 +49,20 @@ Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
 IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
 _GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
 """Ids that rows of several ranks may have in common; an episode is always on one rank."""
-LOSS_COLUMNS = ("behavior_logprobs", "advantages", "lags", *IDS)
-"""Columns that a loss sees, besides the model's outputs."""
-_COLUMNS = (*LOSS_COLUMNS, "position", "fresh")
+_COLUMNS = ("lags", *IDS, "position", "fresh")
+"""Columns besides those of the table of tokens."""
+_EMPTY: dict[str, Any] = {column.name: np.empty(0, column.dtype) for column in LOSS_COLUMNS}
+_NO_TOKENS = Tokens(token_ids=np.empty(0, np.int32), **_EMPTY)
+"""Joined with others, it gives them all columns of losses."""
+_TOKENS = "tokens."
+"""Begins the names of the table's columns where they are encoded beside the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
     """The trained tokens of some samples, n in all, sample after sample."""
 
-    behavior_logprobs: NDArray[np.float32]  # [n]
-    advantages: NDArray[np.float32]  # [n]
+    tokens: Tokens  # [n], at least with `LOSS_COLUMNS`; without versions, kept sets and experts
     lags: NDArray[np.int32]  # [n], -1: unknown
     row: NDArray[np.int64]  # [n] each, dense from 0
     turn: NDArray[np.int64]
@@ -105,10 +109,11 @@ class TokenColumns:
 
         lags = [token_lags(sample, version) for sample in samples]
         is_fresh = [bool(sample.spans) and not (lag > 0).any() for sample, lag in zip(samples, lags, strict=True)]
+        parts = [sample.with_column("kept", None).take(at) for sample, at in zip(samples, positions, strict=True)]
+        trained_lags = [lag[at] for lag, at in zip(lags, positions, strict=True)]
         return TokenColumns(
-            behavior_logprobs=_concatenated([sample.logprobs for sample in samples], positions, np.float32),
-            advantages=_concatenated([sample.advantages for sample in samples], positions, np.float32),
-            lags=_concatenated(lags, positions, np.int32),
+            tokens=Tokens.join([_NO_TOKENS, *parts]),
+            lags=np.concatenate([np.empty(0, np.int32), *trained_lags]),
             names={name: [str(key[0]) for key in numbers[name]] for name in _GLOBAL_IDS},
             starts=np.cumsum([0, *counts], dtype=np.int64),
             position=np.concatenate([np.empty(0, np.int64), *positions]),
@@ -129,8 +134,21 @@ class TokenColumns:
 
     def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
         """Return the columns of some tokens for a loss, with unchanged ids."""
-        columns = {name: getattr(self, name)[tokens] for name in LOSS_COLUMNS}
-        return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
+        columns: dict[str, Any] = {name: getattr(self, name)[tokens] for name in ("lags", *IDS)}
+        return TokenColumns(
+            tokens=self.tokens.take(tokens), **columns, names=self.names, starts=np.array([0, len(tokens)])
+        )
+
+    def loss_inputs(self) -> dict[str, NDArray[Any]]:
+        """Return the columns that a loss sees besides the model's outputs, [n] each, by their name in a `LossBatch`."""
+        recorded = {column.in_loss: getattr(self.tokens, column.name) for column in LOSS_COLUMNS}
+        return recorded | {name: getattr(self, name) for name in ("lags", *IDS)}
+
+    @property
+    def advantages(self) -> Float32Array:
+        """The column of the table, which is always there."""
+        assert self.tokens.advantages is not None
+        return self.tokens.advantages
 
     def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], entropies: NDArray[np.float32]) -> None:
         """Fill in what the model computed for some tokens, [n] each; the other tokens' values are ignored."""
@@ -141,6 +159,9 @@ class TokenColumns:
         """Serialize the columns for the other ranks."""
         columns = {name: getattr(self, name) for name in (*_COLUMNS, "starts")} | self.computed
         columns["digests"] = np.frombuffer(self.digests, np.uint8)
+        table = self.tokens.encode()
+        encoded = {"ids": table.token_ids} | table.columns
+        columns |= {_TOKENS + name: np.frombuffer(data, np.uint8) for name, data in encoded.items()}
         return encode_columns(columns, {"names": json.dumps(self.names), "rows": json.dumps(self.rows)})
 
     @staticmethod
@@ -150,8 +171,11 @@ class TokenColumns:
         columns: dict[str, NDArray[Any]] = {name: np.asarray(column) for name, column in plain_columns.items()}
         columns["fresh"] = columns["fresh"].astype(np.bool_)
         own = {name: columns.pop(name) for name in (*_COLUMNS, "starts")}
+        names = [name for name in columns if name.startswith(_TOKENS)]
+        table: dict[str, Any] = {name.removeprefix(_TOKENS): columns.pop(name).data for name in names}
         return TokenColumns(
             **own,
+            tokens=EncodedTokens(table.pop("ids"), (), table).decode(),
             digests=columns.pop("digests").tobytes(),
             computed=columns,
             names=json.loads(metadata["names"]),
@@ -177,6 +201,7 @@ class TokenColumns:
         lengths = np.concatenate([np.diff(part.starts) for part in parts])
         return TokenColumns(
             **columns,
+            tokens=Tokens.join([part.tokens for part in parts]),
             names=all_names,
             starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             computed={name: np.concatenate([part.computed[name] for part in parts]) for name in parts[0].computed},
@@ -191,7 +216,7 @@ class TokenColumns:
 
     def mismatch(self) -> dict[str, float]:
         """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_mismatch_metrics`."""
-        trainer, behavior = self.computed["trainer_logprobs"], self.behavior_logprobs
+        trainer, behavior = self.computed["trainer_logprobs"], self.tokens.logprobs
         by_lag = mismatch_metrics(trainer, behavior, lag=self.lags, fresh=self.fresh)
         return by_lag | seat_mismatch_metrics(trainer, behavior, np.array(self.names["seat"], object)[self.seat])
 
@@ -202,18 +227,11 @@ class TokenColumns:
             "position": self.position,
             "trainer_logprobs": self.computed["trainer_logprobs"],
             "entropy": self.computed["entropy"],
-            "behavior_logprobs": self.behavior_logprobs,
+            "behavior_logprobs": self.tokens.logprobs,
             "advantages": self.advantages,
             "lag": self.lags,
         }
         return encode_columns(columns, {"rows": json.dumps(self.rows)})
-
-
-def _concatenated(columns: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]], kind: Any) -> NDArray[Any]:
-    """Return the values of columns at positions, in one new array."""
-    parts = [column[at] for column, at in zip(columns, positions, strict=True)]
-    values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind, copy=False)
-    return values
 
 
 def mismatch_metrics(

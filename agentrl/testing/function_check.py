@@ -40,7 +40,7 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.core.text import plural
-from agentrl.core.tokens import Completion
+from agentrl.core.tokens import LOSS_COLUMNS, Completion, Tokens
 from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
@@ -120,8 +120,6 @@ def _steps() -> Iterator[_SampleStep]:
         logprobs = np.minimum(behavior + spread * generator.normal(size=count).clip(-2.1, 2.1), -1e-3)
         advantages = generator.normal(size=conversations) * (np.arange(conversations) % 5 > 0)
         columns: Any = {
-            "behavior_logprobs": behavior,
-            "advantages": (advantages if conversations > 1 else np.ones(1))[number],
             "lags": generator.integers(-1, 4, count).astype(np.int32),
             "row": number,
             "turn": number * 2 + (within > 6),
@@ -134,6 +132,9 @@ def _steps() -> Iterator[_SampleStep]:
         }
         reference = np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3)
         arrays = (logprobs, reference, generator.random(count), generator.random(count))
+        table: Any = {column.name: generator.integers(1, 9, count).astype(column.dtype) for column in LOSS_COLUMNS}
+        table |= {"logprobs": behavior, "advantages": (advantages if conversations > 1 else np.ones(1))[number]}
+        columns["tokens"] = Tokens(token_ids=np.zeros(count, np.int32), **table)
         yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(array) for array in arrays))
 
 
@@ -222,7 +223,8 @@ def _check_linear(loss: Loss, report: FunctionReport) -> None:
     """Compare the derivatives on policy with the advantages, which differ within a conversation."""
     step = next(_steps())
     advantages: Any = np.random.default_rng(3).normal(size=len(step.columns))
-    columns = replace(step.columns, behavior_logprobs=step.logprobs.numpy(), advantages=advantages)
+    tokens = step.columns.tokens.with_column("logprobs", step.logprobs.numpy()).with_column("advantages", advantages)
+    columns = replace(step.columns, tokens=tokens)
     derivatives = _evaluate(loss, replace(step, columns=columns)).by_logprob.numpy()
     constant = derivatives @ advantages / (advantages @ advantages)
     if np.allclose(derivatives, constant * advantages, rtol=TOLERANCE, atol=TOLERANCE):
@@ -286,7 +288,7 @@ def _check_values(step: _SampleStep, gradients: TokenGradients, report: Function
             at = int(wrong[0])
             report.findings.append(
                 f"{step.name}: the {part} of a token is {float(values[at])} where log pi = "
-                f"{float(step.logprobs[at]):.3g}, log mu = {float(step.columns.behavior_logprobs[at]):.3g}, A = "
+                f"{float(step.logprobs[at]):.3g}, log mu = {float(step.columns.tokens.logprobs[at]):.3g}, A = "
                 f"{float(step.columns.advantages[at]):.3g}: a step with such a loss is skipped"
             )
             return

@@ -187,7 +187,7 @@ class SampleRunTrainer(RecordingTrainer):
         (self._directory / path).parent.mkdir(parents=True, exist_ok=True)
         (self._directory / path).write_bytes(columns.encode_file())
         logprobs = columns.computed["trainer_logprobs"]
-        ratio = np.exp(logprobs - columns.behavior_logprobs)
+        ratio = np.exp(logprobs - columns.tokens.logprobs)
         pushes = columns.advantages * ratio / batches[0].normalizer
         return StepReport(
             step_id=step_id,
@@ -207,6 +207,6 @@ class SampleRunTrainer(RecordingTrainer):
 def _invent_outputs(columns: TokenColumns) -> None:
     """Fill in what a model would compute: recorded logprobs, shifted further the older they are."""
     at, lag = columns.position, np.maximum(columns.lags, 0)
-    logprobs = columns.behavior_logprobs + (0.005 + 0.05 * lag) * np.sin(1.7 * at)
+    logprobs = columns.tokens.logprobs + (0.005 + 0.05 * lag) * np.sin(1.7 * at)
     columns.computed["trainer_logprobs"][:] = np.minimum(logprobs, 0.0)
     columns.computed["entropy"][:] = 0.3 + 0.2 * np.cos(2.3 * at)

@@ -88,7 +88,8 @@ def difference(model: PolicyModel, sample: TrainingSample, *, replay: bool = Tru
     (batch,) = pack([sample], max_tokens=1000)
     with torch.no_grad():
         head = token_logprobs(model.model, batch, replay=model.replay if replay else None)
-    return dict(zip(batch.position.tolist(), (head.logprob.numpy() - batch.behavior_logprobs).tolist(), strict=True))
+    differences = head.logprob.numpy() - sample.logprobs[batch.position]
+    return dict(zip(batch.position.tolist(), differences.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])

@@ -140,7 +140,7 @@ def logprobs_under(directory: Path, row: TrajectoryRow) -> np.ndarray[Any, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.inference_mode():
-        logits = model(torch.tensor(row.token_ids[None], dtype=torch.long)).logits[0] / row.temperature
+        logits = model(torch.tensor(row.token_ids[None], dtype=torch.long)).logits[0] / row.sampling_temperature
     told = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(row.token_ids[1:, None], dtype=torch.long))
     return np.asarray(told[:, 0])[row.loss_mask[1:]]
 

@@ -53,7 +53,7 @@ def packed_loss(
         lp = token_logprobs(model, batch, shared=True).logprob
         members = [samples[int(index)] for index in dict.fromkeys(batch.sample.tolist())]
         columns = TokenColumns.of(members, PolicyVersion("policy", 0, 0), group_size=1)
-        assert np.array_equal(columns.behavior_logprobs, batch.behavior_logprobs)
+        assert np.array_equal(columns.tokens.token_ids, batch.targets)
         loss = loss + truncated(LossBatch(columns, logprobs=lp, entropies=lp)).sum()
     return loss
 
@@ -66,7 +66,7 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
     for sample in samples:
         logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0].float()
         for position in trained_positions([sample])[0]:
-            row = logits[position - 1] / sample.temperature
+            row = logits[position - 1] / sample.sampling_temperature
             token = int(sample.token_ids[position])
             if sample.kept is not None and (ids := kept_ids(sample.kept, int(position))):
                 kept = torch.tensor([index in {*ids, token} for index in range(VOCABULARY)])
@@ -128,7 +128,7 @@ def test_splitting_a_row_leaves_the_gradient(model: PreTrainedModel, seed: int, 
             loss_mask=sample.loss_mask & half,
             logprobs=sample.logprobs,
             advantages=sample.advantages,
-            temperature=sample.temperature,
+            sampling_temperature=sample.sampling_temperature,
         )
         for half in (before, ~before)
     ]

@@ -132,7 +132,10 @@ def dro(batch: LossBatch) -> torch.Tensor:
 def gradients_of_both_trainers(directory: Path, loss: str) -> tuple[Gradient, Gradient]:
     """The gradients of equal rows by the trainer of clients and by that of a run, from equal weights."""
     made = make_rows(3, 12)
-    rows = [msgspec.structs.replace(row, loss_mask=np.arange(len(row.token_ids)) > 0, temperature=1.0) for row in made]
+    rows = [
+        msgspec.structs.replace(row, loss_mask=np.arange(len(row.token_ids)) > 0, sampling_temperature=1.0)
+        for row in made
+    ]
     episodes = Episodes(rows)
     config = run_config(
         write_model(directory / "model"),

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit, VersionSpan
-from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample
+from agentrl.core.tokens import COLUMNS, ExpertRouting, KeptSets, TrainingSample
 from agentrl.credit.samples import row_digest, unit_samples
 from tests.support.builders import make_trajectory
 
@@ -95,16 +95,12 @@ def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> N
     def sample(change: int) -> TrainingSample:
         version = PolicyVersion("policy", 0, change)
         return TrainingSample(
+            **{column.name: np.array([0, change]).astype(column.dtype) for column in COLUMNS},  # type: ignore[arg-type]
             token_ids=np.array([1, 2 + change], np.int32),
-            logprobs=np.array([0, -1 - change], np.float32),
             spans=(VersionSpan(1, 2, version),),
             kept=KeptSets(np.array([0, 1], np.int32), np.array([2 + change], np.int32)),
             experts=ExpertRouting(np.full((1, 1, 1), change, np.int16)),
-            turn_index=np.array([-1, change], np.int32),
-            loss_mask=np.array([False, not change]),
-            advantages=np.array([0, 1 + change], np.float32),
-            values=np.array([change, 0], np.float32),
-            temperature=1.0 + change,
+            sampling_temperature=1.0 + change,
             is_cut=bool(change),
         )
 

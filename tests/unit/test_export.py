@@ -218,7 +218,8 @@ def test_a_table_has_the_rows_of_the_json_lines(sample_run: Path, tmp_path: Path
     assert len(told) == len(known)
     for row in told:
         same = known[row["episode"], row["attempt"], row["seat"], row["index"], row["row"]]
-        for name in same.keys() - {"messages", "versions"}:
+        assert dict(row["recorded"]) == same["recorded"]
+        for name in same.keys() - {"messages", "versions", "recorded"}:
             assert row[name] == same[name], name
         assert [(each["start"], each["stop"], each["version"]) for each in row["versions"]] == [
             tuple(each) for each in same["versions"]

@@ -135,7 +135,7 @@ def test_inherited_turns_are_context() -> None:
     assert row.logprobs.tolist() == [0, 0, 0, -1, -2]
     assert row.turn_index.tolist() == [-1, -1, -1, 2, 2]
     assert row.spans == (VersionSpan(3, 5, PolicyVersion("policy", 0, 2)),)
-    assert (row.temperature, row.kept) == (1.0, None)
+    assert (row.sampling_temperature, row.kept) == (1.0, None)
     assert (solver.policy, solver.reward, dict(solver.turn_rewards)) == ("policy", 1.25, {0: 0.25})
 
 

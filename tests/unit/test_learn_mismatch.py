@@ -10,7 +10,6 @@ import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
-from agentrl.learn.packing import pack
 from agentrl.learn.step_columns import (
     TokenColumns,
     mismatch_metrics,
@@ -70,8 +69,7 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
     parts = []
     for share in (samples[:2], samples[2:]):
         columns = TokenColumns.of(share, NOW, group_size=1)
-        (batch,) = pack(share, max_tokens=1000)
-        logprobs = batch.behavior_logprobs[np.argsort(batch.sample, kind="stable")]
+        logprobs = columns.tokens.logprobs
         columns.record(np.arange(len(columns)), logprobs + np.float32(0.25), np.abs(logprobs))
         parts.append(TokenColumns.decode(columns.encode()))
     merged = TokenColumns.merge(parts)

@@ -306,7 +306,7 @@ def test_an_adapter_loads_with_peft(model: Path, tmp_path: Path, episodes: Episo
     row = episodes.trajectories[1].rows[0]
     with torch.no_grad():
         logits = loaded(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
-    found = (logits / row.temperature).log_softmax(-1)[np.flatnonzero(row.loss_mask) - 1]
+    found = (logits / row.sampling_temperature).log_softmax(-1)[np.flatnonzero(row.loss_mask) - 1]
     expected = columns["trainer_logprobs"][columns["offsets"][1] : columns["offsets"][2]]
     np.testing.assert_allclose(
         found.gather(1, torch.from_numpy(row.token_ids[row.loss_mask].astype(np.int64))[:, None])[:, 0].numpy(),

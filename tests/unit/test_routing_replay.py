@@ -84,7 +84,7 @@ def by_hand(model: PolicyModel, sample: TrainingSample) -> tuple[Tensor, list[Te
     try:
         model.model.set_attn_implementation("sdpa")
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
-        logits = model.model(input_ids=ids, use_cache=False).logits[0, :-1] / sample.temperature
+        logits = model.model(input_ids=ids, use_cache=False).logits[0, :-1] / sample.sampling_temperature
     finally:
         model.model.set_attn_implementation("agentrl_tree")
         for name, forward in zip(names, forwards, strict=True):
@@ -225,7 +225,7 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
             loss_mask=row.loss_mask,
             logprobs=row.logprobs,
             advantages=row.logprobs,
-            temperature=row.temperature,
+            sampling_temperature=row.sampling_temperature,
             experts=ExpertRouting(routing),
         )
         logprobs = np.where(row.loss_mask, np.concatenate([[0], by_hand(model, sample)[0].detach().numpy()]), 0)

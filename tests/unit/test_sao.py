@@ -25,6 +25,7 @@ from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import importance_sampling, make_loss
 from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.trainer import PolicyTrainer
+from tests.loss_cases import token_table
 from tests.sao import preset
 
 ROWS, LENGTH = 6, 30
@@ -87,8 +88,10 @@ def estimated(**options: Any) -> tuple[Any, Any, float]:
 def columns_of(advantages: Any, agent: Any, behavior: Any = None) -> TokenColumns:
     ids = dict.fromkeys(("row", "agent", "episode", "seat", "group"), agent)
     return TokenColumns(
-        behavior_logprobs=np.zeros(len(agent), np.float32) if behavior is None else behavior.astype(np.float32),
-        advantages=advantages.astype(np.float32),
+        tokens=token_table(
+            np.zeros(len(agent), np.float32) if behavior is None else behavior.astype(np.float32),
+            advantages.astype(np.float32),
+        ),
         lags=np.zeros(len(agent), np.int32),
         turn=TURN[MASK],
         names={name: [str(number) for number in range(ROWS)] for name in ("seat", "group")},
@@ -158,7 +161,7 @@ def test_the_loss_outside_the_band_is_masked_as_in_verls_bypass_mode() -> None:
     found.sum().backward()
 
     other = logprobs.detach().double().requires_grad_()
-    ratio = (other.detach() - torch.from_numpy(columns.behavior_logprobs).double()).exp()
+    ratio = (other.detach() - torch.from_numpy(columns.tokens.logprobs).double()).exp()
     inside = (ratio >= 0.2) & (ratio <= 4.0)
     assert 0.1 < float(inside.float().mean()) < 0.95
     verl = torch.where(inside, -ratio * torch.from_numpy(columns.advantages) * other, 0.0)

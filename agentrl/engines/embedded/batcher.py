@@ -15,10 +15,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from agentrl.core.records import VersionSpan
-from agentrl.core.tokens import Completion, KeptSets, Tokens
+from agentrl.core.tokens import Completion, KeptSets
 from agentrl.engines.embedded.forward import ForwardPassPlan
 from agentrl.engines.version_table import VersionedSession, empty_completion
 
@@ -93,14 +94,13 @@ class ActiveRequest:
         """Pass `on_delta` the tokens sampled since its last call, separately by version."""
         if self.on_delta is None or self.serving is None:
             return
-        tokens, logprobs = columns.sampled(self.session.slot, self.num_delivered)
-        num_sampled, start = self.num_delivered + len(tokens), self.num_delivered
+        sampled = columns.sampled(self.session.slot, self.num_delivered)
+        num_sampled, start = self.num_delivered + len(sampled), self.num_delivered
         for span in (*self.spans, VersionSpan(self.since, num_sampled, self.serving.version)):
             first, last = max(span.start, start) - start, span.stop - start
             if last > max(first, 0):
-                piece = slice(max(first, 0), last)
                 spans = (VersionSpan(0, last - max(first, 0), span.version),)
-                delta = Tokens(token_ids=tokens[piece], logprobs=logprobs[piece], spans=spans)
+                delta = sampled.slice(max(first, 0), last).with_column("spans", spans)
                 self.on_delta(self.request.request_id, delta)
         self.num_delivered = num_sampled
 
@@ -116,17 +116,15 @@ class ActiveRequest:
         if self.serving is None:
             return empty_completion(reason)
         slot = self.session.slot
-        tokens, logprobs = columns.sampled(slot)
-        self.close_span(len(tokens))
-        return Completion(
-            token_ids=tokens,
-            logprobs=logprobs,
-            finish_reason=reason,
+        sampled = columns.sampled(slot)
+        self.close_span(len(sampled))
+        table = msgspec.structs.replace(
+            sampled,
             spans=tuple(self.spans),
             kept=KeptSets.of(mask_recorder.sets_of_call(slot)) if mask_recorder else None,
             experts=tap.routing_of_call(slot, int(columns.computed[slot])) if tap else None,
-            cached_tokens=self.cached,
         )
+        return Completion.of(table, reason, self.cached)
 
 
 class SlotTable:

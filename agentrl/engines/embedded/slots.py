@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.core.tokens import Tokens
 from agentrl.engines.counter_random import uniform
 from agentrl.engines.models import layer_states
 
@@ -142,10 +143,12 @@ class SlotColumns:
         """Whether the last token of the slot is a stop token of its call."""
         return bool((self._stops[slot] == self.tokens[slot, self.length[slot] - 1]).any())
 
-    def sampled(self, slot: int, start: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Copy the tokens and logprobs sampled by the slot's call, from its `start`-th."""
+    def sampled(self, slot: int, start: int = 0) -> Tokens:
+        """Copy the tokens sampled by the slot's call, from its `start`-th, with the columns recorded for each."""
         first, last = self.prompt[slot] + start, self.length[slot]
-        return self.tokens[slot, first:last].astype(np.int32), self.logprobs[slot, first:last].copy()
+        return Tokens(
+            token_ids=self.tokens[slot, first:last].astype(np.int32), logprobs=self.logprobs[slot, first:last].copy()
+        )
 
     def common_prefix(self, slot: int, context: NDArray[np.int32]) -> int:
         """Return the number of leading tokens of `context` that the slot has computed, without its last token, which is

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
@@ -107,12 +108,8 @@ class VllmCall:
         first, self._num_delivered = self._num_delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
         if self.on_delta is not None and self._num_delivered > first:
-            delta = Tokens(
-                token_ids=np.array(self.tokens[first:], np.int32),
-                logprobs=np.array(self.logprobs[first:], np.float32),
-                spans=(VersionSpan(0, self._num_delivered - first, self.serving.version),),
-            )
-            self.on_delta(self.request.request_id, delta)
+            spans = (VersionSpan(0, self._num_delivered - first, self.serving.version),)
+            self.on_delta(self.request.request_id, self._sampled(first).with_column("spans", spans))
 
     def discard_undelivered(self) -> None:
         """Discard the tokens of a version that failed its canary check."""
@@ -131,14 +128,18 @@ class VllmCall:
 
     def complete(self, reason: FinishReason) -> Completion:
         """Make the engine's reply with the sampled tokens."""
-        return Completion(
-            token_ids=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            finish_reason=reason,
+        table = msgspec.structs.replace(
+            self._sampled(),
             spans=tuple(self.spans),
             kept=None if self.kept_sets is None else KeptSets.of(self.kept_sets),
             experts=self.routing.experts(),
-            cached_tokens=self.cached,
+        )
+        return Completion.of(table, reason, self.cached)
+
+    def _sampled(self, start: int = 0) -> Tokens:
+        """Return the call's tokens from the `start`-th on, with the columns recorded for each."""
+        return Tokens(
+            token_ids=np.array(self.tokens[start:], np.int32), logprobs=np.array(self.logprobs[start:], np.float32)
         )
 
 

@@ -5,7 +5,8 @@ Each line of JSON holds one `ExportedEpisode`.
 
 The Parquet table has one line per token row, with its agent and its episode; it is written in batches. Its columns are
 the fields of `ExportedRow`, `ExportedAgent` and `ExportedEpisode`; the episode's reward is `episode_reward`; task,
-metrics, acts and other fields without a fixed shape are JSON. An agent or an episode without rows has one line.
+metrics, acts and other fields without a fixed shape are JSON; `recorded` is a map. An agent or an episode without rows
+has one line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from agentrl.inspection.tokens import (
     assemble_token_rows,
     newest_step_token_values,
     read_step_rows,
+    recorded_columns,
 )
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     trainer_logprobs: list[float | None]
     lags: list[int | None]
     """Staleness of each token at that step. This list and the two before it are empty if no step is known."""
+    recorded: dict[str, list[float | None]]
+    """Further columns that the engine recorded, by name; null where a token has none."""
 
 
 class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +275,7 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
         kept_counts=counts if is_filtered else [],
         kept_ids=kept_ids,
         trained_in=None if step_values is None else step_values.step,
+        recorded=recorded_columns(token_row),
         **_training(step_values, len(ids)),
     )
 
@@ -361,6 +366,7 @@ def parquet_table_rows(episode: ExportedEpisode) -> list[dict[str, Any]]:
             credit["turn_advantages"] = [{"turn": turn, "value": value} for turn, value in credit["turn_advantages"]]
         for row in agent.rows:
             line = of_agent | {name: getattr(row, name) for name in row.__struct_fields__}
+            line["recorded"] = list(row.recorded.items())
             line["messages"] = [_message(message) for message in row.messages]
             line["versions"] = [dict(zip(("start", "stop", "version"), span, strict=True)) for span in row.versions]
             lines.append(line)
@@ -408,4 +414,5 @@ def parquet_table_schema() -> Any:
     columns |= {"versions": pa.list_(pa.struct(version)), "kept_counts": pa.list_(pa.int32())}
     columns |= {"kept_ids": pa.list_(pa.int32()), "trained_in": text, "advantages": pa.list_(pa.float32())}
     columns |= {"trainer_logprobs": pa.list_(pa.float32()), "lags": pa.list_(pa.int32())}
+    columns |= {"recorded": pa.map_(text, pa.list_(number))}
     return pa.schema(columns)

@@ -190,6 +190,7 @@ function tokenFacts(row, at, hues) {
       ["kept set", of("kept") ? `${of("kept")} tokens` : null],
       ["staleness", of("lag") ?? null],
       ["routing", of("routing") ? safeText(of("routing")) : null],
+      ...Object.entries(row.recorded).map(([name, values]) => [name, values[at] === null ? null : number(values[at], 5)]),
     ]),
   ];
 }
