@@ -24,6 +24,9 @@ one other module), `duplicate_class_names` (names that classes of several module
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
 `functions_with_config`: functions that take the whole `RunConfig`, rather than a section or a part of the run's plan.
+`decisions_from_prose`: places that look for words in a text for people: a search, comparison or split of a message, a
+reason, an advice, … (`PROSE`), or of the text of an exception. A cause is a value, and its text is derived from it.
+Texts of other libraries, and old records, are read in the functions of `FOREIGN_TEXTS`.
 `column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
 without kinds of `Tokens` and `DECLARATIONS`. One is the table.
 `files_per_token_column`: the files that name one of the columns that an engine may add to each token (`RECORDED`), for
@@ -84,6 +87,7 @@ FIGURES = (
     "functions_with_config",
     "column_lists",
     "files_per_token_column",
+    "decisions_from_prose",
 )
 
 TURNS = 4
@@ -115,6 +119,39 @@ DECLARATIONS: Mapping[str, str] = {
     "LossBatch": "declares its columns for the type checker; `tests/unit/test_columns.py` names a missing one",
 }
 """Classes that declare columns by name beside the table, and why they may."""
+PROSE = frozenset(
+    (
+        *("advice", "cause", "detail", "error", "exception", "failure", "fault", "finding", "findings", "hint", "line"),
+        *("message", "phase", "problem", "reason", "refusal", "remedy", "sentence", "text", "warning", "why", "words"),
+        *("errors", "failures", "messages", "problems", "reasons", "sentences", "warnings"),
+    )
+)
+"""Last words of the names of texts for people. Those of `_OF_ANYTHING` count as attributes only, as in `hold.text`."""
+_OF_ANYTHING = frozenset(("text", "line", "words"))
+_SEARCHES = frozenset(
+    (
+        *("startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix", "split", "rsplit"),
+        *("find", "rfind", "index", "rindex", "count"),
+    )
+)
+_PATTERN_SEARCHES = frozenset(("search", "match", "fullmatch", "findall", "finditer", "split"))
+_FORMATS = frozenset(("str", "repr", "format_foreign_error", "describe_user_code_error"))
+FOREIGN_TEXTS: Mapping[str, str] = {
+    "agentrl.cluster.trainer_pool:_misses_a_rank": "torch's",
+    "agentrl.config.load:read_toml": "tomllib's",
+    "agentrl.config.mistakes:_explain": "pydantic's",
+    "agentrl.core.event_loop:was_stopped": "asyncio's",
+    "agentrl.core.reply_formats:parse_harmony": "a model's",
+    "agentrl.engines.vllm.startup:start_vllm": "vLLM's",
+    "agentrl.environment.mcp:MCPConnection._read": "Python's",
+    "agentrl.environment.tool_arguments:read_arguments": "pydantic's",
+    "agentrl.environment.tool_arguments:_check_values": "pydantic's",
+    "agentrl.inspection.search:_open": "SQLite's",
+    "agentrl.testing.check:_check_tools": "Python's, of exceptions that the user's tools raise",
+    "agentrl.testing.execution:Failure.is_late": "of clients in the user's program",
+    "agentrl.testing.execution:missing_awaits": "Python's",
+}
+"""Functions that look for words in texts which are not ours, and whose texts these are."""
 RECORDED: Mapping[str, str] = {
     "kept": r"\bKept(Sets|Count)\b|\.kept\.(counts|ids)|\bkept\.counts|\btoken\.kept\b",
     "experts": r"\bExpertRouting\b|\.experts\.(rows|start|restarts|stretches)|\.experts is|experts=(tap|self\.routing)",
@@ -548,6 +585,85 @@ def column_lists(modules: Sequence[Module]) -> list[str]:
     return found
 
 
+def decisions_from_prose(modules: Sequence[Module]) -> list[str]:
+    """Places that decide by the words of a text for people."""
+    found = []
+    for module in modules:
+        for function, node in _nodes_by_function(module.tree):
+            if f"{module.name}:{function}" not in FOREIGN_TEXTS and _looks_for_words(node):
+                found.append(f"{module.name}:{function}, line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def _nodes_by_function(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr]]:
+    """The expressions of a module, each with the qualified name of the function that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, _DEFINITIONS):
+            yield from _nodes_by_function(node, f"{function}.{node.name}".lstrip("."))
+            continue
+        if isinstance(node, ast.expr):
+            yield function, node
+        yield from _nodes_by_function(node, function)
+
+
+def _looks_for_words(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Attribute(value=subject, attr=name), args=arguments):
+            if name in _SEARCHES and _is_prose(subject):
+                return any(map(_may_be_words, arguments))
+            return name in _PATTERN_SEARCHES and any(map(_is_prose, arguments))
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[container]):
+            return _is_prose(container) and (_is_formatted(container) or _are_words(left))
+        case ast.Compare(ops=[ast.Eq() | ast.NotEq()]):
+            sides = (node.left, *node.comparators)
+            return any(isinstance(side, ast.Constant) and " " in str(side.value) for side in sides) and any(
+                map(_is_prose, sides)
+            )
+    return False
+
+
+def _is_prose(node: ast.expr) -> bool:
+    """Whether an expression is a text for people, by its name; or a part of one."""
+    match node:
+        case ast.Name(id=name):
+            word = words_of(name)[-1:]
+            return bool(PROSE.difference(_OF_ANYTHING).intersection(word))
+        case ast.Attribute(attr=name):
+            return bool(PROSE.intersection(words_of(name)[-1:]))
+        case ast.Call(func=ast.Name(id=name), args=[argument, *_]) if name in ("str", "repr"):
+            return _is_prose(argument)
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _FORMATS
+        case ast.Call(func=ast.Attribute(value=subject)) | ast.Subscript(value=subject):
+            return _is_prose(subject)
+        case ast.BoolOp(values=values):
+            return any(map(_is_prose, values))
+        case ast.JoinedStr(values=values):
+            return any(isinstance(value, ast.FormattedValue) and _is_prose(value.value) for value in values)
+    return False
+
+
+def _is_formatted(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FORMATS
+
+
+def _are_words(node: ast.expr) -> bool:
+    """Whether the left side of `in` is text, not the key of a mapping."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return not value.isidentifier()
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.isupper() or _is_prose(node)
+    return False
+
+
+def _may_be_words(node: ast.expr) -> bool:
+    """Whether an argument is, or may be, more than punctuation and white space."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and any(letter.isalpha() for letter in node.value)
+    return True
+
+
 def _names_in(node: ast.AST | None) -> list[str]:
     """The texts that a display lists, also as keys, or as the first argument of each of its calls."""
     match node:
@@ -582,6 +698,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "functions_with_config": functions_with_config(modules),
         "column_lists": column_lists(modules),
         "files_per_token_column": files_per_token_column(modules),
+        "decisions_from_prose": decisions_from_prose(modules),
     }
 
 

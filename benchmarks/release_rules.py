@@ -9,12 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from agentrl.core import ids
+from agentrl.core.holds import Hold
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup
 from agentrl.journal.port import UnitDropped
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.scheduler import Hold
 from tests.simulation.engine import EmulatedEngine
 from tests.simulation.run import request_episode_id
 

@@ -41,7 +41,7 @@ from agentrl.formats.harbor import Harbor
 from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
 from agentrl.formats.servers import NemoGym, OpenEnv
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import POLICY, execute_episode, play
+from agentrl.testing.execution import POLICY, Failure, execute_episode, play
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_task
 
 PACKAGES = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
@@ -188,7 +188,7 @@ def played_sums(
         reply = [*sum_reply(int(task.id)).encode(), STOP_TOKEN]
         async with two:
             outcome = await execute_episode(environment, spec, lambda *request: reply)
-        return outcome if isinstance(outcome, str) else outcome.header.reward
+        return outcome.text if isinstance(outcome, Failure) else outcome.header.reward
 
     async def play_all() -> list[float | str | None]:
         first = await reward(tasks[0])

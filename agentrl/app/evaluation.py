@@ -425,9 +425,9 @@ def prepare_evaluation(
     if config.bases:
         on_phase("loading torch and transformers, and reading the model's shapes", "")
     dtype = config.model.dtype
-    config, lines = with_chosen_settings(config, {})
+    config, chosen = with_chosen_settings(config, {})
     if config.model.dtype != dtype:
-        warnings.warn(lines.splitlines()[-1], stacklevel=1)
+        warnings.warn(chosen.dtype, stacklevel=1)
     check_tokenizers(config.engine_plan)
     return config, frozen_policy_weights(config.bases)
 

@@ -45,9 +45,6 @@ _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _DTYPE = "model.dtype = 'bfloat16'"
 _THIS = "this process"
 _ENGINE = "engine"
-_ACTIVATIONS = "activations"
-_VLLM = "vLLM"
-_FRAGMENTATION = "heap fragmentation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +66,10 @@ class MemoryPart:
     """Whether it is in main memory although the process computes on a GPU."""
     is_exact: bool = False
     """Whether the size follows from shapes alone, so that the run cannot do with less."""
+    grows_with_tokens: bool = False
+    """Whether the size is proportional to the tokens of a micro-batch."""
+    is_vllm_share: bool = False
+    """Whether it is the share of its GPUs that vLLM reserves, and fits itself into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +401,7 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
         plan: memory of the run with micro-batches of one row.
         context: length of that row.
     """
-    rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _FRAGMENTATION))]
+    rows = [part for part in plan.parts if part.grows_with_tokens]
     per_token = sum(part.bytes * part.processes for part in rows) / context
     max_tokens = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(max_tokens, 1).bit_length() - 1)))
@@ -408,12 +409,12 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
 
 def _needed_bytes(plan: MemoryEstimate) -> int:
     """Return the bytes of all processes except vLLM on a GPU, which sizes itself to its reserved share."""
-    return sum(part.bytes * part.processes for part in plan.parts if not part.name.startswith(_VLLM))
+    return sum(part.bytes * part.processes for part in plan.parts if not part.is_vllm_share)
 
 
 def _limit(plan: MemoryEstimate) -> int:
     """Return the bytes that may be filled, on all devices of the run, outside the shares that vLLM reserves."""
-    vllm_bytes = sum(part.bytes for part in plan.parts if part.name.startswith(_VLLM))
+    vllm_bytes = sum(part.bytes for part in plan.parts if part.is_vllm_share)
     return int(USED_SHARE * (plan.free - vllm_bytes))
 
 
@@ -446,7 +447,12 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
             offloaded=is_offloaded,
         ),
         exact(name=f"{shard}{label}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
-        part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
+        part(
+            name=f"activations of {prediction.tokens:,} tokens",
+            bytes=prediction.activations,
+            setting=tokens,
+            grows_with_tokens=True,
+        ),
     ]
     if (copies := prediction.copies - prediction.activations) > 0:
         name = "in addition to activations, while gradients are summed or weights are sent"
@@ -456,7 +462,8 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
     if not on_gpu:
         # glibc's heap had gaps of 2 to 34 % of the activations in measured runs
         fragmentation = int(0.2 * prediction.activations)
-        parts.append(part(name=f"{_FRAGMENTATION} (estimate)", bytes=fragmentation, setting=tokens))
+        name = "heap fragmentation (estimate)"
+        parts.append(part(name=name, bytes=fragmentation, setting=tokens, grows_with_tokens=True))
     return parts
 
 
@@ -475,7 +482,8 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
             vllm_parts.append(
                 MemoryPart(
                     process=f"engine {number}",
-                    name=f"{_VLLM}: {share:.0%} of {count} for weights, keys and values",
+                    is_vllm_share=True,
+                    name=f"vLLM: {share:.0%} of {count} for weights, keys and values",
                     bytes=sum(int(share * devices.gpus[at].memory.total) for at in gpus),
                     setting="a smaller engine.memory_share",
                     is_exact=True,

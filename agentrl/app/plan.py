@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.app.engines import check_vllm_usable, installed_version
 from agentrl.app.memory_estimate import with_chosen_token_limits
@@ -162,9 +162,15 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     return RunPlan(settings=config, environment=environment, seats=seats, demands=demands)
 
 
-def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:
-    """Return the configuration with engine, dtype and token limits chosen where they are open, and lines about engine
-    and dtype for the user; "" if there is no choice. Imports torch.
+class ChoiceLines(NamedTuple):
+    """Lines for the user about settings that were chosen, or should be; empty where there is nothing to say."""
+
+    engine: str
+    dtype: str
+
+
+def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, ChoiceLines]:
+    """Return the configuration with engine, dtype and token limits chosen where they are open. Imports torch.
 
     Args:
         config: configuration of the run, with local model directories.
@@ -187,7 +193,7 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
     if on_cpu and config.engine.kind == "embedded":
         dtype, dtype_line = chosen_dtype(config.engine_plan, before)
         config = config.with_dtype(dtype)
-    return with_chosen_token_limits(config, before), "\n".join(filter(None, (engine_line, dtype_line)))
+    return with_chosen_token_limits(config, before), ChoiceLines(engine_line, dtype_line)
 
 
 _SLOWER = 1.5

@@ -96,7 +96,7 @@ def _parents(settings: RecordedTurnsConfig, seed: int) -> list[ForkParent]:
         total = reader.count(condition)
         journal = reader.journal
     except InputError as error:
-        raise InputError(f"environment.start_from.where: {str(error).removeprefix('--where: ')}") from None
+        raise InputError(f"environment.start_from.where, read as {error}") from None
     finally:
         reader.close()
     if not keys:

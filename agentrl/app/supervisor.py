@@ -51,7 +51,7 @@ from agentrl.core.errors import (
     TrainerLostError,
     describe_user_code_error,
 )
-from agentrl.core.event_loop import EpisodeEventLoop
+from agentrl.core.event_loop import EpisodeEventLoop, was_stopped
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
@@ -209,7 +209,7 @@ def _fault(
             fault = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
             fault = f"raised {describe_user_code_error(loop_error)} in its own task or callback"
-        case RuntimeError() if "Event loop stopped" in str(loop_error):
+        case _ if was_stopped(loop_error):
             fault = "stopped the event loop of the run"
         case _:
             fault = f"broke the process of the run ({describe_user_code_error(loop_error)})"

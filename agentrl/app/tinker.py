@@ -579,9 +579,9 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
 
     check_local_models(config.run)
     path, clock = Path(config.directory) / config.name, SystemClock()
-    plan, line = await asyncio.to_thread(with_chosen_settings, config.run, RunDirectory.config(path))
-    for each in line.splitlines():
-        tell(each)
+    plan, chosen = await asyncio.to_thread(with_chosen_settings, config.run, RunDirectory.config(path))
+    for line in filter(None, chosen):
+        tell(line)
     is_new = not (path / "journal").is_dir()
     directory = RunDirectory.create(path, plan.model_dump_json(indent=1)) if is_new else RunDirectory.reopen(path)
     info = {"name": config.name, "config": plan.model_dump(mode="json"), "code": {}}

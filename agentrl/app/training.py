@@ -367,9 +367,9 @@ async def _resolve(
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
         config = await asyncio.to_thread(with_learning_rates, config, before)
-        config, line = await asyncio.to_thread(with_chosen_settings, config, before)
-        for each in line.splitlines():
-            observer.say(each)
+        config, chosen = await asyncio.to_thread(with_chosen_settings, config, before)
+        for line in filter(None, chosen):
+            observer.say(line)
     chat_format, bases = await asyncio.to_thread(_read_formats, config.model, config.engine_plan, factories)
     changes: list[SettingDifference] = []
     if is_resolved:

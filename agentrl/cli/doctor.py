@@ -448,14 +448,14 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     try:
         check_local_models(config)
         local_config = with_downloaded_models(config, {}, download=False)
-        sized_config, lines = with_chosen_settings(local_config, {})
+        sized_config, chosen = with_chosen_settings(local_config, {})
         engine = sized_config.engine_plan
         estimate = estimate_memory(engine, sized_config.trainer_plan)
         checks = _gpu_checks(engine, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", result=str(error), level="missing")]
     if sized_config.model.dtype != local_config.model.dtype:
-        checks.insert(0, Check(name="dtype", result=lines.splitlines()[-1]))
+        checks.insert(0, Check(name="dtype", result=chosen.dtype))
     checks += _plan_checks(estimate)
     if estimate.offloaded is not None:
         checks += _plan_checks(estimate.offloaded, " in main memory")

@@ -77,6 +77,7 @@ def _report_unexpected(error: BaseException, removed: Sequence[str] = ()) -> int
         error: the error.
         removed: functions of Python's library that were missing when it was raised.
     """
+    event_loop = import_module("agentrl.core.event_loop")  # imports asyncio, which most commands do without
     if removed:
         _say(
             f"agentrl: the user's code {describe_removed(removed)} ({escape_line(format_foreign_error(error))[:200]}). "
@@ -86,7 +87,7 @@ def _report_unexpected(error: BaseException, removed: Sequence[str] = ()) -> int
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was ended (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
-    if type(error).__name__ == "CancelledError" or "Event loop stopped before" in format_foreign_error(error):
+    if type(error).__name__ == "CancelledError" or event_loop.was_stopped(error):
         _say(
             "agentrl: an environment stopped the event loop of this process, or cancelled tasks that are not its own; "
             "an episode ends by raising or returning\n"

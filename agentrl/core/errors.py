@@ -183,14 +183,16 @@ class EpisodeError(AgentRLError):
         reason: the drop reason recorded in the journal.
         begin_again: the episode is sound, but its progress so far is useless: its next attempt, if there is one, plays
             from the start.
+        advice: the part of `message` that says what to do, for those who give other advice.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, reason: str, begin_again: bool = False) -> None:
+    def __init__(self, message: str, *, reason: str, begin_again: bool = False, advice: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.begin_again = begin_again
+        self.advice = advice
 
 
 class ScorerFailedError(EpisodeError):
@@ -224,6 +226,11 @@ def infrastructure_failure(error: BaseException) -> InfrastructureError | None:
     return error if isinstance(error, InfrastructureError) else None
 
 
+def recorded_error_type(error: str) -> str:
+    """Return the type of an error that is recorded as `Type: message`."""
+    return error.partition(":")[0]
+
+
 class EffectError(EpisodeError):
     """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 
@@ -239,7 +246,7 @@ class EffectError(EpisodeError):
     @property
     def error_type(self) -> str:
         """Name of the type that the effect raised."""
-        return self.error.partition(":")[0]
+        return recorded_error_type(self.error)
 
 
 class RewardError(EpisodeError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from agentrl.core.clock import SystemClock
@@ -24,6 +24,8 @@ class CallThreads(Executor):
     """
 
     def __init__(self) -> None:
+        self.delay_s = 0.0
+        """Seconds between the start of a call and its first line; the environment check lets calls overlap by it."""
         self._idle: list[SimpleQueue[Callable[[], None]]] = []
         """Queues of the idle threads; a thread runs what its queue holds."""
         os.register_at_fork(after_in_child=self._idle.clear)  # a forked process has no threads
@@ -39,6 +41,8 @@ class CallThreads(Executor):
 
         def run() -> None:
             try:
+                if self.delay_s:
+                    Event().wait(self.delay_s)
                 result = call(*arguments, **named)
             except BaseException as error:  # noqa: BLE001 - handed over to the caller
                 self._idle.append(queue)
@@ -69,6 +73,11 @@ class EpisodeEventLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         return super().run_in_executor(CALL_THREADS if executor is None else executor, func, *args)
+
+
+def was_stopped(error: BaseException) -> bool:
+    """Whether an error says that something stopped the event loop that `run` was waiting for."""
+    return isinstance(error, RuntimeError) and "Event loop stopped before" in str(error)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

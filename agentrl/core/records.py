@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never, get_args
 
 from agentrl.core import ids
+from agentrl.core.holds import AdmissionWait
 from agentrl.core.json_data import copy_json
 
 if TYPE_CHECKING:
@@ -351,8 +352,8 @@ class EpisodeSpec:
     deadline: int = field(default=0, compare=False)
     """Scheduling priority: roughly the step the episode was admitted for. Waiting calls with a lower value run
     first."""
-    held_by: str = field(default="", compare=False)
-    """Sentences on the causes and the length of a delayed admission; empty: it was not delayed."""
+    waited: tuple[AdmissionWait, ...] = field(default=(), compare=False)
+    """The rules that delayed its admission, in order; empty: it was not delayed."""
 
     def start_another(self, call_id: str, number: int | str, /, **differences: Any) -> EpisodeSpec:
         """Return the spec of an episode that starts from call `call_id` of this one: its child, or its fork.
@@ -361,7 +362,7 @@ class EpisodeSpec:
         `differences` does not name.
         """
         seed = ids.stable_hash64(self.seed, self.attempt, call_id, number)
-        return dataclasses.replace(self, **{"seed": seed, "attempt": 0, "fork": None, "held_by": "", **differences})
+        return dataclasses.replace(self, **{"seed": seed, "attempt": 0, "fork": None, "waited": (), **differences})
 
     @property
     def branched_from(self) -> str | None:

@@ -29,6 +29,7 @@ import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -71,6 +72,7 @@ VOLATILE = (
 )
 """Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
 HarnessReward = float | Mapping[str, float] | Mapping[str, Mapping[str, float]]
+_hold: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("hold", default=None)
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
@@ -195,6 +197,8 @@ class HarnessEnvironment(Environment):
                 recall=self.replay_stable,
             ) as endpoint:
                 result, error, output, time_limit = await self._outcome(ctx, endpoint)
+                if hold := _hold.get():
+                    await hold()
                 limit = time_limit or endpoint.limit_reached()
                 refusal = endpoint.refusal
                 if limit is None:  # else it had to fail
@@ -205,11 +209,11 @@ class HarnessEnvironment(Environment):
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
-                raise _failure(f"the program {how} before it got a reply", error, refusal, "", output)
+                raise _failure(f"the program {how} before it got a reply", error, refusal, "", output) from refusal
             is_setting = refusal is not None and refusal.kind == "setting"
             if limit is None and error is not None and self.failed_reward is None:
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
-                raise _failure("the program failed", error, refusal, "" if is_setting else cure, output)
+                raise _failure("the program failed", error, refusal, "" if is_setting else cure, output) from refusal
             if limit is None and error is not None and is_setting:
                 # Most likely the program's mistake, but a policy with a shell can send such a request too.
                 warnings.warn(
@@ -375,6 +379,16 @@ class HarnessEnvironment(Environment):
         return {"output": output_text, "error": failure}
 
 
+@contextlib.contextmanager
+def held_programs(hold: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Await `hold` between the end of each program and its reward, in episodes whose tasks the context starts."""
+    token = _hold.set(hold)
+    try:
+        yield
+    finally:
+        _hold.reset(token)
+
+
 def _failure(
     what: str, error: str | None, refusal: RequestRefusedError | None, advice: str, output: str
 ) -> EpisodeError:
@@ -386,7 +400,8 @@ def _failure(
         text = text.replace(str(refusal), "…")
         text = f"the gateway refused a request: {str(refusal).rstrip('.')}. Then {text}"
     text = _TERMINAL_CODE.sub("", f"{text}\n{output}").strip()
-    return EpisodeError(shorten_lines(text, 3500), reason="environment_error")  # with its place it fits the journal
+    text = shorten_lines(text, 3500)  # with its place it fits the journal
+    return EpisodeError(text, reason="environment_error", advice=advice)
 
 
 def _copy_out(records: Sequence[FileRecord], all_contents: bytes, directory: Path) -> None:

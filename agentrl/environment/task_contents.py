@@ -176,12 +176,12 @@ class ContentsChange(NamedTuple):
     """How the tasks of a source differ from those of the previous start of a run."""
 
     changed: int
-    """Number of tasks whose data is another."""
+    """Number of tasks with other data."""
     added: int
     removed: int
     is_reordered: bool
-    of: int
-    """Number of tasks that were compared, as they were."""
+    compared: int
+    """Number of tasks of the previous start that were compared."""
     size_before: int
     size: int
 
@@ -199,21 +199,20 @@ class ContentsChange(NamedTuple):
             added=len(new) - len(common),
             removed=len(old) - len(common),
             is_reordered=order[0] != order[1],
-            of=len(old),
+            compared=len(old),
             size_before=before.size,
             size=now.size,
         )
 
     def describe(self, kind: str) -> str:
         """Return a clause such as "4 of 16 held-out tasks changed"; empty if nothing did."""
-        number = f"{'' if self.of == self.size_before else 'the first '}{self.of:,}"
-        counts = [(self.changed, "changed"), (self.removed, "removed"), (self.added, "added")]
-        first, *rest = [(count, verb) for count, verb in counts if count] or [(0, "")]
-        if first[0]:
-            others = "".join(f", {count:,} {verb}" for count, verb in rest)
-            return f"{first[0]:,} of {number} {kind} tasks {first[1]}{others}".replace(
-                f"of {number} {kind} tasks added", f"added to {number} {kind} tasks"
-            )
+        tasks = f"{'' if self.compared == self.size_before else 'the first '}{self.compared:,} {kind} tasks"
+        lost = [(count, verb) for count, verb in ((self.changed, "changed"), (self.removed, "removed")) if count]
+        if lost:
+            (count, verb), *others = [*lost, *([(self.added, "added")] if self.added else [])]
+            return f"{count:,} of {tasks} {verb}" + "".join(f", {count:,} {verb}" for count, verb in others)
+        if self.added:
+            return f"{self.added:,} added to {tasks}"
         if self.size != self.size_before:
             return f"{self.size:,} {kind} tasks instead of {self.size_before:,}"
         return f"order of the {kind} tasks changed" if self.is_reordered else ""

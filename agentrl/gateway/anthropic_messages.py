@@ -29,6 +29,7 @@ _DEMANDS = ("temperature", "top_p", "top_k", "tool_choice", "mcp_servers", "cont
 _ERRORS: Mapping[RefusalKind, str] = {
     "key": "authentication_error",
     "forbidden": "permission_error",
+    "foreign_conversation": "permission_error",
     "limit": "permission_error",
     "model": "not_found_error",
     "large": "request_too_large",

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolCall, ToolSpec
 
 RefusalKind = Literal[
-    "invalid", "setting", "key", "forbidden", "model", "context", "limit", "large", "slow", "busy", "unavailable"
+    "invalid",
+    "setting",
+    "key",
+    "forbidden",
+    "foreign_conversation",
+    "model",
+    "context",
+    "limit",
+    "large",
+    "slow",
+    "busy",
+    "unavailable",
 ]
 MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
@@ -29,6 +40,7 @@ STATUS: Mapping[RefusalKind, int] = {
     "setting": 400,  # a sampling parameter that is not the run's
     "key": 401,
     "forbidden": 403,
+    "foreign_conversation": 403,
     "model": 404,
     "context": 400,
     "limit": 403,

@@ -15,7 +15,6 @@ import msgspec
 from agentrl.core.records import Message
 from agentrl.gateway.calls import RequestRefusedError
 
-FOREIGN_CONVERSATION = "the request continues a conversation of another running episode"
 MIN_REPLY_CHARACTERS = 40
 """Minimum length of a reply without tool calls that identifies a conversation; ids of calls are unique."""
 
@@ -43,9 +42,10 @@ class Conversations:
             episodes = self._answered.get(digest, ()) if message.role == "assistant" else ()
             if episodes and episode not in episodes and before not in asked:
                 raise RequestRefusedError(
-                    f"{FOREIGN_CONVERSATION}, whose key differs. The program shares a client, its key or messages "
-                    "between episodes: make them for each episode, from its endpoint",
-                    "forbidden",
+                    "the request continues a conversation of another running episode, whose key differs. The program "
+                    "shares a client, its key or messages between episodes: make them for each episode, from its "
+                    "endpoint",
+                    "foreign_conversation",
                 )
             before = digest
 

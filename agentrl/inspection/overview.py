@@ -124,7 +124,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         pace=status.pace if status is not None else "",
         resumed=len(resume_times(reader.log, problems)),
         waits=list(status.waits) if status is not None else [],
-        alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
+        alarms=[AlarmEntry(alarm.name, alarm.policy, alarm.text, alarm.advice) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],
         series=series,
         own_metrics=own,

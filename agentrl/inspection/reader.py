@@ -40,7 +40,7 @@ from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, control_columns
 from agentrl.observe.metrics import TASK_DIGEST
 from agentrl.observe.run_directory import describe_missing_run
-from agentrl.observe.run_state import SILENT_S, read_run_snapshot
+from agentrl.observe.run_state import SILENT_S, TRAINING, read_run_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -817,7 +817,7 @@ class RunReader:
 
     def _state(self) -> str:
         phase = self._phase()
-        if phase in ("", "training"):
+        if phase in ("", TRAINING):
             return self.standing()
         return f"{'running' if self.log.starts() else 'starting'}: {phase}"
 

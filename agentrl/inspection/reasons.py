@@ -117,8 +117,9 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
                 f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
             )
             reasons.append(Reason("admitted", f"{text}; the turns before it are context"))
-        if spec.held_by:
-            reasons.append(Reason("admitted", f"its start waited {spec.held_by}"))
+        if spec.waited:
+            waits = " and ".join(wait.text for wait in spec.waited)
+            reasons.append(Reason("admitted", f"its start waited {waits}"))
         if line.purpose == "train":
             text = f"started for step {spec.deadline + 1}; a full engine serves the calls of earlier steps first"
             reasons.append(Reason("order", text))
@@ -228,7 +229,7 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
 
 def _drop_advice(reader: RunReader, line: EpisodeLine, reason: str) -> str:
     """Return the advice on a drop, for the episode's page instead of any example's."""
-    advice = ADVICE_ON_DROPS.get(reason, "").replace("` of a dropped one", "`")
+    advice = ADVICE_ON_DROPS.get(reason, "")
     return fill_commands(advice, run_argument(reader.path), line.episode)
 
 
@@ -247,11 +248,7 @@ def _reward(view: ConversationView) -> list[Reason]:
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = [f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED]]
-    errors = [
-        (act.name, act.error)
-        for act in view.acts
-        if isinstance(act, EffectAct) and act.error and act.error not in (view.detail or "")
-    ]
+    errors = [(act.name, act.error) for act in view.acts if isinstance(act, EffectAct) and act.error]
     outcomes += [f"effect {name} failed: {error[:200]}" for name, error in errors[:MAX_NAMED]]
     return reasons + [Reason("tool", text) for text in outcomes]
 

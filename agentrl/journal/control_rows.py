@@ -10,11 +10,13 @@ import math
 import sqlite3
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core.errors import JournalError
+from agentrl.core.holds import AdmissionWait
 from agentrl.core.records import (
     STATE_BYTES,
     EpisodeDataLocation,
@@ -52,6 +54,15 @@ if TYPE_CHECKING:
 _ENCODER = msgspec.msgpack.Encoder()
 _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
+
+
+class _OldSpec(msgspec.Struct):
+    """What versions before 0.1 recorded in another form than `EpisodeSpec`."""
+
+    held_by: str = ""
+
+
+_OLD_SPEC = msgspec.msgpack.Decoder(_OldSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
 _EARLIER = msgspec.json.Decoder(tuple[RoleMeanAtAdmission, ...])
@@ -333,6 +344,9 @@ def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
     _verify("admissions", row)
     try:
         spec = _SPEC.decode(row[7])
+        if b"held_by" in row[7]:
+            wait = AdmissionWait.from_old_text(_OLD_SPEC.decode(row[7]).held_by)
+            spec = replace(spec, waited=() if wait is None else (wait,))
         _JSON.encode(spec.task.data)  # nothing else checks data that an altered record holds
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(

@@ -197,6 +197,11 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     location: str = ""
     """File, line and function that raised, for developers; the policy does not see it."""
 
+    @property
+    def error(self) -> str:
+        """The observation of a call whose outcome is not `ok`, without the word that marks it for the policy."""
+        return self.observation.removeprefix("error: ")
+
 
 class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     """An effect on the outside world: recalled on re-execution, never repeated."""

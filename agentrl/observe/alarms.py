@@ -18,11 +18,8 @@ from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
-    EFFECT_ERROR,
     PROGRAM_FAILED,
     PROGRAM_OK,
-    RESOURCE_ERROR,
-    SCORES_FAILED,
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
@@ -45,6 +42,8 @@ class Alarm(NamedTuple):
     """Description with the measured values."""
     advice: str
     """Advice on what to change."""
+    example: str = ""
+    """Metric, stop reason or drop reason of the episode that the commands in the advice show."""
 
     @property
     def line(self) -> str:
@@ -195,19 +194,17 @@ MEANINGS = {
 }
 """Condition that raises each alarm, for docs/reference/metrics.md; over the newest `WINDOW` steps unless it names
 others."""
-_REASON = re.compile(r"--where '(?:metric\.(?P<metric>\S+) > 0|\w+_reason = (?P<reason>\w+))'")
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
-    "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
+    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception",
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
-    "branches": "`agentrl episode show` of a dropped one says why it may not branch there, or how many `branches` to "
-    "declare",
+    "branches": "`agentrl episode show` says why it may not branch there, or how many `branches` to declare",
     "tree_lost": "find out with `agentrl episode list` why the episodes that branched were dropped or restarted",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
@@ -217,10 +214,10 @@ ADVICE_ON_DROPS = {
     "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
     "or larger groups",
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
-    "scorer_failed": "`agentrl episode show` of a dropped one names the scorer and its error; raise "
-    "scorers.NAME.timeout_s or attempts, or name another scorer in on_failure",
+    "scorer_failed": "`agentrl episode show` names the scorer and its error; raise scorers.NAME.timeout_s or attempts, "
+    "or name another scorer in on_failure",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
-    "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",
+    "untrainable": "`agentrl episode show` names the entries that are damaged or inconsistent",
     "version_gone": "the engine was restarted and could not load an older version again: restore its files in "
     "`versions/`",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
@@ -271,10 +268,7 @@ def _with_commands(alarms: Sequence[Alarm], state: RunState) -> list[Alarm]:
         if first != alarm.policy:
             filled.append(alarm._replace(advice=f"the same as for {first}"))
             continue
-        # The reason in the command that lists episodes, else the alarm's own.
-        match = _REASON.search(alarm.advice)
-        reason = "" if match is None else match["metric"] or match["reason"]
-        episode = examples.get(reason) or examples.get("completed") or next(iter(examples.values()), "")
+        episode = examples.get(alarm.example) or examples.get("completed") or next(iter(examples.values()), "")
         filled.append(alarm._replace(advice=fill_commands(alarm.advice, run, episode)))
     return filled
 
@@ -298,22 +292,10 @@ def _always_fails(status: RunSnapshot) -> Iterator[Alarm]:
             "always_fails",
             "",
             f"{name} failed in {times}, most often with {failing.error}",
-            f"`agentrl episode list RUN --where 'metric.{_failure_metric(name)} > 0'` lists episodes for "
+            f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'` lists episodes for "
             "`agentrl episode why`; until it is fixed, such episodes are trained with the reward that they get then",
+            failing.metric,
         )
-
-
-def _failure_metric(name: str) -> str:
-    """Return the episode metric that counts failures of a program, effect, resource or scorer of this name."""
-    match name.split(" ", 1):
-        case ["effect", _]:
-            return EFFECT_ERROR
-        case ["scorer", scorer]:
-            return SCORES_FAILED + scorer.strip("'")
-        case ["the", _]:
-            return PROGRAM_FAILED
-        case _:
-            return RESOURCE_ERROR
 
 
 def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
@@ -353,6 +335,7 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
             is_program=any(window_metric_values(window, name) for name in (PROGRAM_OK, PROGRAM_FAILED)),
         )
         + f"; {_IF_LATER}",
+        worst,
     )
 
 
@@ -389,6 +372,7 @@ def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
             "context was full",
             "`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise engine.max_context, "
             "shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
+            "context_length",
         )
 
 
@@ -403,6 +387,7 @@ def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
             "`agentrl episode list RUN --where 'metric.turns/empty > 0'` lists examples, and `agentrl episode tokens` "
             "shows what was sampled; a chat template that fits the model, a base model that answers, or a higher "
             f"sampling.temperature; {_IF_LATER}",
+            "turns/empty",
         )
 
 
@@ -428,6 +413,7 @@ def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all
         "exception (tool/error)" + (f", most often {status.raised}" if status is not None and status.raised else ""),
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
+        "tool/error",
     )
 
 
@@ -673,6 +659,7 @@ def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
             "",
             f"{count:,} of {num_ended:,} episodes that ended were dropped because of {reason}",
             _drop_advice(reason),
+            reason,
         )
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from agentrl.core.holds import HoldKind
 from agentrl.core.text import plural
+from agentrl.observe.metrics import RESOURCE_ERROR
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -34,21 +36,11 @@ Activity = Literal[
     "training",
     "publishing",
     "checkpoint",
-    "paused",
-    "draining",
-    "max_in_flight",
-    "max_in_flight_per_task",
-    "max_staleness",
-    "max_lag",
-    "last_steps",
+    HoldKind,
     "loop",
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop. `loop` is the time in which
-an event loop that runs episodes was watched; the seven before it are the kinds of `Hold`."""
-HoldKind = Literal[
-    "paused", "draining", "max_in_flight", "max_in_flight_per_task", "max_staleness", "max_lag", "last_steps"
-]
-"""Rules that hold a root group back."""
+an event loop that runs episodes was watched."""
 STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
 """Rules that let groups start again after a step of the trainer."""
 PERMIT_HOLDS: tuple[HoldKind, ...] = ("max_in_flight", "max_in_flight_per_task")
@@ -63,8 +55,8 @@ BLOCKED = "blocked/"
 RAISED, MAX_RAISED = "raised/", 100
 """Prefix of the number of exceptions of tools, followed by the error and its place; maximum number of such texts."""
 CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
-"""Prefixes of the number of calls of a program, effect, resource or scorer, by its name; of its failures, by name and
-error on two lines; and of its failures since it last succeeded, by name."""
+"""Prefixes of the number of calls of a program, effect, resource or scorer, by its name; of its failures, by
+metric, name and error on three lines; and of its failures since it last succeeded, by name."""
 MAX_CALLED = 100
 """Maximum number of such names, and of errors."""
 TURNS = "turns"
@@ -112,7 +104,7 @@ class ActivityClock:
         self._blocked: dict[str, float] = {}
         self._raised = Counter[str]()
         self._called = Counter[str]()
-        self._failed = Counter[tuple[str, str]]()
+        self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
         self._num_turns = 0
 
@@ -146,9 +138,9 @@ class ActivityClock:
         if error in self._raised or len(self._raised) < MAX_RAISED:
             self._raised[error] += 1
 
-    def count_call(self, name: str, error: str | None) -> None:
+    def count_call(self, name: str, error: str | None, metric: str) -> None:
         """Count a call of the user's code whose failure the episode may survive: a program, an effect, a resource, a
-        scorer."""
+        scorer. `metric` counts the failures of one episode."""
         if name not in self._called and len(self._called) == MAX_CALLED:
             return
         self._called[name] += 1
@@ -156,8 +148,8 @@ class ActivityClock:
             del self._in_a_row[name]
             return
         self._in_a_row[name] += 1
-        if (name, error) in self._failed or len(self._failed) < MAX_CALLED:
-            self._failed[name, error] += 1
+        if (metric, name, error) in self._failed or len(self._failed) < MAX_CALLED:
+            self._failed[metric, name, error] += 1
 
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
@@ -175,7 +167,7 @@ class ActivityClock:
             totals[activity + MOST] = float(tally.most)
         totals |= {f"{RAISED}{error}": float(count) for error, count in self._raised.items()}
         totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
-        totals |= {f"{FAILED}{name}\n{error}": float(count) for (name, error), count in self._failed.items()}
+        totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
@@ -304,14 +296,18 @@ class FailingCalls(NamedTuple):
     """Failures since the last success; with several workers, the sum over them."""
     error: str
     """The commonest error."""
+    metric: str = RESOURCE_ERROR
+    """The metric of an episode that counts the failures."""
 
 
 def failing_calls(totals: Mapping[str, float]) -> dict[str, FailingCalls]:
     """Return what failed last time, by name."""
     errors: dict[str, dict[str, float]] = {}
+    metrics: dict[str, str] = {}
     for key, count in totals.items():
         if key.startswith(FAILED):
-            name, _, error = key.removeprefix(FAILED).partition("\n")
+            metric, name, error = key.removeprefix(FAILED).split("\n", 2)
+            metrics[name] = metric
             errors.setdefault(name, {})[error] = count
     return {
         name: FailingCalls(
@@ -319,6 +315,7 @@ def failing_calls(totals: Mapping[str, float]) -> dict[str, FailingCalls]:
             sum(counts.values()),
             in_a_row,
             max(counts, key=lambda error: counts[error]),
+            metrics[name],
         )
         for name, counts in errors.items()
         if (in_a_row := totals.get(f"{IN_A_ROW}{name}", 0.0))

@@ -100,7 +100,7 @@ class LineDisplay:
         status = self._state.status
         if status is None or (status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]):
             return
-        if status.progress is not None and status.phase.startswith("evaluating"):
+        if status.progress is not None and status.is_evaluating:
             num_ended, total = status.progress
             text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
         elif status.pace:

@@ -120,9 +120,7 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     text.append(terminal_safe_line(f"  {phase}"), "green")
     if status.progress is not None and is_running:
         num_ended, total = status.progress
-        text.append(
-            f"  {'' if phase.startswith('evaluating') else 'evaluating alongside: '}{num_ended}/{total} ", "green"
-        )
+        text.append(f"  {'' if status.is_evaluating else 'evaluating alongside: '}{num_ended}/{total} ", "green")
         if total:
             text.append_text(_bar(num_ended / total, 12))
     if status.seconds:

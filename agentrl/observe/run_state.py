@@ -45,7 +45,8 @@ MAX_STATUS_BYTES = 1 << 20
 STATUS_FILE = "status.json"
 MIRRORS_FILE = "mirrors.json"
 """State of the copies that `agentrl run mirror` keeps; written by that command."""
-PAUSED, DRAINING = "paused", "draining"
+PAUSED, DRAINING, TRAINING = "paused", "draining", "training"
+EVALUATING = ("evaluating before training", "evaluating after training")
 """Phases of a run that was asked to pause or to drain."""
 SILENT_S = 15.0
 """Seconds after which a status is out of date; a live run writes one every second."""
@@ -103,6 +104,11 @@ class RunSnapshot:
     """Time of writing in seconds since the epoch; set by the observer."""
     seconds: Seconds = 0.0
     """Seconds since the start of the run; set by the observer."""
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the run does nothing but evaluate."""
+        return self.phase in EVALUATING
 
 
 def write_run_snapshot(directory: Path, status: RunSnapshot) -> None:

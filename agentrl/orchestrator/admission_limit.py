@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.text import plural
+from agentrl.core.holds import InFlightLimit, LimitKind
 from agentrl.observe.bottleneck import TURNS
 
 LOOK_S = 2.0
@@ -52,8 +52,7 @@ class AdmissionController:
         """Number of turns that the engine samples at once; engines that join change it."""
         self._least = least
         self.limit = max(places, least)
-        self.reason = f", the limit at first, since the engine samples {plural(places, 'turn')} at once"
-        """The reason for the limit, read after "episodes are running"."""
+        self.reason = InFlightLimit("first", {"places": places})
         self._before: tuple[float, Mapping[str, float]] | None = None
         """Time and totals at the beginning of the current readings."""
 
@@ -82,11 +81,11 @@ class AdmissionController:
             return False
         if memory > MOST_WITHOUT_ROOM * in_flight or queued > MOST_QUEUED * in_flight:
             self.limit = max(int(in_flight * FALL), self._least)
-            waiting, what = max((memory, "room in the KV cache"), (queued, "a place in the engine"))
-            self.reason = f", the limit since {waiting:.2g} of {in_flight} waited for {what}"
+            kind: LimitKind = "room" if memory > queued else "places"
+            self.reason = InFlightLimit(kind, {"waiting": max(memory, queued), "running": in_flight})
         elif is_held and memory < MOST_WITHOUT_ROOM / 2 * in_flight and engine < BUSY * self.places:
             self.limit = int(limit * RISE) + 1
-            self.reason = f", the limit since the engine sampled {engine:.2g} turns at once of {self.places} possible"
+            self.reason = InFlightLimit("raised", {"sampled": engine, "places": self.places})
         return self.limit != limit
 
 

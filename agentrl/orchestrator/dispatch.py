@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
+from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Proposal, Task, dropped_header
 from agentrl.core.text import plural, shorten_lines
@@ -158,9 +159,9 @@ class Dispatcher:
         self.is_paused = False
         self.worker.unpark(len(self.in_flight) + 1)
 
-    def admit_group(self, start: GroupStart, held_by: str = "") -> None:
-        """Start a root group: `group_size` episodes from one start. `held_by` is `EpisodeSpec.held_by`."""
-        self.start([(spec, None) for spec in self.specs.next_group(start, held_by)])
+    def admit_group(self, start: GroupStart, waited: tuple[AdmissionWait, ...] = ()) -> None:
+        """Start a root group: `group_size` episodes from one start. `waited` is `EpisodeSpec.waited`."""
+        self.start([(spec, None) for spec in self.specs.next_group(start, waited)])
 
     def restore(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.core import ids
+from agentrl.core.holds import AdmissionWait
 from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Purpose, SeatBinding, Task
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
@@ -62,18 +63,20 @@ class EpisodeSpecs:
         root = self._roots.get(spec.environment) if spec.parent_id is None else None
         return root or resolve(spec.environment)
 
-    def next_group(self, start: GroupStart, held_by: str) -> Iterator[EpisodeSpec]:
-        """Make the specs of the next root group; `held_by` is `EpisodeSpec.held_by`."""
+    def next_group(self, start: GroupStart, waited: tuple[AdmissionWait, ...]) -> Iterator[EpisodeSpec]:
+        """Make the specs of the next root group; `waited` is `EpisodeSpec.waited`."""
         first = self.numbers.next_training
         self.numbers.next_training += self.numbers.group_size
-        return self.training(start, range(first, self.numbers.next_training), held_by)
+        return self.training(start, range(first, self.numbers.next_training), waited)
 
-    def training(self, start: GroupStart, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
+    def training(
+        self, start: GroupStart, numbers: Sequence[int], waited: tuple[AdmissionWait, ...] = ()
+    ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root training episodes."""
         size = self.numbers.group_size
         group = numbers[0] // size
         name, pins = f"g{group * size}", self.admission.pins(group)
-        return self._root(start, "train", numbers, name, size, pins, held_by)
+        return self._root(start, "train", numbers, name, size, pins, waited)
 
     def evaluation(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeSpec]:
         """Make the specs of an evaluation.
@@ -108,7 +111,7 @@ class EpisodeSpecs:
         group: str,
         size: int,
         pins: Mapping[str, PolicyVersion],
-        held_by: str = "",
+        waited: tuple[AdmissionWait, ...] = (),
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
@@ -133,5 +136,5 @@ class EpisodeSpecs:
                 purpose=purpose,
                 pins=pins,
                 deadline=self.deadline(purpose, episode_id),
-                held_by=held_by,
+                waited=waited,
             )

@@ -33,6 +33,7 @@ from functools import partial
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
+from agentrl.core.holds import SET_LIMIT, AdmissionWait, Hold, HoldKind, InFlightLimit
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, StepReport, TrainBatch
@@ -45,18 +46,17 @@ from agentrl.observe.bottleneck import (
     ActivityClock,
     Bottleneck,
     BottleneckWatch,
-    HoldKind,
     commonest_error,
     failing_calls,
 )
-from agentrl.observe.run_state import DRAINING, PAUSED, RunSnapshot
+from agentrl.observe.run_state import DRAINING, EVALUATING, PAUSED, TRAINING, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.opponents import OpponentPools
-from agentrl.orchestrator.scheduler import Hold, Scheduler
+from agentrl.orchestrator.scheduler import Scheduler
 from agentrl.orchestrator.step_metrics import StepMetrics
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
@@ -283,10 +283,10 @@ class Orchestrator:
         self.plan, self.admission = plan, admission
         self.scheduler.max_in_flight_per_task = max_in_flight_per_task
         self.scheduler.end_after(steps)
-        self.limit(max_in_flight, "" if admission is None else admission.reason)
+        self.limit(max_in_flight, SET_LIMIT if admission is None else admission.reason)
 
-    def limit(self, max_in_flight: int, reason: str = "") -> None:
-        """Let as many episodes run at once from now on, for a reason that is read after "episodes are running"."""
+    def limit(self, max_in_flight: int, reason: InFlightLimit = SET_LIMIT) -> None:
+        """Let as many episodes run at once from now on."""
         self.scheduler.limit(max_in_flight, reason)
         self.limit_workers(max_in_flight)
         self.changed.notify()
@@ -295,7 +295,7 @@ class Orchestrator:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated.progress()
-        phase, is_training = self._phase, self._phase == "training"
+        phase, is_training = self._phase, self._phase == TRAINING
         bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
             resume = f"`agentrl run resume {self.dispatcher.run_name}`"
@@ -367,10 +367,10 @@ class Orchestrator:
     # --- the loops --------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        self._phase = "evaluating before training"
+        self._phase = EVALUATING[0]
         if self.evaluator.tasks and max(map(self.board.step, self.board.trainable), default=0) == 0:
             await self.evaluator.now(self._versions(), self._is_stopping)
-        self._phase = "training"
+        self._phase = TRAINING
         self._metrics.start()
         self.activity.forget_most()
         self._bottleneck.start()
@@ -397,7 +397,7 @@ class Orchestrator:
         await self._checkpoint()
         if not self.stopping.is_requested:
             await self.journal_retention.wait()
-        self._phase = "evaluating after training"
+        self._phase = EVALUATING[1]
         if self.evaluator.tasks and not self.stopping.is_requested:
             await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
@@ -407,23 +407,21 @@ class Orchestrator:
     async def _admit_groups(self) -> None:
         """Draw the task of each root group once the other rules let the group start, keep it until the rules about
         tasks do so too, and start the group."""
-        waits = dict[HoldKind, tuple[float, str]]()  # how long the next group waited for each rule
+        waits = dict[HoldKind, AdmissionWait]()  # how long the next group waited for each rule
         while not self._finished():
             hold = self.why_not()
             if hold is None and self.next_start is None:
                 self.next_start = self.curriculum.start(self.dispatcher.next_group)
                 hold = self.why_not()
             if hold is None and self.next_start is not None:
-                held_by = " and ".join(f"{seconds:.3g} s {text}" for seconds, text in waits.values())
-                self.dispatcher.admit_group(self.next_start, held_by)
+                self.dispatcher.admit_group(self.next_start, tuple(waits.values()))
                 self.next_start = None
                 waits.clear()
             elif hold is not None:
-                since = self.clock.monotonic()
+                since = self.clock.monotonic() - (waits[hold.kind].seconds if hold.kind in waits else 0.0)
                 with self.activity.during(hold.kind):
                     await self.changed.wait_for(partial(self._is_held_otherwise, hold.kind))
-                before, _ = waits.get(hold.kind, (0.0, ""))
-                waits[hold.kind] = before + self.clock.monotonic() - since, hold.text
+                waits[hold.kind] = AdmissionWait(self.clock.monotonic() - since, hold)
 
     def _is_held_otherwise(self, kind: HoldKind) -> bool:
         """Whether the next root group may start, or another rule than `kind` holds it back."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.core import ids
+from agentrl.core.holds import SET_LIMIT, Hold, InFlightLimit
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.core.text import plural
-from agentrl.observe.bottleneck import HoldKind
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.episode_specs import EpisodeNumbers
@@ -139,15 +139,6 @@ class GroupDemand:
     """Number of units of each trainable policy that the group contributes, if nothing is dropped."""
 
 
-class Hold(NamedTuple):
-    """What holds a root group back."""
-
-    kind: HoldKind
-    """The rule; the time that it holds groups back is the activity of this name."""
-    text: str
-    """For people, read after "sampling waits"; no decision depends on it."""
-
-
 class Scheduler:
     """Decides when a root group may start, when a policy may step, and which units the step takes.
 
@@ -193,7 +184,7 @@ class Scheduler:
         self._board = board
         self._bounds = staleness
         self.phases = phases
-        self._max_in_flight, self._limit_reason = max_in_flight, ""
+        self._max_in_flight, self._limit_reason = max_in_flight, SET_LIMIT
         self.max_in_flight_per_task = max_in_flight_per_task
         """Maximum number of training episodes of one task running at once; 0: no limit."""
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
@@ -225,8 +216,7 @@ class Scheduler:
         """
         running, most = self._buffer.running_of_task(task.id), self.max_in_flight_per_task
         if most and running + self.next_demand.episodes > most:
-            count = plural(running, "episode of the same task runs", "episodes of the same task run")
-            return Hold("max_in_flight_per_task", f"because {count} (max_in_flight_per_task)")
+            return Hold("max_in_flight_per_task", values={"running": running})
         return None
 
     def _beyond_bounds(self) -> Hold | None:
@@ -234,8 +224,7 @@ class Scheduler:
         demand = self.next_demand
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
-            learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
-            return Hold("last_steps", f"because the last steps of {learners} have all their episodes")
+            return Hold("last_steps", tuple(policy for policy in self._bounds if policy not in frozen))
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
@@ -245,19 +234,11 @@ class Scheduler:
                 self._buffer.overtaken(policy),
             )
             if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
-                text = (
-                    f"because {outstanding} episodes are not trained yet, and {overtaken} others were since the oldest "
-                    f"of them began (max_lag of {policy})"
-                )
-                return Hold("max_lag", text)
+                return Hold("max_lag", (policy,), {"outstanding": outstanding, "overtaken": overtaken})
             if policy in frozen:
                 continue
             if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
-                if not bound.max_staleness:
-                    return Hold("max_staleness", f"for the next step (max_staleness of {policy} is 0)")
-                trainer = "the trainer" if len(self._bounds) == 1 else f"the trainer of {policy}"
-                behind = plural(bound.max_staleness, "step")
-                return Hold("max_staleness", f"because {trainer} is {behind} behind (max_staleness of {policy})")
+                return Hold("max_staleness", (policy,), {"behind": bound.max_staleness})
         return None
 
     def _full(self) -> Hold | None:
@@ -267,9 +248,7 @@ class Scheduler:
             due = max(min(self._evaluation_share() - held_out, self._in_flight.waiting), 0)
         if running + due + self.next_demand.episodes <= self._max_in_flight:
             return None
-        count = plural(running, "episode is", "episodes are")
-        first = f", and {due} of an evaluation start first" if due else ""
-        return Hold("max_in_flight", f"because {count} running{self._limit_reason}{first} (max_in_flight)")
+        return Hold("max_in_flight", values={"running": running, "due": due}, limit=self._limit_reason)
 
     def _is_turn_of_evaluation(self) -> bool:
         """Whether an evaluation gets the next free permit while a group waits for permits too: the side with fewer
@@ -283,11 +262,11 @@ class Scheduler:
 
     def _closed(self) -> Hold | None:
         if self.is_paused:
-            return Hold("paused", "because the run is paused")
-        return Hold("draining", "because the run drains") if self.is_draining else None
+            return Hold("paused")
+        return Hold("draining") if self.is_draining else None
 
-    def limit(self, max_in_flight: int, reason: str = "") -> None:
-        """Change the number of episodes that may run at once; `reason` is read after "episodes are running"."""
+    def limit(self, max_in_flight: int, reason: InFlightLimit = SET_LIMIT) -> None:
+        """Change the number of episodes that may run at once."""
         self._max_in_flight, self._limit_reason = max_in_flight, reason
 
     def end_after(self, steps: Mapping[str, int]) -> None:
@@ -563,12 +542,10 @@ class SynchronousBatchScheduler(Scheduler):
     def _beyond_bounds(self) -> Hold | None:
         batch = self._numbers.next_group // self._groups
         if batch >= self._steps:
-            policies = ", ".join(self.next_demand.units)
-            return Hold("last_steps", f"because the last steps of {policies} have all their episodes")
+            return Hold("last_steps", tuple(self.next_demand.units))
         for policy, bound in self._bounds.items():
             if self._board.step(policy) < batch - bound.max_staleness:
-                at = f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
-                return Hold("max_staleness", at)
+                return Hold("max_staleness", (policy,), {"step": self._board.step(policy), "batch": batch})
         return None
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from agentrl.core.errors import (
     describe_raise_location,
     format_foreign_error,
     infrastructure_failure,
+    recorded_error_type,
 )
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import stable_hash64
@@ -108,7 +109,7 @@ async def perform_effect(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
         if counted:
-            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, place)
+            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, place)
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
@@ -120,10 +121,11 @@ async def perform_effect(
     return result
 
 
-def count_call(episode: LiveEpisode, name: str, error: str | None, place: str = "") -> None:
-    """Count a call of the user's code for the alarm `always_fails`, with its error and the place that raised it."""
+def count_call(episode: LiveEpisode, name: str, error: str | None, metric: str, place: str = "") -> None:
+    """Count a call of the user's code for the alarm `always_fails`, with its error, the metric that counts its failures
+    and the place that raised it."""
     text = None if error is None else escape_line(f"{shorten_lines(error, 200)}{f' at {place}' if place else ''}")
-    episode.services.activity.count_call(escape_line(name), text)
+    episode.services.activity.count_call(escape_line(name), text, metric)
 
 
 async def _outcome(
@@ -397,7 +399,8 @@ class JournaledResource(Resource):
                 problem, cause = error_text(error), error
             if self.level == "snapshot":
                 state = self._new_state()
-        count_call(self._episode, f"{type(self._object).__name__}.{method}", problem, _raise_location(cause))
+        name = f"{type(self._object).__name__}.{method}"
+        count_call(self._episode, name, problem, RESOURCE_ERROR, _raise_location(cause))
         seconds = clock.monotonic() - start_s
         entry = journal.recall(call, ResourceCallEntry)
         if entry is None:
@@ -467,7 +470,7 @@ class JournaledResource(Resource):
 
 def _kind(error: str | None) -> str | None:
     """Return the type of a recorded error; messages are not compared, because they may hold addresses and paths."""
-    return None if error is None else error.partition(":")[0]
+    return None if error is None else recorded_error_type(error)
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -426,7 +426,7 @@ class LiveEpisodeContext(EpisodeContext):
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
         self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.strand))
         if entry.outcome == "error":
-            error = shorten_lines(entry.observation.removeprefix("error: "), 200)
+            error = shorten_lines(entry.error, 200)
             place = f" at {entry.location}" if entry.location else ""
             self.episode.services.activity.count_raised(escape_line(f"{entry.name}: {error}{place}"))
         return entry.observation

@@ -18,18 +18,13 @@ import math
 import os
 import random
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import msgspec
 
 from agentrl.core import event_loop
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
@@ -43,7 +38,7 @@ from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, 
 from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.overrides import misspelled_attributes
-from agentrl.environment.registry import module_of, resolve
+from agentrl.environment.registry import resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.task_contents import SourceContents, SplitOverlap, read_contents
 from agentrl.environment.tools import ToolEnvironment
@@ -63,10 +58,10 @@ from agentrl.testing.concurrency_check import ConcurrencyResult, compare_concurr
 from agentrl.testing.differences import difference, differing_call, is_external
 from agentrl.testing.execution import (
     MAX_TOKENS,
-    RESOURCE_LOST,
     Cut,
     DemonstrationPolicy,
     ExecutedEpisode,
+    Failure,
     execute_episode,
     format_cuts,
     missing_awaits,
@@ -77,7 +72,15 @@ from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.load_clock import LoadClock
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
-from agentrl.testing.new_process import DeadProcessError, SilentProcessError, run_in_new_process, serve_new_process
+from agentrl.testing.new_process import (
+    IMPORTS,
+    DeadProcessError,
+    Play,
+    Played,
+    SilentProcessError,
+    importable_name,
+    play_in_new_process,
+)
 from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
@@ -106,8 +109,8 @@ HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
 """Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
 `bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
 _PLAYING = "playing episodes, and resuming each after kills"
-PlayEpisode = Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str]
-"""Runs an execution in the check's event loop; text says why it failed."""
+PlayEpisode = Callable[[Coroutine[Any, Any, ExecutedEpisode | Failure]], ExecutedEpisode | Failure]
+"""Runs an execution in the check's event loop."""
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
@@ -163,6 +166,8 @@ class EnvironmentReport:
     """Number of calls with valid arguments, keyed by tool."""
     tool_errors: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Exceptions that tools raised, as `Type: message`, keyed by tool and location."""
+    broken_tools: set[str] = field(default_factory=set)
+    """Tools that raised in every call, for a reason that is not in the arguments."""
     requests: Counter[str] = field(default_factory=Counter)
     """Number of requests of an external agent that were answered, keyed by seat."""
     unasked: list[str] = field(default_factory=list)
@@ -232,8 +237,8 @@ class EnvironmentReport:
         failed = [self._failed_programs_warning] if 0 < self.episodes == len(self.program_errors) else []
         tools = [
             f"{text}. Fix it, or ignore this if the tool is meant to refuse such calls"
-            for text in self._tool_warnings
-            if text not in self.findings
+            for (name, _), text in zip(self.tool_errors, self._tool_warnings, strict=True)
+            if name not in self.broken_tools
         ]
         return [
             *(*self.misspelled, *self._unmarked, *constant, *failed, *tools, *wrong_calls, *unplayed),
@@ -298,7 +303,8 @@ class EnvironmentReport:
     def _wrong_calls_warning(self) -> str:
         """Whether an external agent survives wrong tool calls, and what to do if not."""
         kinds = ", ".join(dict.fromkeys(kind for kind, _, _ in self.wrong_calls.errors))
-        reason = self.wrong_calls.errors[0][2].partition(". Set failed_reward")[0].strip().splitlines()[-1][-300:]
+        _, _, failure = self.wrong_calls.errors[0]
+        reason = failure.text.replace(failure.advice, "").strip().splitlines()[-1][-300:]
         if self.failed_reward is None:
             remedy = (
                 "Training drops such episodes, so the policy never learns to avoid these calls. Set failed_reward = "
@@ -431,8 +437,8 @@ def check_environment(
     report.misspelled += misspelled_attributes(environment_class)
     report.unmarked_methods = _unmarked_methods(environment_class)
     is_harness = issubclass(environment_class, HarnessEnvironment)
-    for module in ("numpy.random", *["aiohttp.web"] * is_harness):
-        import_module(module)  # an episode needs it, and its import would block the event loop
+    for module in IMPORTS if is_harness else IMPORTS[:1]:
+        import_module(module)
     report.on_progress("listing and comparing its tasks", "")
     count = max(episodes, FORMAT_TASKS)
     if _is_empty_choice(tasks, report):
@@ -512,6 +518,7 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
         match = _CODE_ERRORS.match(errors[0])
         is_broken = match is not None and match["type"] in (None, environment.__name__)
         if is_broken and raised[name] == report.tool_calls[name]:
+            report.broken_tools.add(name)
             report.findings.append(text)
 
 
@@ -540,14 +547,13 @@ def _count_entries(
     is_harness = issubclass(environment, HarnessEnvironment)
     for entry in entries:
         match entry.decode():
-            case ToolEntry(name=name, arguments=arguments, outcome=outcome, observation=observation, location=location):
+            case ToolEntry(name=name, arguments=arguments, outcome=outcome, error=error, location=location):
                 report.called.add(name)
                 report.tool_calls[name] += outcome in ("ok", "error", "timeout")
-                text = observation.removeprefix("error: ")
                 if outcome == "bad_arguments" and isinstance(arguments, Mapping):
-                    report.refused_calls.setdefault(name, []).append(text)
+                    report.refused_calls.setdefault(name, []).append(error)
                 elif outcome == "error":
-                    report.tool_errors.setdefault((name, location), []).append(text)
+                    report.tool_errors.setdefault((name, location), []).append(error)
             case TurnEntry(seat=seat) if is_harness:
                 report.requests[seat] += 1
             case TurnEntry(messages=messages):
@@ -650,17 +656,24 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
 def _check_hash_order(environment: type[Environment], task: Task, report: EnvironmentReport) -> None:
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     report.on_progress("playing it in processes with other string hashes", "")
-    name = f"{module_of(environment)}:{environment.__qualname__}"
+    name = importable_name(environment)
     first = event_loop.run(execute_episode(environment, spec_of(environment, task, 0, 0), random_policy(environment)))
-    if isinstance(first, str):
-        return  # it was reported before, for the same task
-    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
-        answers = Path(scratch, "answers")
-        answers.write_bytes(msgspec.msgpack.encode((task, [entry for entry in first.entries if is_external(entry)])))
-        for seed, second in zip(
-            HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True
-        ):
-            problem = second if isinstance(second, str) else differing_call(first.entries, second or first.entries)
+    if isinstance(first, Failure) or not name:  # it was reported before, for the same task
+        return
+    play = Play(name, "random", [(0, task)], answers=[entry for entry in first.entries if is_external(entry)])
+
+    def played_with(seed: int) -> Played | None:
+        with contextlib.suppress(SilentProcessError, DeadProcessError):
+            return play_in_new_process(play, hash_seed=seed)
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = pool.map(played_with, HASH_SEEDS)
+        for seed, played in zip(HASH_SEEDS, outcomes, strict=True):
+            if played is None:  # hash order kills no process
+                continue
+            second = played.outcomes[0]
+            problem = second.failure.text if second.failure else differing_call(first.entries, second.entries)
             if problem:
                 report.findings.append(
                     f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on "
@@ -669,34 +682,6 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
                 )
                 pool.shutdown(cancel_futures=True)
                 break
-
-
-def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalEntry] | None:
-    """Play the task in a process with a hash seed. Return its entries, or the message of `execute_episode`; None if the
-    process died, which hash order does not cause."""
-    entries = answers.with_name(f"{seed}.entries")
-    with contextlib.suppress(OSError, msgspec.MsgspecError, SilentProcessError, DeadProcessError):
-        if run_in_new_process("agentrl.testing.check", [name, answers, entries], hash_seed=seed):
-            outcome: str | list[JournalEntry] = msgspec.msgpack.decode(
-                entries.read_bytes(), type=str | list[JournalEntry]
-            )
-            return outcome
-    return None
-
-
-def _load_hash_order(arguments: Sequence[str]) -> Callable[[], None]:
-    """Load the class in a process of `_check_hash_order`, and return a function that plays the task and writes its
-    entries."""
-    name, request, output = arguments
-    environment = resolve(name)
-    task, answers = msgspec.msgpack.decode(Path(request).read_bytes(), type=tuple[Task, list[JournalEntry]])
-
-    def play() -> None:
-        spec = spec_of(environment, task, 0, 0)
-        outcome = event_loop.run(execute_episode(environment, spec, random_policy(environment), answers=answers))
-        Path(output).write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
-
-    return play
 
 
 def _games(
@@ -737,8 +722,8 @@ def replay_from_every_entry(
 
         async def main(spec: EpisodeSpec = spec) -> str | None:
             first = await execute_episode(environment_class, spec, script)
-            if isinstance(first, str):
-                return first
+            if isinstance(first, Failure):
+                return first.text
             report.episodes += 1
             report.rewards.append(first.header.reward or 0.0)
             return await resume_at_every_entry(environment_class, spec, script, first, report)
@@ -774,8 +759,8 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         report.on_progress("playing replies in a broken format", f"game {number + 1} on task {task.id!r}")
         spec = spec_of(environment, task, number, seed)
         outcome = event_loop.run(execute_episode(environment, spec, script))
-        if isinstance(outcome, str):
-            return outcome
+        if isinstance(outcome, Failure):
+            return outcome.text
         if not report.lists_actions:  # else the random policy played legal actions, as these texts need not be
             _count_actions(outcome.entries, report)
         broken, reward = outcome.counts.of_all_policies("broken turns") > 0, outcome.header.reward or 0.0
@@ -800,7 +785,7 @@ def _check_answers(environment: type[Environment], tasks: Sequence[Task], seed: 
             environment, spec_of(environment, task, 0, seed), script, max_tokens=size + MAX_TOKENS
         )
         outcome = event_loop.run(executing)
-        return None if isinstance(outcome, str) else outcome.header.reward
+        return None if isinstance(outcome, Failure) else outcome.header.reward
 
     tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
     is_won = report.demonstrated > len(report.unrewarded_demonstrations)
@@ -834,8 +819,8 @@ def _check_demonstrations(
         policy = DemonstrationPolicy(environment, spec)
         executing = execute_episode(environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=report.sampling)
         outcome = run(executing)
-        if isinstance(outcome, str):
-            report.findings.append(policy.failure or f"task {task.id!r}, as demonstrated: {outcome}")
+        if isinstance(outcome, Failure):
+            report.findings.append(policy.failure or f"task {task.id!r}, as demonstrated: {outcome.text}")
             return
         report.demonstrated += 1
         if not any((trajectory.reward or 0.0) > 0 for trajectory in outcome.header.trajectories):
@@ -852,11 +837,11 @@ def _check_wrong_calls(
     """Play wrong tool calls. An error is a fault of the environment; a failing program of an external agent, whose code
     is not the user's, is a warning."""
 
-    def play(task: Task, number: int, script: Script) -> str | bool:
+    def play(task: Task, number: int, script: Script) -> Failure | bool:
         report.on_progress("playing wrong tool calls", f"task {task.id!r}")
         spec = spec_of(environment, task, number, seed)
         outcome = run(execute_episode(environment, spec, script, sampling=report.sampling))
-        return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
+        return outcome if isinstance(outcome, Failure) else is_harness and _has_failed(outcome)
 
     is_harness = issubclass(environment, HarnessEnvironment)
     report.wrong_calls = play_wrong_calls(play, tasks[: 1 if is_harness else WRONG_CALL_TASKS])
@@ -864,10 +849,10 @@ def _check_wrong_calls(
         report.failed_reward = environment.failed_reward
         return
     for kind in dict.fromkeys(kind for kind, _, _ in report.wrong_calls.errors):
-        errors = [(task, message) for other, task, message in report.wrong_calls.errors if other == kind]
-        task, message = errors[0]
+        errors = [(task, failure) for other, task, failure in report.wrong_calls.errors if other == kind]
+        task, failure = errors[0]
         report.findings.append(
-            f"task {task.id!r}, when every turn is a tool call with {kind}: {message} (in {len(errors)} of "
+            f"task {task.id!r}, when every turn is a tool call with {kind}: {failure.text} (in {len(errors)} of "
             f"{plural(min(len(tasks), WRONG_CALL_TASKS), 'episode')}); answer such calls, or give them a low reward"
         )
 
@@ -1008,14 +993,14 @@ async def _check_episode(
     report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
     if side_effects.asked_model:
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
-    if isinstance(first, str):
+    if isinstance(first, Failure):
         asks = (
             calls_language_model(side_effects.source)
             and not side_effects.findings
             and not issubclass(environment, HarnessEnvironment)
         )
         hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
-        report.findings.append(f"task {task.id!r}: {first}{hint}")
+        report.findings.append(f"task {task.id!r}: {first.text}{hint}")
         return None
     report.episodes += 1
     report.has_turns |= first.has_turns
@@ -1065,9 +1050,9 @@ async def resume_at_every_entry(
         answers = [entry for entry in entries[cut:] if is_external(entry)]
         outcome = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
-        if isinstance(outcome, str):
-            problem, remedy = outcome, ""
-            if RESOURCE_LOST in outcome and _has_pinned(entries[:cut]):
+        if isinstance(outcome, Failure):
+            problem, remedy = outcome.text, ""
+            if outcome.reason == "resource_lost" and _has_pinned(entries[:cut]):
                 continue  # as declared, the episode starts over
         else:
             problem, remedy = difference(first, outcome) or "", f". {REMEDY}{_stray_lines(environment)}"
@@ -1099,8 +1084,8 @@ async def _recall_everything(
             environment, next_attempt, script, answers=recorded_turns[:count], sampling=report.sampling
         )
         report.resumptions += 1
-        if isinstance(outcome, str):
-            return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {outcome}"
+        if isinstance(outcome, Failure):
+            return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {outcome.text}"
         recorded_requests = {
             entry.call_id: body
             for entry in external_turns_with_context(outcome.entries)
@@ -1135,10 +1120,6 @@ def _cuts(entries: int, max_cuts: int) -> list[int]:
     if entries <= max_cuts:
         return list(range(1, entries + 1))
     return sorted({max(round(index * entries / max_cuts), 1) for index in range(1, max_cuts + 1)})
-
-
-if __name__ == "__main__":
-    serve_new_process(_load_hash_order)
 
 
 def _stray_lines(environment: type[Environment]) -> str:

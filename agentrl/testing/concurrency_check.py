@@ -13,33 +13,18 @@ long as it is played alone. When several play at once, rewards and tokens go to 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 import re
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from agentrl.core import event_loop
-from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.event_loop import CALL_THREADS
-from agentrl.core.ids import random_stream
-from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import Task
 from agentrl.core.text import plural
-from agentrl.engines.scripted import Script
 from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
-from agentrl.environment.registry import module_of, resolve
-from agentrl.gateway.conversations import FOREIGN_CONVERSATION
 from agentrl.journal.entries import (
     EffectEntry,
     EffectIntentEntry,
@@ -48,21 +33,20 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
 )
-from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.calls.mismatch import shortened_repr
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.testing.differences import is_external, result_of
-from agentrl.testing.execution import (
-    ExecutedEpisode,
-    execute_episode,
-    execute_together,
-    random_policy,
-    spec_of,
+from agentrl.testing.new_process import (
+    DeadProcessError,
+    Outcome,
+    Play,
+    Played,
+    SilentProcessError,
+    importable_name,
+    play_here,
+    play_in_new_process,
 )
-from agentrl.testing.new_process import DeadProcessError, SilentProcessError, run_in_new_process, serve_new_process
-from agentrl.testing.side_effects import written_files
-from agentrl.testing.wrong_calls import shown_tools
 
 EPISODES = 4
 """Number of episodes that are played at once. Two of them play the same task, like members of a group."""
@@ -74,12 +58,6 @@ MIN_PATIENCE_S = 5.0
 """Minimum seconds to wait for an episode that is behind the others. It is longer if episodes alone took longer."""
 UNCERTAIN_PROBLEMS = 2
 """Number of episodes that must differ if chance could explain each difference."""
-THREAD_START_S = 0.02
-"""Seconds after which a thread begins, while episodes are played at once."""
-SWITCH_S = 1e-6
-"""Seconds after which a thread lets another one run, while episodes are played at once."""
-CALLED_TURNS = 2
-"""Number of tool results after which the policy of external agents answers with text."""
 MIN_TASK_TEXT = 12
 """Minimum length of a task's text that no other task's episode reads by chance."""
 MIN_SHARED_TEXT = 3
@@ -89,54 +67,12 @@ _MARK = re.compile(r"#[0-9a-f]{12}\b")
 _PATH = re.compile(r"(?:/(?:tmp|var|dev/shm|home|root|run|opt)|~|\$HOME)/[\w.][\w./-]*")
 SHOWN = 5
 """Maximum number of shared names in a finding."""
-_LATE = ("did not end within", "took longer than", "timed out")
-"""Words of failures that a loaded machine can cause."""
 ADVICE = (
     "Episodes of a worker run at the same time: keep an episode's state in `self`, local variables or a directory of "
     "the episode, not in module-level names, class attributes, os.environ, the working directory, fixed paths or ports"
 )
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine in the check's event loop."""
-
-
-class Outcome(msgspec.Struct):
-    """The end of an episode, in a form that another process can send."""
-
-    failure: str = ""
-    reward: float | None = None
-    stop_reason: str = ""
-    entries: list[JournalEntry] = []
-    states: dict[str, Any] = {}
-
-    @classmethod
-    def of(cls, executed: ExecutedEpisode | str) -> Outcome:
-        """Convert the outcome of an execution."""
-        if isinstance(executed, str):
-            return cls(failure=executed)
-        header = executed.header
-        return cls("", header.reward, header.stop_reason or "", executed.entries, executed.states)
-
-
-class _Play(msgspec.Struct):
-    """What a process plays."""
-
-    environment: str
-    policy: str
-    tasks: list[tuple[int, Task]]
-    """Number and task of each episode; the number decides about its seed."""
-    seed: int
-    patience_s: float
-    sampling: dict[str, float] = {}
-    answers: list[JournalEntry] = []
-    """Answers of the outside world, for a single episode."""
-
-
-class _Played(msgspec.Struct):
-    """What a process has played."""
-
-    outcomes: list[Outcome]
-    shared: list[str]
-    """Names that episodes share, and that changed while they were played."""
 
 
 @dataclass(slots=True)
@@ -148,32 +84,6 @@ class ConcurrencyResult:
     """Number of episodes that were played at once and compared."""
     undecided: str = ""
     """Why episodes could not be compared; empty if they were."""
-
-
-def program_policy(environment: type[Environment]) -> Script:
-    """Return a policy for external agents that calls the offered tools, and then replies with a unique text."""
-    chat_format = PlainChatFormat()
-
-    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        draw = random_stream("concurrency", request.seed)
-        mark = f"#{draw.getrandbits(48):012x}"
-        prompt = chat_format.decode(request.token_ids.tolist())
-        tools = shown_tools(prompt)
-        text = f"{draw.choice(['yes', '0', 'hello world'])} {mark}"
-        if tools and prompt.count("<|start|>tool\n") < CALLED_TURNS:
-            name = draw.choice(sorted(tools))
-            arguments = {parameter: draw.choice([draw.randint(1, 9), mark]) for parameter in tools[name]}
-            call = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
-            text = f"<tool_call>{call}</tool_call>"
-        return [*text.encode(), STOP_TOKEN]
-
-    return script
-
-
-_POLICIES: dict[str, Callable[[type[Environment]], Script]] = {
-    "program": program_policy,
-    "random": partial(random_policy, calling=0.9),  # episodes with few turns overlap little
-}
 
 
 def compare_concurrent_episodes(
@@ -200,8 +110,8 @@ def compare_concurrent_episodes(
     patience_s = max(MIN_PATIENCE_S, 3 * len(chosen) * alone_s)
     is_program = issubclass(environment, HarnessEnvironment)
     result = ConcurrencyResult()
-    for policy in ("program", "random") if is_program else ("random",):
-        play = _Play(_importable_name(environment), policy, numbered, seed, patience_s, dict(sampling))
+    for policy in ("program", "calling") if is_program else ("calling",):
+        play = Play(importable_name(environment), policy, numbered, seed, patience_s, dict(sampling))
         try:
             comparison = _Comparison(run, environment, play)
             result = comparison.result()
@@ -275,7 +185,7 @@ class _Problem(NamedTuple):
 class _Comparison:
     """Episodes that were played at once, and what they are compared with."""
 
-    def __init__(self, run: Run, environment: type[Environment], play: _Play) -> None:
+    def __init__(self, run: Run, environment: type[Environment], play: Play) -> None:
         self._run = run
         self._environment = environment
         self._play = play
@@ -285,7 +195,9 @@ class _Comparison:
             self._views = [_View(is_program=True)] if environment.replay_stable else []
         played = self._played(play)
         self._together, self._shared = played.outcomes, played.shared
-        self._alone = [self._played_alone(place, self._views[:1], here=True) for place in range(len(play.tasks))]
+        self._alone = [
+            self._played_alone(place, self._views[:1], in_new_process=False) for place in range(len(play.tasks))
+        ]
 
     @property
     def most_failed(self) -> bool:
@@ -296,7 +208,7 @@ class _Comparison:
         """Return what was found. One finding is enough: other episodes are other sides of the same fault."""
         result, problems = ConcurrencyResult(), list[_Problem]()
         for place, together in enumerate(self._together):
-            if any(words in together.failure for words in _LATE):
+            if together.failure is not None and together.failure.is_late:
                 result.undecided = f"{plural(len(self._together), 'episode')} at once took too long"
                 continue
             result.episodes += 1
@@ -307,7 +219,8 @@ class _Comparison:
         problems.sort(key=lambda problem: not problem.is_certain)
         num_tasks = len({task.id for _, task in self._play.tasks})
         if problems and (problems[0].is_certain or len(problems) >= min(UNCERTAIN_PROBLEMS, max(num_tasks - 1, 1))):
-            names = f" They share: {', '.join(self._shared[:SHOWN])}." if self._shared else ""
+            shared = self._shared or _paths_in_command(self._environment)
+            names = f" They share: {', '.join(shared[:SHOWN])}." if shared else ""
             result.findings.append(
                 f"{len(self._together)} episodes played at once mix. The episode of {self._name(problems[0].place)} "
                 f"{problems[0].text}.{names} {ADVICE}"
@@ -355,7 +268,7 @@ class _Comparison:
         for view in self._views or [_View(is_program=True)]:
             if view.of_outside and not any(is_external(entry) for entry in together.entries):
                 continue
-            alone = self._played_alone(place, [view], here=True) if view.of_outside else self._alone[place]
+            alone = self._played_alone(place, [view], in_new_process=False) if view.of_outside else self._alone[place]
             if alone.failure:
                 continue
             differing = view.differing(together, alone)
@@ -363,8 +276,8 @@ class _Comparison:
                 differing &= {_FAILURE}
             for _ in range(1, ALONE if view.is_program or view.of_outside else 2):
                 if differing:
-                    again = self._played_alone(place, [view], here=False)
-                    differing = differing & view.differing(together, again) - view.differing(alone, again)
+                    repeat = self._played_alone(place, [view], in_new_process=True)
+                    differing = differing & view.differing(together, repeat) - view.differing(alone, repeat)
             if differing and (problem := self._describe(place, view, alone, differing)):
                 return problem
         return None
@@ -374,22 +287,23 @@ class _Comparison:
         together, places = self._together[place], range(len(self._together))
         if view.of_outside:  # the world may change by itself, but does not know the tasks
             entries = [entry for entry in together.entries if view.name_of(entry) in differing]
-            own, others = self._task_texts(place), [*map(self._task_texts, places)]
+            own_texts, all_texts = self._task_texts(place), [*map(self._task_texts, places)]
         else:
             entries = together.entries
-            own, others = self._texts_of(place, alone), [*map(self._texts_of, places, self._alone)]
-        known = {text for _, text in _texts(alone.entries)}
-        new = [(where, text) for where, text in _texts(entries) if text not in known]
-        new += [("its error", together.failure)] * bool(together.failure)
+            own_texts, all_texts = self._texts_of(place, alone), [*map(self._texts_of, places, self._alone)]
+        texts_alone = {text for _, text in _texts(alone.entries)}
+        new = [(where, text) for where, text in _texts(entries) if text not in texts_alone]
+        if together.failure is not None:
+            new.append(("its error", together.failure.text))
         for where, text in new:
-            if owner := self._owner(place, text, own, others):
+            if owner := self._owner(place, text, own_texts, all_texts):
                 return _Problem(place, f"received {shortened_repr(text)} ({where}), {owner}", True)
         if view.of_outside:
             return None
         is_certain = not (view.is_program or together.failure or any(map(_may_vary, together.entries)))
-        is_certain |= any(FOREIGN_CONVERSATION in text for _, text in new)
-        if together.failure:
-            return _Problem(place, f"fails, but not alone: {together.failure}", is_certain)
+        if together.failure is not None:
+            is_certain |= together.failure.refusal == "foreign_conversation"
+            return _Problem(place, f"fails, but not alone: {together.failure.text}", is_certain)
         if view.is_program and differing <= {entry.call_id for entry in together.entries if _is_effect(entry)}:
             return None  # such as a time in the output
         if new:
@@ -404,14 +318,14 @@ class _Comparison:
             return _Problem(place, f"got reward {together.reward}{owner}, and alone {alone.reward}", is_certain)
         return _Problem(place, f"differs from the same episode alone in {min(differing)}", is_certain)
 
-    def _owner(self, place: int, text: str, own: set[str], others: Sequence[set[str]]) -> str:
+    def _owner(self, place: int, text: str, own_texts: set[str], all_texts: Sequence[set[str]]) -> str:
         """Return a clause that names the episode to which a part of a text belongs; empty if none is known."""
         parts = [
             (len(part), part, other)
-            for other in range(len(others))
+            for other, other_texts in enumerate(all_texts)
             if other != place
-            for part in others[other]
-            if len(part) >= MIN_SHARED_TEXT and part in text and not any(part in own_text for own_text in own)
+            for part in other_texts
+            if len(part) >= MIN_SHARED_TEXT and part in text and not any(part in own for own in own_texts)
         ]
         if not parts:
             return ""
@@ -427,110 +341,21 @@ class _Comparison:
         """Return the texts that belong to an episode: of its task, and those that it reads and writes alone."""
         return {*self._task_texts(place), *(text for _, text in _texts(alone.entries)), *_replies(alone)}
 
-    def _played_alone(self, place: int, views: Sequence[_View], *, here: bool) -> Outcome:
+    def _played_alone(self, place: int, views: Sequence[_View], *, in_new_process: bool) -> Outcome:
         """Play an episode alone, in this process, or where the episodes were played at once."""
         answers = views[0].answers(self._together[place]) if views else []
-        number, task = self._play.tasks[place]
-        if here:
-            spec = spec_of(self._environment, task, number, self._play.seed)
-            script = _POLICIES[self._play.policy](self._environment)
-            executing = execute_episode(self._environment, spec, script, answers=answers, sampling=self._play.sampling)
-            return Outcome.of(self._run(executing))
-        play = msgspec.structs.replace(self._play, tasks=[(number, task)], answers=answers)
+        play = msgspec.structs.replace(self._play, tasks=[self._play.tasks[place]], answers=answers)
+        if not in_new_process:
+            played: Played = self._run(play_here(self._environment, play))
+            return played.outcomes[0]
         return self._played(play).outcomes[0]
 
-    def _played(self, play: _Play) -> _Played:
-        if play.environment and (played := _play_in_new_process(play)) is not None:
+    def _played(self, play: Play) -> Played:
+        if play.environment and (played := play_in_new_process(play)) is not None:
             return played
         self._play = msgspec.structs.replace(self._play, environment="")  # also from now on
-        here: _Played = self._run(_play(self._environment, play))
+        here: Played = self._run(play_here(self._environment, play))
         return here
-
-
-async def _play(environment: type[Environment], play: _Play) -> _Played:
-    """Play one episode alone, or several at once, in this process."""
-    script = _POLICIES[play.policy](environment)
-    specs = [spec_of(environment, task, number, play.seed) for number, task in play.tasks]
-    if len(specs) == 1:
-        executed = await execute_episode(environment, specs[0], script, answers=play.answers, sampling=play.sampling)
-        return _Played([Outcome.of(executed)], [])
-    before = _process_state(environment)
-    with written_files() as written, _interleaved_threads():
-        outcomes = await execute_together(
-            environment, specs, script, patience_s=play.patience_s, sampling=play.sampling
-        )
-    after = _process_state(environment)
-    shared = [name for name in after if before.get(name) != after[name]]
-    shared += [path for path, count in written.items() if count > 1]
-    return _Played([Outcome.of(outcome) for outcome in outcomes], shared or _paths_in_command(environment))
-
-
-@contextlib.contextmanager
-def _interleaved_threads() -> Iterator[None]:
-    """Let threads begin late and take turns often, so that those of several episodes overlap."""
-    interval, submit = sys.getswitchinterval(), CALL_THREADS.submit
-
-    def submit_late(call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        def run() -> Any:
-            threading.Event().wait(THREAD_START_S)
-            return call(*arguments, **named)
-
-        return submit(run)
-
-    sys.setswitchinterval(SWITCH_S)
-    CALL_THREADS.submit = submit_late  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del CALL_THREADS.submit
-        sys.setswitchinterval(interval)
-
-
-def _play_in_new_process(play: _Play) -> _Played | None:
-    """Play in a new process; return None if it could not import the class, or raised an exception.
-
-    Raises:
-        SilentProcessError, DeadProcessError: see `run_in_new_process`.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch,
-        contextlib.suppress(OSError, msgspec.MsgspecError),
-    ):
-        request, answer = Path(scratch, "request"), Path(scratch, "answer")
-        request.write_bytes(msgspec.msgpack.encode(play))
-        # The same order of sets in each process.
-        if run_in_new_process("agentrl.testing.concurrency_check", [request, answer], hash_seed=0):
-            return msgspec.msgpack.decode(answer.read_bytes(), type=_Played)
-    return None
-
-
-def _importable_name(environment: type[Environment]) -> str:
-    """Return the reference by which another process imports a class; empty if it cannot."""
-    if "<locals>" in environment.__qualname__:
-        return ""
-    try:
-        return f"{module_of(environment)}:{environment.__qualname__}"
-    except EnvironmentDefinitionError:  # of a notebook
-        return ""
-
-
-def _process_state(environment: type[Environment]) -> dict[str, object]:
-    """Return what an environment can share between episodes: names of its modules and classes, and the process's own.
-
-    Values are identities, and the lengths of containers."""
-    state: dict[str, object] = {"the working directory": os.getcwd()}
-    state |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
-    for base in environment.__mro__:
-        module = sys.modules.get(base.__module__)
-        file = getattr(module, "__file__", None)
-        if file is None or not is_user_code(file):
-            continue
-        for owner, members in ((Path(file).name, vars(module)), (base.__qualname__, vars(base))):
-            for name, value in list(members.items()):
-                if not name.startswith(("__", "_abc_")) and name != "own_random" and not inspect.ismodule(value):
-                    length = len(value) if isinstance(value, list | dict | set) else 0
-                    state[f"{owner}.{name}"] = (id(value), length)
-    return state
 
 
 def _paths_in_command(environment: type[Environment]) -> list[str]:
@@ -586,21 +411,3 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(part)
     elif value is not None and not isinstance(value, bool):
         yield str(value)
-
-
-def _load(arguments: Sequence[str]) -> Callable[[], None]:
-    """Load the class in a new process, and return a function that plays and writes what was played."""
-    request, answer = map(Path, arguments)
-    play = msgspec.msgpack.decode(request.read_bytes(), type=_Play)
-    environment = resolve(play.environment)
-    for module in ("numpy.random", *["aiohttp.web"] * issubclass(environment, HarnessEnvironment)):
-        import_module(module)  # an episode needs it, and its import would block the event loop
-
-    def play_and_write() -> None:
-        answer.write_bytes(msgspec.msgpack.encode(event_loop.run(_play(environment, play))))
-
-    return play_and_write
-
-
-if __name__ == "__main__":
-    serve_new_process(_load)

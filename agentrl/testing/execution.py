@@ -43,10 +43,11 @@ from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.demonstrations import DemonstratedReplies, format_reply
 from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment
 from agentrl.environment.gym import GymEnvironment
-from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.harness import HarnessEnvironment, held_programs
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
+from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.entries import SeatSettings, TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     import random
 
     from agentrl.core.ports import Engine, GenerateRequest
-    from agentrl.environment.context import Endpoint, EpisodeContext
     from agentrl.environment.environment import Environment, OnCodeChange, Reply
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
@@ -79,8 +79,6 @@ MAX_TOKENS = 4096
 TIMEOUT_S = 30.0
 PROGRAM_TIMEOUT_S = 120.0
 """Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
-RESOURCE_LOST = "resource_lost: "
-"""Prefix of the answer of `execute_episode` if re-execution reached a pinned resource."""
 MAX_READ_TOKENS = 4096
 """Number of bytes at the end of a conversation in which the random policy looks for words."""
 LOCKSTEP_POLL_S = 0.005
@@ -96,6 +94,30 @@ class Cut(NamedTuple):
 
     what: Literal["episode", "turn"]
     limit: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an execution failed."""
+
+    text: str
+    """For people; no decision depends on it."""
+    reason: str = ""
+    """Drop reason of the episode, such as `resource_lost`; `time_limit` if it did not end; empty for other failures."""
+    refusal: str = ""
+    """Kind of the refused request that an external agent failed after; empty if none was refused."""
+    advice: str = ""
+    """The part of `text` that says what to do."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a loaded machine can explain it. Clients of the user's program say so in their own words."""
+        return self.reason in ("time_limit", "episode_timeout") or "timed out" in self.text
+
+    @classmethod
+    def of_episode(cls, error: EpisodeError) -> Failure:
+        """Convert the error that ended an episode."""
+        refusal = error.__cause__.kind if isinstance(error.__cause__, RequestRefusedError) else ""
+        return cls(str(error), error.reason, refusal, error.advice)
 
 
 class ExecutedEpisode(NamedTuple):
@@ -161,8 +183,8 @@ async def execute_episode(
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
     sampling: Mapping[str, Any] = MappingProxyType({}),
-) -> ExecutedEpisode | str:
-    """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
+) -> ExecutedEpisode | Failure:
+    """Execute an episode over a recorded prefix. Returns its outcome, or its failure.
 
     Args:
         environment: class of the environment.
@@ -179,7 +201,7 @@ async def execute_episode(
         return await stage.play(spec, prefix, answers)
     except GlobalRandomError as error:
         if prefix:
-            return str(error)
+            return Failure(str(error))
         return await execute_episode(
             environment,
             spec,
@@ -198,7 +220,7 @@ async def execute_together(
     *,
     patience_s: float,
     sampling: Mapping[str, Any] = MappingProxyType({}),
-) -> list[ExecutedEpisode | str]:
+) -> list[ExecutedEpisode | Failure]:
     """Execute episodes at once in one worker, and return their outcomes in order; see `execute_episode`.
 
     The episodes proceed in lockstep: a model call is answered when each episode waits for one, and the programs of
@@ -207,7 +229,7 @@ async def execute_together(
     """
     stage = _Stage(environment, script, sampling=sampling, in_lockstep=len(specs))
     loop, programs = asyncio.get_running_loop(), _EndedPrograms()
-    with programs.held():
+    with held_programs(programs.wait):
         running = {loop.create_task(stage.play(spec)): spec.episode_id for spec in specs}
         lockstep = loop.create_task(_keep_in_lockstep(stage.engine, programs, running, patience_s))
         try:
@@ -249,7 +271,7 @@ class _Stage:
 
     async def play(
         self, spec: EpisodeSpec, prefix: Sequence[JournalEntry] = (), answers: Sequence[JournalEntry] = ()
-    ) -> ExecutedEpisode | str:
+    ) -> ExecutedEpisode | Failure:
         """Play an episode; see `execute_episode`.
 
         Raises:
@@ -258,7 +280,7 @@ class _Stage:
         try:
             _load_once(self._environment)
         except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-            return f"load() raised {describe_user_code_error(error)}"
+            return Failure(f"load() raised {describe_user_code_error(error)}")
         dispatcher, journal, log = self._dispatcher, self._journal, self._log
         for entry in prefix:
             log.append(entry)
@@ -269,19 +291,21 @@ class _Stage:
                 header = await asyncio.get_running_loop().create_task(running)
             await dispatcher.worker.drain()
         except TimeoutError:
-            return f"run() did not end within {self._longest_s:g} s"
+            return Failure(f"run() did not end within {self._longest_s:g} s", "time_limit")
         except GlobalRandomError:
             raise
         except EpisodeError as error:
-            return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
+            return Failure.of_episode(error)
         except AgentRLError as error:
-            return str(error)
+            return Failure(str(error))
         except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-            return f"run() raised {describe_user_code_error(error)}"
+            return Failure(f"run() raised {describe_user_code_error(error)}")
         if self._failures:
-            return f"a child episode failed: {self._failures[0]}"
+            return Failure(f"a child episode failed: {self._failures[0]}")
         if dispatcher.worker.last_failure:
-            return f"a child episode was dropped: {dispatcher.worker.last_failure}"
+            is_late = any(end.header.drop_reason == "episode_timeout" for end in journal.of_kind(EpisodeEnd))
+            text = f"a child episode was dropped: {dispatcher.worker.last_failure}"
+            return Failure(text, "episode_timeout" if is_late else "")
         ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
         return ExecutedEpisode(
             header=header,
@@ -311,22 +335,6 @@ class _EndedPrograms:
             if not future.done():
                 future.set_result(None)
         self.waiting = []
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the programs that end in the context."""
-        outcome_of = HarnessEnvironment._outcome
-
-        async def held_outcome(environment: HarnessEnvironment, ctx: EpisodeContext, endpoint: Endpoint) -> Any:
-            outcome = await outcome_of(environment, ctx, endpoint)
-            await self.wait()
-            return outcome
-
-        HarnessEnvironment._outcome = held_outcome  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            HarnessEnvironment._outcome = outcome_of  # type: ignore[method-assign]
 
 
 async def _keep_in_lockstep(
@@ -546,15 +554,15 @@ def _play(environment_class: type[Environment], task: Task, texts: Sequence[str]
         outcome = event_loop.run(
             execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens)
         )
-        if isinstance(outcome, str):
+        if isinstance(outcome, Failure):
             gc.collect()  # the frames of an error hold its coroutines, which the next episode would be blamed for
-    if isinstance(outcome, str):
-        problems.append(outcome)
+    if isinstance(outcome, Failure):
+        problems.append(outcome.text)
     elif turn_count > len(texts):  # and the environment's code caught the error
         problems.append(_too_few(turn_count, len(texts)))
     elif outcome.cuts:
         problems.append(f"the test cut off {format_cuts(outcome.cuts)}")
-    if problems or isinstance(outcome, str):
+    if problems or isinstance(outcome, Failure):
         raise CheckFailedError(f"{spec.environment}: {'; '.join(problems)}")
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from agentrl.core.clock import SystemClock
 
 _TOLERANCE_NS = 1_000_000
+_RESOLUTION_S = 0.01
 
 
 class LoadClock:
@@ -25,8 +26,11 @@ class LoadClock:
         self._last_ns = _thread_times_ns()
 
     def monotonic(self) -> float:
-        """Return the seconds since the clock was made."""
-        now, now_ns = self._clock.monotonic(), _thread_times_ns()
+        """Return the seconds since the clock was made, to within 0.01 s."""
+        now = self._clock.monotonic()
+        if now - self._last < _RESOLUTION_S:  # reading the thread's times takes longer than comparing a task
+            return self._seconds
+        now_ns = _thread_times_ns()
         computed_ns, waited_ns = (new - old for new, old in zip(now_ns, self._last_ns, strict=True))
         share = (computed_ns + _TOLERANCE_NS) / (computed_ns + waited_ns + _TOLERANCE_NS)
         self._seconds += (now - self._last) * share

@@ -1,28 +1,73 @@
-"""Runs a module of the checks in a new process, which imports the user's code again and plays episodes with it.
+"""Plays episodes of the check in new processes, where no earlier episode has filled a cache.
 
-The process may hang, die, or leave other processes behind. `run_in_new_process` bounds the import and the playing
-separately, says which of them failed, and ends whatever the process started.
+Importing agentrl takes longer than playing. A server process therefore imports it once, and forks for each request. It
+has one thread and never imports the user's code, so each fork begins where a new process would. Only other string
+hashes need another server, because Python chooses them when it starts.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import importlib
+import inspect
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from agentrl.core import event_loop
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.event_loop import CALL_THREADS
+from agentrl.core.ids import random_stream
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.process import die_with_parent
+from agentrl.engines.scripted import Script
+from agentrl.environment.environment import Environment
+from agentrl.environment.registry import module_of, resolve
+from agentrl.journal.entries import JournalEntry
+from agentrl.observe.blocked_loop import is_user_code
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.testing.execution import (
+    ExecutedEpisode,
+    Failure,
+    execute_episode,
+    execute_together,
+    random_policy,
+    spec_of,
+)
+from agentrl.testing.side_effects import written_files
+from agentrl.testing.wrong_calls import shown_tools
 
+CALLED_TURNS = 2
+"""Number of tool results after which the policy of external agents answers with text."""
 IMPORT_S = 60.0
 """Time limit of the import: code that waits for something at its import would block the check."""
 PLAYING_S = 600.0
 """Time limit of the episodes."""
 _PLAYED, _RAISED = 83, 84
-"""Exit codes of a process that played, and of one that raised an exception; the user's code may use any other."""
+"""Exit codes of a fork that played, and of one that raised an exception; the user's code may use any other."""
+_FORKED, _IMPORTED, _ENDED = 1, 2, 3
+_FRAME = struct.Struct("<bi")
+"""What a server reports: one of these, with the id of the fork, or its exit code, negative for a signal."""
+THREAD_START_S = 0.02
+"""Seconds after which a thread begins, while episodes are played at once."""
+SWITCH_S = 1e-6
+"""Seconds after which a thread lets another one run, while episodes are played at once."""
+IMPORTS = ("numpy.random", "aiohttp.web")
+"""Modules that an episode may import, which would block its event loop."""
 
 
 class SilentProcessError(Exception):
@@ -33,68 +78,306 @@ class DeadProcessError(Exception):
     """The user's code ended the process while episodes played."""
 
 
-def run_in_new_process(module: str, arguments: Sequence[str | Path], *, hash_seed: int) -> bool:
-    """Run a module that calls `serve_new_process`, without input and output.
+class Outcome(msgspec.Struct):
+    """The end of an episode, in a form that another process can send."""
+
+    failure: Failure | None = None
+    reward: float | None = None
+    stop_reason: str = ""
+    entries: list[JournalEntry] = []
+    states: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, executed: ExecutedEpisode | Failure) -> Outcome:
+        """Convert the outcome of an execution."""
+        if isinstance(executed, Failure):
+            return cls(failure=executed)
+        header = executed.header
+        return cls(None, header.reward, header.stop_reason or "", executed.entries, executed.states)
+
+
+class Play(msgspec.Struct):
+    """What a process plays: one episode alone, or several at once."""
+
+    environment: str
+    """Reference of the class; empty if no other process can import it."""
+    policy: str
+    """A key of `POLICIES`."""
+    tasks: list[tuple[int, Task]]
+    """Number and task of each episode; the number decides about its seed."""
+    seed: int = 0
+    patience_s: float = 0.0
+    sampling: dict[str, float] = {}
+    answers: list[JournalEntry] = []
+    """Answers of the outside world, for a single episode."""
+
+
+class Played(msgspec.Struct):
+    """What a process has played."""
+
+    outcomes: list[Outcome]
+    shared: list[str] = []
+    """Names that episodes share, and that changed while they were played."""
+
+
+def program_policy(environment: type[Environment]) -> Script:
+    """Return a policy for external agents that calls the offered tools, and then replies with a unique text."""
+    chat_format = PlainChatFormat()
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        draw = random_stream("concurrency", request.seed)
+        mark = f"#{draw.getrandbits(48):012x}"
+        prompt = chat_format.decode(request.token_ids.tolist())
+        tools = shown_tools(prompt)
+        text = f"{draw.choice(['yes', '0', 'hello world'])} {mark}"
+        if tools and prompt.count("<|start|>tool\n") < CALLED_TURNS:
+            name = draw.choice(sorted(tools))
+            arguments = {parameter: draw.choice([draw.randint(1, 9), mark]) for parameter in tools[name]}
+            call = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
+            text = f"<tool_call>{call}</tool_call>"
+        return [*text.encode(), STOP_TOKEN]
+
+    return script
+
+
+POLICIES: dict[str, Callable[[type[Environment]], Script]] = {
+    "program": program_policy,
+    "random": random_policy,
+    "calling": partial(random_policy, calling=0.9),  # episodes with few turns overlap little
+}
+
+
+def importable_name(environment: type[Environment]) -> str:
+    """Return the reference by which another process imports a class; empty if it cannot."""
+    if "<locals>" in environment.__qualname__:
+        return ""
+    try:
+        return f"{module_of(environment)}:{environment.__qualname__}"
+    except EnvironmentDefinitionError:  # of a notebook
+        return ""
+
+
+async def play_here(environment: type[Environment], play: Play) -> Played:
+    """Play in this process."""
+    script = POLICIES[play.policy](environment)
+    specs = [spec_of(environment, task, number, play.seed) for number, task in play.tasks]
+    if len(specs) == 1:
+        executed = await execute_episode(environment, specs[0], script, answers=play.answers, sampling=play.sampling)
+        return Played([Outcome.of(executed)])
+    before = _process_state(environment)
+    with written_files() as written, _interleaved_threads():
+        outcomes = await execute_together(
+            environment, specs, script, patience_s=play.patience_s, sampling=play.sampling
+        )
+    after = _process_state(environment)
+    shared = [name for name in after if before.get(name) != after[name]]
+    shared += [path for path, count in written.items() if count > 1]
+    return Played([Outcome.of(outcome) for outcome in outcomes], shared)
+
+
+def play_in_new_process(play: Play, *, hash_seed: int = 0) -> Played | None:
+    """Play in a new process; return None if it could not import the class, or raised an exception.
 
     Args:
-        module: name of the module.
-        arguments: its arguments.
-        hash_seed: value of PYTHONHASHSEED.
-
-    Returns:
-        Whether it played. If not, it could not import the user's code, or raised an exception.
+        play: what to play.
+        hash_seed: seed of the string hashes, so that sets have the same order in every process with this seed.
 
     Raises:
-        SilentProcessError: the import or the episodes took too long, or it was killed: the machine lacks memory, or
-            everything is to end.
-        DeadProcessError: it ended while episodes played.
+        SilentProcessError: the import or the episodes took too long, or the process was killed: the machine lacks
+            memory, or everything is to end.
+        DeadProcessError: the user's code ended the process while episodes played.
     """
-    read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", module, str(os.getpid()), str(write_end), *map(str, arguments)]
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    environ = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": paths}
-    null = subprocess.DEVNULL
-    with open(read_end, "rb", buffering=0) as imported, contextlib.ExitStack() as stack:
-        with open(write_end, "wb", buffering=0):
-            process = subprocess.Popen(
-                command, env=environ, stdin=null, stdout=null, stderr=null, pass_fds=[write_end], start_new_session=True
-            )
-        stack.callback(_end, process)
-        poll = select.poll()  # `select` takes no descriptor above 1,023
-        poll.register(imported, select.POLLIN)
-        if not poll.poll(IMPORT_S * 1000):
-            raise SilentProcessError(f"a second process did not import it within {IMPORT_S:g} s")
-        has_imported = bool(imported.read(1))
-        try:
-            code = process.wait(PLAYING_S)
-        except subprocess.TimeoutExpired:
-            raise SilentProcessError(f"episodes in a second process took more than {PLAYING_S:g} s") from None
-        if has_imported and code not in (_PLAYED, _RAISED):
-            if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                raise SilentProcessError(f"a second process was killed ({signal.Signals(-code).name})")
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            raise DeadProcessError(f"their process ended ({how})")
-        return code == _PLAYED
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and what it started
-    process.wait()
-
-
-def serve_new_process(load: Callable[[Sequence[str]], Callable[[], None]]) -> None:
-    """Run in the new process.
-
-    Args:
-        load: imports the user's code, and returns a function that plays. Receives the arguments.
-    """
-    parent, write_end, *arguments = sys.argv[1:]
-    die_with_parent(int(parent))
+    if not hash_seed:
+        return _shared_server(os.getpid()).play(play)
+    server = _PlayerServer(hash_seed)
     try:
-        play = load(arguments)
-        os.write(int(write_end), b"1")
-        play()
-    except Exception:  # noqa: BLE001 - the check plays in its own process then, where the user sees the exception
-        os._exit(_RAISED)
-    os._exit(_PLAYED)
+        return server.play(play)
+    finally:
+        server.close()
+
+
+@functools.cache
+def _shared_server(process_id: int) -> _PlayerServer:
+    """Return the server of a process; a fork must not share that of its parent."""
+    server = _PlayerServer(hash_seed=0)
+    atexit.register(server.close)
+    return server
+
+
+class _PlayerServer:
+    """A process that forks for each request. It starts at the first one, and ends with this process."""
+
+    def __init__(self, hash_seed: int) -> None:
+        self._hash_seed = hash_seed
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fork = 0
+        """Id, and process group, of the fork that plays; 0: none does."""
+
+    def play(self, play: Play) -> Played | None:
+        with (
+            self._lock,
+            tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch,
+            contextlib.suppress(OSError, msgspec.MsgspecError),
+        ):
+            request, answer = Path(scratch, "request"), Path(scratch, "answer")
+            surroundings = _Surroundings(os.getcwd(), [*map(os.path.abspath, sys.path)], self._environ())
+            request.write_bytes(msgspec.msgpack.encode((surroundings, play)))
+            try:
+                has_imported, code = self._run(f"{request}\n{answer}\n".encode())
+            except BaseException:  # Ctrl-C too: no one reads what it still plays
+                self.close()
+                raise
+            if has_imported and code not in (_PLAYED, _RAISED):
+                if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    raise SilentProcessError(f"a second process was killed ({signal.Signals(-code).name})")
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                raise DeadProcessError(f"their process ended ({how})")
+            return None if code != _PLAYED else msgspec.msgpack.decode(answer.read_bytes(), type=Played)
+        return None
+
+    def close(self) -> None:
+        """End the process, with what it plays."""
+        if self._process is not None and self._owner == os.getpid():  # a fork of the owner ends too
+            for group in (self._process.pid, *([self._fork] if self._fork else [])):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            self._fork = 0
+            self._process.communicate()
+            self._process = None
+
+    def _environ(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONHASHSEED": str(self._hash_seed)}
+
+    def _run(self, request: bytes) -> tuple[bool, int]:
+        """Send a request, and wait for its end; returns whether the class was imported, and the fork's exit code.
+
+        Raises:
+            SilentProcessError: the server died, or the import or the episodes took too long.
+        """
+        if self._process is None:
+            environ = {**self._environ(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env=environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # numpy's would not be forked
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(request)
+        self._process.stdin.flush()
+        has_imported = False
+        while True:
+            if has_imported:
+                kind, value = self._report(PLAYING_S, f"episodes in a second process took more than {PLAYING_S:g} s")
+            else:
+                kind, value = self._report(IMPORT_S, f"a second process did not import it within {IMPORT_S:g} s")
+            has_imported |= kind == _IMPORTED
+            self._fork = value if kind == _FORKED else 0 if kind == _ENDED else self._fork
+            if kind == _ENDED:
+                return has_imported, value
+
+    def _report(self, seconds: float, too_long: str) -> tuple[int, int]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        poll = select.poll()  # `select` takes no descriptor above 1,023
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            raise SilentProcessError(too_long)
+        frame = self._process.stdout.read(_FRAME.size)
+        if len(frame) < _FRAME.size:
+            raise SilentProcessError("the process that starts second processes ended")
+        kind, value = _FRAME.unpack(frame)
+        return kind, value
+
+
+class _Surroundings(msgspec.Struct, array_like=True):
+    """What a fork takes over from the process that asks for it."""
+
+    directory: str
+    import_path: list[str]
+    environ: dict[str, str]
+
+
+@contextlib.contextmanager
+def _interleaved_threads() -> Iterator[None]:
+    """Let threads begin late and take turns often, so that those of several episodes overlap."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    CALL_THREADS.delay_s = THREAD_START_S
+    try:
+        yield
+    finally:
+        CALL_THREADS.delay_s = 0.0
+        sys.setswitchinterval(interval)
+
+
+def _process_state(environment: type[Environment]) -> dict[str, object]:
+    """Return what an environment can share between episodes: names of its modules and classes, and the process's own.
+
+    Values are identities, and the lengths of containers."""
+    state: dict[str, object] = {"the working directory": os.getcwd()}
+    state |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
+    for base in environment.__mro__:
+        module = sys.modules.get(base.__module__)
+        file = getattr(module, "__file__", None)
+        if file is None or not is_user_code(file):
+            continue
+        for owner, members in ((Path(file).name, vars(module)), (base.__qualname__, vars(base))):
+            for name, value in list(members.items()):
+                if not name.startswith(("__", "_abc_")) and name != "own_random" and not inspect.ismodule(value):
+                    length = len(value) if isinstance(value, list | dict | set) else 0
+                    state[f"{owner}.{name}"] = (id(value), length)
+    return state
+
+
+# --- in the other process ---------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Fork for each request, until the other process has ended."""
+    requests, reports, server = os.fdopen(os.dup(0), "rb"), os.dup(1), os.getpid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):  # the user's code must not read requests, or write answers
+        os.dup2(null, stream)
+    for module in IMPORTS:
+        importlib.import_module(module)
+    while (request := requests.readline()) and (answer := requests.readline()):
+        child = os.fork()
+        if child == 0:
+            requests.close()
+            os.setpgid(0, 0)
+            die_with_parent(server)
+            os.write(reports, _FRAME.pack(_FORKED, os.getpid()))
+            _play_and_exit(Path(os.fsdecode(request[:-1])), Path(os.fsdecode(answer[:-1])), reports)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # what it started
+        os.write(reports, _FRAME.pack(_ENDED, os.waitstatus_to_exitcode(status)))
+
+
+def _play_and_exit(request: Path, answer: Path, reports: int) -> None:
+    """Play in a fork, and write what was played."""
+    status = _RAISED
+    with contextlib.suppress(Exception):  # the check plays in its own process then, where the user sees the exception
+        surroundings, play = msgspec.msgpack.decode(request.read_bytes(), type=tuple[_Surroundings, Play])
+        os.chdir(surroundings.directory)
+        sys.path[:] = surroundings.import_path
+        importlib.invalidate_caches()
+        os.environ.clear()
+        os.environ.update(surroundings.environ)
+        numpy_random: Any = sys.modules["numpy.random"]
+        numpy_random.seed()  # Python's own generator does this itself after a fork
+        environment = resolve(play.environment)
+        os.write(reports, _FRAME.pack(_IMPORTED, 0))
+        os.close(reports)
+        answer.write_bytes(msgspec.msgpack.encode(event_loop.run(play_here(environment, play))))
+        status = _PLAYED
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()

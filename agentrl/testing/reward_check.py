@@ -151,11 +151,11 @@ def _replies(
 
 def _literals(reward_code: Callable[..., Any] | None) -> list[str]:
     """Return the texts in a function's code, without its docstring."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(reward_code or _answer)))
-    except (OSError, TypeError, SyntaxError):
-        return []
     if reward_code is None:
+        return []
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(reward_code)))
+    except (OSError, TypeError, SyntaxError):
         return []
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -16,6 +16,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.testing.execution import Failure
 
 UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
 _TOOL = re.compile(r"^([^\s(]+)\((.*)\)$", re.MULTILINE)
@@ -35,8 +36,8 @@ class WrongCallOutcomes:
     episodes: int = 0
     kinds: list[str] = field(default_factory=list)
     """Kinds of wrong calls that were played."""
-    errors: list[tuple[str, Task, str]] = field(default_factory=list)
-    """Kind, task and message of each episode that ended as an error."""
+    errors: list[tuple[str, Task, Failure]] = field(default_factory=list)
+    """Kind, task and failure of each episode that ended as an error."""
     ended_programs: int = 0
     """Number of episodes in which the program of an external agent failed and got `failed_reward`."""
 
@@ -46,8 +47,8 @@ class WrongCallOutcomes:
         return f"{len(self.errors)} of {plural(self.episodes, 'episode')}"
 
 
-Play = Callable[[Task, int, Script], str | bool]
-"""Plays a task with a seed and a policy. Returns a sentence if the episode ended as an error, else whether the program
+Play = Callable[[Task, int, Script], Failure | bool]
+"""Plays a task with a seed and a policy. Returns the failure if the episode ended as an error, else whether the program
 of an external agent failed."""
 
 
@@ -62,7 +63,7 @@ def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
         for number, task in enumerate(tasks):
             outcome = play(task, number, _always(kind, seen_tools))
             outcomes.episodes += 1
-            if isinstance(outcome, str):
+            if isinstance(outcome, Failure):
                 outcomes.errors.append((kind, task, outcome))
             else:
                 outcomes.ended_programs += outcome

@@ -26,6 +26,7 @@ from agentrl.testing.execution import (
     PARTITION,
     POLICY,
     ExecutedEpisode,
+    Failure,
     execute_episode,
     plain_rollout_settings,
     wire_dispatcher,
@@ -50,8 +51,8 @@ def execute(
     environment: type[agentrl.Environment], recorded: Sequence[JournalEntry] = (), *, fails: bool = False
 ) -> Any:
     outcome = asyncio.run(execute_episode(environment, spec(environment), lambda *_: [*b"ok", STOP_TOKEN], recorded))
-    assert isinstance(outcome, str if fails else ExecutedEpisode), outcome
-    return outcome
+    assert isinstance(outcome, Failure if fails else ExecutedEpisode), outcome
+    return outcome.text if isinstance(outcome, Failure) else outcome
 
 
 def commands(entries: Sequence[JournalEntry]) -> list[ResourceCallEntry]:

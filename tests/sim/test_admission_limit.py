@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.holds import InFlightLimit
 from agentrl.journal.port import Admission
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing.plugin import SeededSimulation
@@ -80,11 +81,10 @@ def test_each_decision_is_in_the_journal_and_the_limit_is_a_metric(simulated_loo
             engine_options={"places": 4, "seconds_per_call": 1.0},
         )
         await run.run()
-        waits = [admission.spec.held_by for admission in run.journal.of_kind(Admission) if admission.spec.held_by]
-        assert any(
-            "the limit at first, since the engine samples 4 turns at once (max_in_flight)" in why for why in waits
-        )
-        assert any("the limit since the engine sampled" in why for why in waits)
+        waits = [wait for admission in run.journal.of_kind(Admission) for wait in admission.spec.waited]
+        holds = [wait.hold for wait in waits if wait.hold.kind == "max_in_flight"]
+        assert InFlightLimit("first", {"places": 4}) in [hold.limit for hold in holds]
+        assert "raised" in [hold.limit.kind for hold in holds]
         limits = [metrics["episodes/limit"] for _, _, metrics in run.seen.steps]
         assert limits[-1] > 4
 

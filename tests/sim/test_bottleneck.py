@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 import agentrl
+from agentrl.core.holds import HoldKind
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.core.tokens import Completion
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch, HoldKind
+from agentrl.observe.bottleneck import PARTS, TURNS, BottleneckWatch
 from agentrl.observe.progress import LineDisplay
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver

@@ -22,12 +22,12 @@ from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.plan import resolve
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
+from agentrl.core.holds import Hold
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.router import EngineRouter
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
-from agentrl.orchestrator.scheduler import Hold
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.holds import InFlightLimit
 from agentrl.observe.bottleneck import TURNS
 from agentrl.orchestrator.admission_limit import AdmissionController
 from tests.sim.small_run import config_for
@@ -36,13 +37,13 @@ def test_it_rises_while_the_engine_has_places_and_the_limit_is_what_holds_episod
 def test_it_falls_while_calls_wait_for_room_or_a_place_and_not_below_a_group() -> None:
     controller = AdmissionController(100, 8)
     assert looked(controller, in_flight=100, engine=20.0, memory=60.0) == 80
-    assert "60 of 100 waited for room in the KV cache" in controller.reason
+    assert controller.reason == InFlightLimit("room", {"waiting": 60.0, "running": 100})
     assert looked(controller, in_flight=90, engine=20.0, memory=60.0) == 80, "ten still have to end"
     assert looked(controller, in_flight=9, engine=1.0, memory=5.0) == 8
     queued = AdmissionController(16, 8)
     queued.limit = 40
     assert looked(queued, in_flight=40, engine=36.0) == 32
-    assert "20 of 40 waited for a place in the engine" in queued.reason
+    assert queued.reason == InFlightLimit("places", {"waiting": 20.0, "running": 40})
 
 
 def test_some_may_wait_without_any_change() -> None:

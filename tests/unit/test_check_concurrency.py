@@ -531,7 +531,7 @@ SOUND = {
     ),
 }
 NAMED = {
-    "client-rebound": ("'Everest'", "'Aconcagua'", "environment.py.client"),
+    "client-rebound": ("'Everest'", "environment.py.client"),
     "command-fixed-path": ("Do: How tall is", "/shared"),
     "chdir": ("'Everest'", "the working directory"),
     "class-current-task": ("8849.0", "'Everest'", "E.current"),

@@ -52,15 +52,15 @@ from pathlib import Path
 import msgspec
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.testing.execution import execute_episode, random_policy, spec_of
+from agentrl.testing.execution import Failure, execute_episode, random_policy, spec_of
 
 name, kept = sys.argv[1], Path(sys.argv[2])
 found = resolve(name)
 recorded = msgspec.msgpack.decode(kept.read_bytes(), type=list[JournalEntry]) if kept.exists() else []
 task = found.tasks("train")[0]
 outcome = asyncio.run(execute_episode(found, spec_of(found, task, 0, 0), random_policy(found), recorded))
-if isinstance(outcome, str):
-    sys.exit(outcome)
+if isinstance(outcome, Failure):
+    sys.exit(outcome.text)
 kept.write_bytes(msgspec.msgpack.encode(outcome.entries[:2]))
 """
 

@@ -16,6 +16,7 @@ from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment.registry import resolve
 from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
 from agentrl.observe.bottleneck import MAX_CALLED, ActivityClock, FailingCalls, failing_calls
+from agentrl.observe.metrics import EFFECT_ERROR
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.testing.check import EnvironmentReport
 from tests.unit.episodes import Played, play
@@ -177,7 +178,7 @@ def test_advice_names_nothing_that_a_program_does_not_have(name: str) -> None:
 def counted(*errors: str | None, name: str = "effect 'grade'") -> ActivityClock:
     activity = ActivityClock(SystemClock())
     for error in errors:
-        activity.count_call(name, error)
+        activity.count_call(name, error, EFFECT_ERROR)
     return activity
 
 
@@ -205,12 +206,12 @@ def test_what_always_fails_or_has_failed_for_long_is_alarming(errors: list[str |
 
 def test_calls_are_counted_by_name_and_the_commonest_error_is_told() -> None:
     activity = counted("a", "b", "b", "c\nd")
-    activity.count_call("scorer 'judge'", None)
-    assert failing_calls(activity.totals()) == {"effect 'grade'": FailingCalls(4.0, 4.0, 4.0, "b")}
+    activity.count_call("scorer 'judge'", None, "scores/failed/judge")
+    assert failing_calls(activity.totals()) == {"effect 'grade'": FailingCalls(4.0, 4.0, 4.0, "b", EFFECT_ERROR)}
 
 
 def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
     activity = counted()
     for number in range(3 * MAX_CALLED):
-        activity.count_call("name " + "x" * number, "error " + "y" * number)
+        activity.count_call("name " + "x" * number, "error " + "y" * number, EFFECT_ERROR)
     assert len(failing_calls(activity.totals())) == MAX_CALLED

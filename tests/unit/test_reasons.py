@@ -41,7 +41,7 @@ def test_what_kept_a_root_waiting_and_for_which_step_it_was_started(sample_run: 
     roots = sorted((line.episode for line in lines), key=root_episode_number)[:32]
     waited = [text for name in roots for text in told(reader, name, "admitted") if "its start waited" in text]
     assert waited
-    why = r"the trainer of \w+ is \d steps? behind \(max_staleness of \w+\)|\d+ episodes are running \(max_in_flight\)"
+    why = r"the trainer is \d steps? behind \(max_staleness of \w+\)|\d+ episodes are running \(max_in_flight\)"
     assert all(re.fullmatch(rf"its start waited [\d.e-]+ s because ({why})", text) for text in waited)
     steps = [int(told(reader, name, "order")[0].removeprefix("started for step ").split(";")[0]) for name in roots]
     assert steps == sorted(steps)

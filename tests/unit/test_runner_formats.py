@@ -20,7 +20,7 @@ from agentrl.formats import runner
 from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
-from agentrl.testing.execution import POLICY, execute_episode
+from agentrl.testing.execution import POLICY, Failure, execute_episode
 from tests.unit.episodes import Played, play
 
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
@@ -187,7 +187,7 @@ def test_a_killed_runner_is_started_again(options: dict[str, Any]) -> None:
             return [*b"right", STOP_TOKEN]
 
         outcome = await execute_episode(Inspect, spec, script)
-        return outcome if isinstance(outcome, str) else outcome.header.reward
+        return outcome.text if isinstance(outcome, Failure) else outcome.header.reward
 
     async def thrice() -> list[float | str | None]:
         return [await reward(), await reward(kill=True), await reward()]

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.app import training
 from agentrl.app.evaluation import EvaluatedEpisode
-from agentrl.app.plan import with_chosen_settings
+from agentrl.app.plan import ChoiceLines, with_chosen_settings
 from agentrl.app.recipes import RECIPES
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
@@ -195,10 +195,10 @@ def test_a_run_that_was_killed_before_it_chose_its_settings_chooses_them_on_resu
     class KilledError(BaseException):
         pass
 
-    def chosen(*arguments: Any) -> tuple[RunConfig, str]:
-        config, line = with_chosen_settings(*arguments)
+    def chosen(*arguments: Any) -> tuple[RunConfig, ChoiceLines]:
+        config, lines = with_chosen_settings(*arguments)
         rates.append(config.trained["solver"].learning_rate)
-        return config, line
+        return config, lines
 
     def chat_format(model: ModelConfig) -> ChatFormat:
         raise KilledError

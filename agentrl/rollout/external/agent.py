@@ -579,7 +579,7 @@ def _count_program(episode: LiveEpisode, error: str | None) -> None:
     episode.metric(PROGRAM_OK if error is None else PROGRAM_FAILED, 1.0)
     if error is not None:
         episode.add_note(f"its program failed: {shorten_lines(error, 500)}")
-    count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error)
+    count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error, PROGRAM_FAILED)
 
 
 class LiveEndpoint(Endpoint):

@@ -211,7 +211,7 @@ class LiveScores:
         clock = self._episode.services.clock
         start_s = clock.monotonic()
         score = await scorer.score(request)
-        count_call(self._episode, f"scorer {scorer.name!r}", score.failure)
+        count_call(self._episode, f"scorer {scorer.name!r}", score.failure, SCORES_FAILED + scorer.name)
         if score.failure is not None:
             self._episode.metric(SCORES_FAILED + scorer.name, 1.0, agent)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)

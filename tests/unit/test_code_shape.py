@@ -1,0 +1,54 @@
+"""Decisions from texts for people are found in source code, and agentrl takes none."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from benchmarks.code_shape import PACKAGE, Module, decisions_from_prose, modules_of
+
+
+def found(expression: str) -> list[str]:
+    source = f"def decide(error, reason, hold, rows, failures):\n    return {expression}\n"
+    return decisions_from_prose([Module(name="planted", is_package=False, text=source, tree=ast.parse(source))])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "reason.endswith('(max_in_flight)')",
+        "hold.text.partition('. Set failed_reward')[0]",
+        "'resource_lost: ' in str(error)",
+        "'took longer than' in failures[0]",
+        "RESOURCE_LOST in reason",
+        "error not in (hold.detail or '')",
+        "re.search(r'did not end', str(error))",
+        "_PATTERN.match(hold.advice)",
+        "reason == 'the run is paused'",
+        "hold.phase.startswith('evaluating')",
+        "f'{error}'.startswith('load')",
+    ],
+)
+def test_a_planted_decision_is_found(expression: str) -> None:
+    (place,) = found(expression)
+    assert place.startswith("planted:decide, line 2: ")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "reason == 'resource_lost'",
+        "hold.kind == 'max_in_flight'",
+        "reason in ('frozen', 'probe')",
+        "'reason' in rows",
+        "' '.join(str(error).split())",
+        "str(error).partition('\\n')[0]",
+    ],
+)
+def test_kinds_keys_and_layout_are_no_decisions_from_prose(expression: str) -> None:
+    assert not found(expression)
+
+
+def test_no_decision_is_taken_from_a_text_for_people() -> None:
+    assert decisions_from_prose(modules_of(PACKAGE)) == []
