@@ -101,6 +101,7 @@ CHANGED: dict[str, Any] = {
     "best.stop_at": 1e9,
     "best.stop_fall": 1e9,
     "steps": TRAINED + 1,
+    "max_in_flight_per_task": 2 * GROUP,
     "engine.max_context": 60,
     "engine.refresh": "lazy",
     "engine.vllm": {"enforce_eager": True},
