@@ -330,7 +330,10 @@ class Disk(Protocol):
         ...
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run many operations without blocking the event loop."""
+        """Run many operations without blocking the event loop.
+
+        If the caller is cancelled, it ends with the operations, so that nothing removes files beneath them.
+        """
         ...
 
 
@@ -386,7 +389,14 @@ class LocalDisk:
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         import asyncio  # imported late: asyncio would be a third of the modules that a reading command loads
 
-        return await asyncio.to_thread(work)
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            raise
 
 
 LOCAL: Disk = LocalDisk()

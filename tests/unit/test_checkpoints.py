@@ -7,12 +7,14 @@ import hashlib
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.core.errors import StorageError
+from agentrl.core.files import LocalDisk
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, SeatRole
 from agentrl.orchestrator.buffer import Ledger
@@ -86,6 +88,34 @@ def test_the_opponents_of_a_checkpoint_are_those_that_were_drawn_from(tmp_path: 
     manifest, _ = find_newest_checkpoint(tmp_path)
     assert manifest is not None
     assert manifest.opponents == pools
+
+
+def test_a_write_that_is_cancelled_while_it_seals_ends_whole(tmp_path: Path) -> None:
+    """Environment code can cancel every task of a run, also while a thread seals a checkpoint."""
+    is_sealing, may_continue = threading.Event(), threading.Event()
+
+    class SlowDisk(LocalDisk):
+        def files(self, directory: Path) -> dict[str, int]:
+            is_sealing.set()
+            may_continue.wait(30)
+            return super().files(directory)
+
+    async def cancel_it() -> None:
+        writer = CheckpointWriter(tmp_path, disk=SlowDisk())
+        versions = {"policy": PolicyVersion("policy", 0, 1)}
+        writing = asyncio.create_task(writer.write(RecordingTrainer(["policy"]), versions, Ledger()))
+        await asyncio.to_thread(is_sealing.wait, 30)
+        for _ in range(2):
+            writing.cancel()
+            await asyncio.sleep(0)
+        may_continue.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+
+    asyncio.run(cancel_it())
+    manifest, rejected = find_newest_checkpoint(tmp_path)
+    assert manifest is not None
+    assert (rejected, (manifest.directory / "recording_trainer.json").is_file()) == ([], True)
 
 
 def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:

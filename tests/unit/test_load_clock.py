@@ -46,6 +46,8 @@ def test_time_lost_to_other_load_does_not_count() -> None:
 def test_the_clock_never_goes_back_and_counts_at_most_all_time() -> None:
     start = SystemClock.monotonic()
     clock = LoadClock()
-    times = [clock.monotonic() for _ in range(1000)]
+    times = [clock.monotonic()]
+    while times[-1] == times[0]:
+        times.append(clock.monotonic())
     assert times == sorted(times)
-    assert 0 < times[-1] <= SystemClock.monotonic() - start
+    assert times[-1] <= SystemClock.monotonic() - start
