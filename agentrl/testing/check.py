@@ -80,6 +80,7 @@ from agentrl.testing.new_process import (
     SilentProcessError,
     importable_name,
     play_in_new_process,
+    refuse_in_new_process,
 )
 from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
@@ -425,6 +426,7 @@ def check_environment(
         hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
             the code contains nothing that depends on them; a process must be able to import the class from its module.
     """
+    refuse_in_new_process()
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     report.on_progress = on_progress or report.on_progress
     report.sampling = sampling
@@ -711,6 +713,7 @@ def replay_from_every_entry(
         episodes: number of episodes.
         schedules: seeds of the simulated loop.
     """
+    refuse_in_new_process()
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     environment_class = resolve(environment)
     script = random_policy(environment_class)

@@ -66,6 +66,7 @@ THREAD_START_S = 0.02
 """Seconds after which a thread begins, while episodes are played at once."""
 SWITCH_S = 1e-6
 """Seconds after which a thread lets another one run, while episodes are played at once."""
+_is_new_process = False
 IMPORTS = ("numpy.random", "aiohttp.web")
 """Modules that an episode may import, which would block its event loop."""
 
@@ -148,13 +149,26 @@ POLICIES: dict[str, Callable[[type[Environment]], Script]] = {
 
 
 def importable_name(environment: type[Environment]) -> str:
-    """Return the reference by which another process imports a class; empty if it cannot."""
-    if "<locals>" in environment.__qualname__:
+    """Return the reference by which another process imports a class; empty if it cannot, or if it would run a script
+    again."""
+    if "<locals>" in environment.__qualname__ or environment.__module__ == "__main__":
         return ""
     try:
         return f"{module_of(environment)}:{environment.__qualname__}"
     except EnvironmentDefinitionError:  # of a notebook
         return ""
+
+
+def refuse_in_new_process() -> None:
+    """Refuse a check that begins when a module is imported: each would import the module in one more process.
+
+    Raises:
+        EnvironmentDefinitionError: this process plays for another check.
+    """
+    if _is_new_process:
+        raise EnvironmentDefinitionError(
+            'importing this module checks an environment; check it below `if __name__ == "__main__":`'
+        )
 
 
 async def play_here(environment: type[Environment], play: Play) -> Played:
@@ -361,7 +375,8 @@ def _serve() -> None:
 
 def _play_and_exit(request: Path, answer: Path, reports: int) -> None:
     """Play in a fork, and write what was played."""
-    status = _RAISED
+    global _is_new_process
+    _is_new_process, status = True, _RAISED
     with contextlib.suppress(Exception):  # the check plays in its own process then, where the user sees the exception
         surroundings, play = msgspec.msgpack.decode(request.read_bytes(), type=tuple[_Surroundings, Play])
         os.chdir(surroundings.directory)
@@ -380,4 +395,4 @@ def _play_and_exit(request: Path, answer: Path, reports: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    importlib.import_module("agentrl.testing.new_process")._serve()  # the module that others import, not a second one

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,38 @@ def test_the_server_has_one_thread(tmp_path: Path) -> None:
     play = Play(f"{tmp_path / 'environment.py'}:E", "random", [(0, Task(id="a", data={}))])
     server = seen(play_in_new_process(play))[3]
     assert [*Path(f"/proc/{server}/task").iterdir()] == [Path(f"/proc/{server}/task/{server}")]
+
+
+CHECKED_AT_IMPORT = """
+import pathlib
+import sys
+
+import agentrl
+
+
+class E(agentrl.Environment):
+    seats = ("main",)
+
+    async def run(self, ctx):
+        await ctx.agent("main").act(agentrl.user(ctx.task.id))
+        ctx.agent("main").reward(1.0)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{split}{number}", data={}) for number in range(4)]
+
+
+with pathlib.Path("imports").open("a") as file:
+    print(__name__, file=file)
+assert agentrl.check_environment(E).passed
+print("passed")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["checked.py"], ["-c", "import checked"]], ids=["script", "module"])
+def test_a_check_at_import_begins_no_endless_chain_of_processes(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "checked.py").write_text(CHECKED_AT_IMPORT)
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "passed\n", ended.stderr
+    assert len((tmp_path / "imports").read_text().splitlines()) <= 3
