@@ -126,7 +126,7 @@ PROSE = frozenset(
         *("errors", "failures", "messages", "problems", "reasons", "sentences", "warnings"),
     )
 )
-"""Last words of the names of texts for people. Those of `_OF_ANYTHING` count as attributes only, as in `hold.text`."""
+"""Last words in the names of texts for people. Words in `_OF_ANYTHING` count only as attributes, as in `hold.text`."""
 _OF_ANYTHING = frozenset(("text", "line", "words"))
 _SEARCHES = frozenset(
     (
@@ -570,7 +570,7 @@ def functions_with_config(modules: Sequence[Module]) -> list[str]:
 
 
 def column_lists(modules: Sequence[Module]) -> list[str]:
-    """Displays of names, and fields of classes, with at least three columns; those of `Tokens` belong to the table."""
+    """Literal collections and classes that name at least three columns, except kinds of `Tokens`."""
     found = []
     for module in modules:
         for node in ast.walk(module.tree):

@@ -222,7 +222,6 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     """Version made by the optimizer step that trained the row; None: no step did."""
     tokens: list[EpisodeToken]
     recorded: dict[str, list[float | None]]
-    """See `recorded_columns`."""
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,15 +381,15 @@ def recorded_columns(token_row: AssembledTokenRow) -> dict[str, list[float | Non
 
     None where a token has no value, as in context, or none that is finite; columns that no turn has are left out.
     """
+    tables = [table for of_turn in token_row.tables for table in of_turn]
     columns: dict[str, list[float | None]] = {}
     for name in (column.name for column in RECORDED_COLUMNS if column.name != "logprobs"):
-        parts = [getattr(table, name) for tables in token_row.tables for table in tables]
+        parts = [getattr(table, name) for table in tables]
         if any(part is not None for part in parts):
-            lengths = [len(table) for tables in token_row.tables for table in tables]
             columns[name] = [
                 value
-                for part, length in zip(parts, lengths, strict=True)
-                for value in ([None] * length if part is None else map(_finite, part.tolist()))
+                for part, table in zip(parts, tables, strict=True)
+                for value in ([None] * len(table) if part is None else map(_finite, part.tolist()))
             ]
     return columns
 

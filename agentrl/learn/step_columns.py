@@ -50,7 +50,7 @@ IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
 _GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
 """Ids that rows of several ranks may have in common; an episode is always on one rank."""
 _COLUMNS = ("lags", *IDS, "position", "fresh")
-"""Columns besides those of the table of tokens."""
+"""Columns that a step adds to the table of tokens."""
 _EMPTY: dict[str, Any] = {column.name: np.empty(0, column.dtype) for column in LOSS_COLUMNS}
 _NO_TOKENS = Tokens(token_ids=np.empty(0, np.int32), **_EMPTY)
 """Joined with others, it gives them all columns of losses."""

@@ -45,8 +45,9 @@ MAX_STATUS_BYTES = 1 << 20
 STATUS_FILE = "status.json"
 MIRRORS_FILE = "mirrors.json"
 """State of the copies that `agentrl run mirror` keeps; written by that command."""
-PAUSED, DRAINING, TRAINING = "paused", "draining", "training"
+TRAINING = "training"
 EVALUATING = ("evaluating before training", "evaluating after training")
+PAUSED, DRAINING = "paused", "draining"
 """Phases of a run that was asked to pause or to drain."""
 SILENT_S = 15.0
 """Seconds after which a status is out of date; a live run writes one every second."""

@@ -318,7 +318,7 @@ class _Surroundings(msgspec.Struct, array_like=True):
 
 @contextlib.contextmanager
 def _interleaved_threads() -> Iterator[None]:
-    """Let threads begin late and take turns often, so that those of several episodes overlap."""
+    """Delay each thread's start and switch threads often, so that episodes overlap."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     CALL_THREADS.delay_s = THREAD_START_S
