@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from agentrl.environment.sandbox_tools import bash, edit_file, read_file, write_file
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
+    from agentrl.inspection.recorded_run import RecordedRun, open_run
     from agentrl.learn.loss_batch import LossBatch
     from agentrl.sandbox.sandbox import Sandbox
     from agentrl.testing.check import check_environment
@@ -65,6 +66,7 @@ _HOME = {
     "MCPServer": "environment.mcp",
     "Message": "core.records",
     "PettingZooEnvironment": "environment.games",
+    "RecordedRun": "inspection.recorded_run",
     "Run": "app.training",
     "RunConfig": "config.run",
     "Sandbox": "sandbox.sandbox",
@@ -89,6 +91,7 @@ _HOME = {
     "learnability": "environment.tasks",
     "loss": "core.custom_functions",
     "make": "environment.registry",
+    "open_run": "inspection.recorded_run",
     "read_file": "environment.sandbox_tools",
     "register": "environment.registry",
     "scorer": "core.custom_functions",
@@ -117,6 +120,7 @@ __all__ = [
     "MCPServer",
     "Message",
     "PettingZooEnvironment",
+    "RecordedRun",
     "Run",
     "RunConfig",
     "Sandbox",
@@ -141,6 +145,7 @@ __all__ = [
     "learnability",
     "loss",
     "make",
+    "open_run",
     "read_file",
     "register",
     "scorer",

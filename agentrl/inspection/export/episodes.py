@@ -145,12 +145,11 @@ class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     """Yield the episodes of a selection; unreadable data is added to the selection's problems."""
     reader = selection.reader
-    run = str(reader.info().get("run", ""))
     # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are cached.
     read = lru_cache(4)(read_step_rows)
     for episode, attempt in selection.reported(selection.keys):
         try:
-            episode_record = _export_episode(reader, run, reader.episode(episode, attempt), read)
+            episode_record = read_episode(reader, reader.episode(episode, attempt), read)
         except JournalError as error:
             selection.leave_out(episode, str(error))
             continue
@@ -158,13 +157,15 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
         yield episode_record
 
 
-def _export_episode(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
+def read_episode(reader: RunReader, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
+    """Return an episode with its whole content; `read` reads a step's file."""
     conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
     for token_row in assemble_token_rows(view, problems):
         row = _row(token_row, newest_step_token_values(reader, view, token_row, problems, read))
         rows.setdefault((token_row.seat, token_row.index), []).append(row)
+    run = str(reader.info().get("run", ""))
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
 
 
