@@ -32,6 +32,8 @@ ADVISE_VLLM = $(BIN)/python -c 'import importlib.util; raise SystemExit(importli
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
+# Distributions of their own, which use the public names of agentrl.
+PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 # Progress bars on a terminal, silence in logs.
 INSTALL := $(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --no-input -c constraints.txt
 
@@ -87,11 +89,12 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
-dist: $(DEV_STAMP)  ## wheel, sdist and an SBOM (CycloneDX, with licenses) of the core with all it installs, into dist/, and checks them
+dist: $(DEV_STAMP)  ## wheels and sdists, with an SBOM (CycloneDX, with licenses) of the core with all it installs, into dist/, and checks them
 	@rm -rf dist build/core
 	@$(BIN)/python -m hatchling build
 	@$(BIN)/python -m venv build/core
 	@build/core/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	@for package in $(PACKAGES); do (cd $$package && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit; done
 	@$(INSTALL) cyclonedx-bom twine
 	@$(BIN)/twine check --strict dist/*
 	@$(BIN)/python -m benchmarks.installation core
@@ -120,7 +123,7 @@ fmt: $(DEV_STAMP)  ## format and mend what lint can mend
 
 clean:  ## remove caches and builds; .venv and runs stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find agentrl environments examples benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find agentrl environments examples benchmarks packages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
@@ -138,8 +141,8 @@ $(RUN_STAMP): $(PINS) | $(BIN)/python
 	@$(INSTALL) -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 
-$(DEV_STAMP): $(PINS) | $(BIN)/python
+$(DEV_STAMP): $(PINS) $(addsuffix /pyproject.toml,$(PACKAGES)) | $(BIN)/python
 	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
-	@$(INSTALL) -e '.[$(DEV_EXTRAS)]'
+	@$(INSTALL) -e '.[$(DEV_EXTRAS)]' $(addprefix -e ,$(PACKAGES))
 	@broken="$$($(BROKEN))" && { [ -z "$$broken" ] || $(BIN)/python -m pip uninstall --quiet --yes $$broken; }
 	@touch $(RUN_STAMP) $@

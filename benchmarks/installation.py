@@ -3,8 +3,8 @@
 The wheel is built from the sdist of the working tree and goes into empty environments.
 
 * `core`: the core alone, on each Python from 3.11 to 3.14 that is on PATH (`pythons`): the package imports, the command
-  line answers, a new environment passes its check. `core_packages`: packages installed besides agentrl and pip;
-  `wheel_mb`: size of the wheel.
+  line answers, a new environment passes its check, and each package of packages/ installs from its wheel.
+  `core_packages`: packages installed besides agentrl and pip; `wheel_mb`: size of the wheel.
 * `oldest`: the same at the lowest versions pyproject.toml allows.
 * `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`: creating the
   environment and installing the wheel; `demo_s`; `reward_start`, `reward_end`.
@@ -80,11 +80,23 @@ def built(work: Path) -> Path:
     return wheel
 
 
+def packages(work: Path) -> list[Path]:
+    """The wheels of packages/, each with the code and entry points of its working tree."""
+    wheels = []
+    for project in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        built_to = work / project.parent.name
+        run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built_to, cwd=project.parent)
+        wheels += built_to.glob("*.whl")
+    return wheels
+
+
 def core(work: Path) -> dict[str, float | None]:
     """The core at the newest versions, on each Python."""
-    wheel = built(work)
+    wheel, further = built(work), packages(work)
     pythons = [found for minor in (11, 12, 13, 14) if (found := _python(f"python3.{minor}"))]
-    counts = [_core(work / f"environment-{number}", python, wheel) for number, python in enumerate(pythons)]
+    counts = [
+        _core(work / f"environment-{number}", python, wheel, further=further) for number, python in enumerate(pythons)
+    ]
     return {"pythons": len(pythons), "core_packages": max(counts), "wheel_mb": wheel.stat().st_size / 1e6}
 
 
@@ -103,8 +115,10 @@ def _python(name: str) -> str | None:
     return found
 
 
-def _core(directory: Path, interpreter: str, wheel: Path, pins: Sequence[str] = ()) -> int:
-    """Try the core in an empty environment; returns the number of packages installed."""
+def _core(
+    directory: Path, interpreter: str, wheel: Path, pins: Sequence[str] = (), *, further: Sequence[Path] = ()
+) -> int:
+    """Try the core in an empty environment, then with further wheels; returns the number of packages of the core."""
     python = fresh_environment(directory, interpreter)
     run(python, *PIP, "install", wheel, *pins, cwd=directory)
     listed = json.loads(run(python, "-m", "pip", "list", "--format=json", cwd=directory))
@@ -117,6 +131,12 @@ def _core(directory: Path, interpreter: str, wheel: Path, pins: Sequence[str] = 
         run(agentrl, *arguments, cwd=directory)
     print(run(agentrl, "env", "check", "word_sums/env.py", cwd=directory).strip())
     run(agentrl, "train", "word_sums/train.toml", "--dry-run", cwd=directory)
+    if further:
+        run(python, *PIP, "install", "--no-deps", *further, cwd=directory)
+        environments = json.loads(run(agentrl, "env", "list", "--json", cwd=directory))
+        formats = [line for line in environments if line["entry_point"].startswith("agentrl_formats.")]
+        if not formats or any(line["error"] for line in formats):
+            raise SystemExit(f"the wheel of the formats: {formats or 'registers no environment'}")
     return len(packages)
 
 

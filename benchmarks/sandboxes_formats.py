@@ -35,13 +35,14 @@ from typing import Any
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.environment.registry import name_of
 from agentrl.formats import runner
-from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
-from agentrl.formats.gem import Gem
-from agentrl.formats.harbor import Harbor
-from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
-from agentrl.formats.servers import NemoGym, OpenEnv
+from agentrl.formats.runner import RunnerEnvironment
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, Failure, execute_episode, play
+from agentrl_formats.bfcl import Bfcl, Interfaces, entries, parsed_call
+from agentrl_formats.gem import Gem
+from agentrl_formats.harbor import Harbor
+from agentrl_formats.runners import Inspect, Verifiers
+from agentrl_formats.servers import NemoGym, OpenEnv
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_task
 
 PACKAGES = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))

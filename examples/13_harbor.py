@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import agentrl
-from agentrl.formats.harbor import Harbor
+from agentrl_formats.harbor import Harbor
 
 KINDS = {
     "make": ("Make the directory {word}.", "[ -d {word} ]"),

@@ -34,7 +34,7 @@ from unittest.mock import patch
 import msgspec
 from pydantic import BaseModel
 
-import agentrl.formats
+import agentrl_formats
 from agentrl.app.forks import fork
 from agentrl.app.training import run_training
 from agentrl.cli.commands import READING
@@ -627,10 +627,10 @@ def _link(name: str, target: Path, run: Path) -> None:
 
 
 def _shipped_environments(run: ReceivedRun, values: Values) -> Iterator[Case]:
-    """Yield changes that name each environment of this package, with a task that tells it what to do."""
+    """Yield changes that name each environment of the package of formats, with a task that tells it what to do."""
     names = set()
-    for module in pkgutil.iter_modules(agentrl.formats.__path__):
-        loaded = importlib.import_module(f"agentrl.formats.{module.name}")
+    for module in pkgutil.iter_modules(agentrl_formats.__path__):
+        loaded = importlib.import_module(f"agentrl_formats.{module.name}")
         for value in vars(loaded).values():
             if isinstance(value, type) and issubclass(value, Environment) and value.__module__ == loaded.__name__:
                 names.add(f"{value.__module__}:{value.__qualname__}")

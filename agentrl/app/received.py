@@ -421,7 +421,10 @@ class ReceivedRun:
         if (loaded_type := loaded_environment(name)) is not None:
             return loaded_type
         try:
-            if name in {entry.id for entry in registered_environments()} or _came_with_agentrl(name):
+            installed = {
+                reference for entry in registered_environments() for reference in (entry.id, entry.entry_point)
+            }
+            if name in installed or _came_with_agentrl(name):
                 return resolve(name)
         except EnvironmentDefinitionError as error:
             raise InputError(f"{error}; name the code to run: {command} --environment path/to/env.py:Class") from error

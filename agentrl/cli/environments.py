@@ -137,18 +137,16 @@ def _unrewarded_learners(
 
 def env_import(options: argparse.Namespace) -> int:
     """`agentrl env import harbor DIR [--root IMAGE=DIR]`; exit code 1 if a task is refused."""
-    from agentrl.formats.harbor import read_task, task_directories
+    from agentrl.environment.registry import resolve
 
+    harbor: Any = resolve("harbor")
     roots = {}
     for pair in options.root:
         image, equals, directory = pair.rpartition("=")
         if not equals:
             raise InputError(f"--root {pair}: write IMAGE=DIRECTORY")
         roots[image] = expand_path(directory)
-    directories = task_directories(Path(options.directory).resolve())
-    refusals = {
-        candidate.name: read_task(candidate, roots, network=options.network).refusals for candidate in directories
-    }
+    refusals = harbor.refusals(Path(options.directory).resolve(), roots, network=options.network)
     usable = sum(not reasons for reasons in refusals.values())
     if options.json:
         print_json({"tasks": len(refusals), "usable": usable, "refusals": refusals})

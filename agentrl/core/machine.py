@@ -39,6 +39,8 @@ EXTRAS: Mapping[str, str] = {
     "reasoning_gym": "calculator",
 }
 """Extra of agentrl that installs a package."""
+PACKAGES: Mapping[str, str] = {"agentrl_formats": "formats"}
+"""Directory in packages/ of a package that is a distribution of its own, named as agentrl's with that suffix."""
 GC_THRESHOLD = 50_000
 """Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
 
@@ -232,9 +234,11 @@ def _version(distribution: str) -> str:
 
 
 def describe_missing_package(error: BaseException) -> str:
-    """Return which package an error misses, with the command that installs it; empty if it misses none, or one that no
-    extra of agentrl has."""
+    """Return which package an error misses, with the command that installs it; empty if it misses none, or one that
+    neither agentrl nor an extra of it has."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name in PACKAGES:
+        return f"{name} is not installed: {install_command(package=PACKAGES[name])}"
     return f"{name} is not installed: {install_command(EXTRAS[name])}" if name in EXTRAS else ""
 
 
@@ -263,27 +267,35 @@ def library_versions() -> dict[str, str]:
     return {name: version for name, version in versions.items() if version}
 
 
-def install_command(extra: str = "") -> str:
-    """The command that installs an extra of this copy of agentrl; without an extra, agentrl itself.
+def install_command(extra: str = "", *, package: str = "") -> str:
+    """The command that installs an extra of this copy of agentrl, or a package that belongs to it; else agentrl itself.
 
     Args:
         extra: a name in pyproject.toml; several are separated by commas.
+        package: a directory in packages/. Beside a wheel of agentrl, its wheel is expected in the same place.
     """
     words = [sys.executable, "-m", "pip", "install"]
     brackets = f"[{extra}]" if extra else ""
+    folder = f"packages/{package}" if package else ""
     origin = _origin()
     if origin is None:
-        return shlex.join([*words, f"/path/to/agentrl{brackets}"])
+        return shlex.join([*words, f"{Path('/path/to/agentrl') / folder}{brackets}"])
+    distribution = f"{DISTRIBUTION}-{package}" if package else DISTRIBUTION
+    core_file, file = (f"{name.replace('-', '_')}-" for name in (DISTRIBUTION, distribution))  # prefixes of wheels
     url = str(origin["url"])
     if not url.startswith("file:"):
         vcs = origin.get("vcs_info", {})
-        at = f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
-        return shlex.join([*words, f"{DISTRIBUTION}{brackets} @ {at}"])
+        if vcs:
+            at = f"{vcs['vcs']}+{url}@{vcs['commit_id']}{f'#subdirectory={folder}' if folder else ''}"
+        else:
+            at = url.replace(core_file, file)
+        return shlex.join([*words, f"{distribution}{brackets} @ {at}"])
     place = Path(unquote(urlsplit(url).path))
     if (constraints := place / "constraints.txt").is_file():
         words += ["-c", str(constraints)]
     if origin.get("dir_info", {}).get("editable"):
         words.append("-e")
+    place = place.with_name(place.name.replace(core_file, file)) if "archive_info" in origin else place / folder
     return shlex.join([*words, f"{place}{brackets}"])
 
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.files import expand_path
-from agentrl.core.machine import describe_missing_package
+from agentrl.core.machine import DISTRIBUTION, PACKAGES, describe_missing_package, install_command
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases
 from agentrl.environment.environment import Environment, Split, TaskSource
@@ -48,6 +48,10 @@ _FILE_MODULE = "agentrl_environment_"
 """Prefix of the module names of environments loaded from a file; `name_of` returns the file instead."""
 _PACKAGE = Path(__file__).parent
 ENTRY_POINT_GROUP = "agentrl.environments"
+PACKAGED_ENVIRONMENTS: Mapping[str, str] = dict.fromkeys(
+    ("bfcl", "gem", "harbor", "inspect", "nemo_gym", "openenv", "verifiers"), "agentrl_formats"
+)
+"""Package with an environment of that name; see `agentrl.core.machine.PACKAGES`."""
 _NOT_TOOLS = {"reset", "get_reward", "tasks"}
 """Public methods of a TRL-style class that are not its tools."""
 
@@ -172,7 +176,10 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
     names = [entry.id for entry in registered_environments()]
     suggestions = difflib.get_close_matches(name, names, n=1)
     files = [file for file in (Path(name) / "env.py", Path(f"{name}.py")) if file.is_file()]
-    if files:
+    if name in PACKAGED_ENVIRONMENTS:
+        package = PACKAGES[PACKAGED_ENVIRONMENTS[name]]
+        hint = f"install its package {DISTRIBUTION}-{package}: {install_command(package=package)}"
+    elif files:
         hint = f"its file is {files[0]}: give that path"
     elif suggestions:
         hint = f"did you mean {suggestions[0]!r}?"

@@ -1,4 +1,4 @@
-"""Tasks that another project's package plays itself: tasksets of verifiers, and tasks of Inspect.
+"""Tasks that another project's package plays itself.
 
 The package asks the model at the run's endpoint, as any external agent does, and returns the rewards. It has a Python
 of its own, in a process for each worker that stands until the worker ends (`runner_program.py`), with your rights.
@@ -34,7 +34,13 @@ class RunnerEnvironment(HarnessEnvironment):
     """Base of the environments whose tasks another package plays."""
 
     package: ClassVar[str]
-    """Name of the package in `runner_program.py`."""
+    """Name of the package among `players`."""
+    players: ClassVar[Path]
+    """A Python file that imports only the package and the standard library. Its dictionary `PLAYERS` has a class by
+    package, made with the settings of `tasks` in the package's Python. An instance has `contents`, a digest of each
+    task by id; `prepare()`, called once before the first episode; and `play(request)`, which returns the rewards of the
+    task `request["task"]`. It asks `request["model"]` at `request["url"]` with the key `request["key"]`, which is also
+    in the variable AGENTRL_ENDPOINT_KEY."""
     seats = ("agent",)
     selects = ("python", "settings")
 
@@ -66,7 +72,7 @@ class RunnerEnvironment(HarnessEnvironment):
         """
         python, path = expand_path(python), [os.path.abspath(expand_path(each)) for each in path]
         settings = {"taskset": taskset, "path": path, "config": dict(config or {})}
-        command = (python, "-P", str(PROGRAM), cls.package, "list", json.dumps(settings))
+        command = (python, "-P", str(PROGRAM), str(cls.players), cls.package, "list", json.dumps(settings))
         try:
             listed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -87,7 +93,8 @@ class RunnerEnvironment(HarnessEnvironment):
             RuntimeError: it failed, and no limit was the cause.
         """
         data = task.data
-        command = (data["python"], "-P", str(PROGRAM), self.package, "serve", json.dumps(data["settings"]))
+        players = str(self.players)
+        command = (data["python"], "-P", str(PROGRAM), players, self.package, "serve", json.dumps(data["settings"]))
         answer = await _standing(command).play(
             {
                 "task": data["task"],
@@ -106,19 +113,6 @@ class RunnerEnvironment(HarnessEnvironment):
     def reward(self, task: Task, episode: HarnessEpisode) -> Mapping[str, float]:
         rewards: dict[str, Any] = episode.result or {}
         return {name: stated_reward(value, f"{self.package}, {name!r}") for name, value in rewards.items()}
-
-
-class Verifiers(RunnerEnvironment):
-    """Tasks of verifiers (version 1). `taskset` is the taskset's id; `config` has further sections of the environment's
-    configuration, such as `{ taskset = { num_tasks = 100 }, agent = { harness = { id = "bash" } } }`."""
-
-    package = "verifiers"
-
-
-class Inspect(RunnerEnvironment):
-    """Samples of an Inspect task. `taskset` is its `module:function`; `config` has the function's arguments."""
-
-    package = "inspect"
 
 
 class _Runner:

@@ -309,13 +309,13 @@ def test_an_installed_package_runs_no_code_of_the_working_directory(tmp_path: Pa
 
 
 SHIPPED: dict[str, dict[str, Any]] = {
-    "agentrl.formats.runner:Verifiers": {"python": "{program}", "settings": {}, "task": "0"},
-    "agentrl.formats.runner:Inspect": {"python": "{program}", "settings": {}, "task": "0"},
-    "agentrl.formats.servers:NemoGym": {"url": "{url}", "file": "{file}", "row": 0},
-    "agentrl.formats.servers:OpenEnv": {"url": "{url}", "seed": 1},
-    "agentrl.formats.harbor:Harbor": {"directory": "{top}", "task": ".", "roots": {"img": "/."}, "network": "open"},
-    "agentrl.formats.gem:Gem": {"id": "game:GuessTheNumber-v0", "seed": 1, "arguments": {}},
-    "agentrl.formats.bfcl:Bfcl": {"category": "../../../etc"},
+    "agentrl_formats.runners:Verifiers": {"python": "{program}", "settings": {}, "task": "0"},
+    "agentrl_formats.runners:Inspect": {"python": "{program}", "settings": {}, "task": "0"},
+    "agentrl_formats.servers:NemoGym": {"url": "{url}", "file": "{file}", "row": 0},
+    "agentrl_formats.servers:OpenEnv": {"url": "{url}", "seed": 1},
+    "agentrl_formats.harbor:Harbor": {"directory": "{top}", "task": ".", "roots": {"img": "/."}, "network": "open"},
+    "agentrl_formats.gem:Gem": {"id": "game:GuessTheNumber-v0", "seed": 1, "arguments": {}},
+    "agentrl_formats.bfcl:Bfcl": {"category": "../../../etc"},
 }
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 from agentrl.core.records import Task
-from agentrl.formats import bfcl
-from agentrl.formats.bfcl import Bfcl
 from agentrl.testing.execution import play
+from agentrl_formats import bfcl
+from agentrl_formats.bfcl import Bfcl
 from tests.translations.rows import Row
 
 PACKAGE = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent")) / "bfcl"

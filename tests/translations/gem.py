@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from agentrl.formats import gem
-from agentrl.formats.gem import Gem
+from agentrl_formats import gem
+from agentrl_formats.gem import Gem
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play
 

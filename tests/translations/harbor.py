@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 import agentrl
-from agentrl.formats import harbor
-from agentrl.formats.harbor import Harbor
 from agentrl.testing.execution import play
+from agentrl_formats import harbor
+from agentrl_formats.harbor import Harbor
 from tests.translations.rows import Row
 
 FILES = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agentrl.formats.runner import Inspect
+from agentrl_formats.runners import Inspect
 from tests.support.preloaded_python import preloaded
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play

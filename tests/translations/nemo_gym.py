@@ -14,8 +14,8 @@ from unittest import mock
 
 from aiohttp import web
 
-from agentrl.formats import servers
-from agentrl.formats.servers import NemoGym
+from agentrl_formats import servers
+from agentrl_formats.servers import NemoGym
 from tests.support.served import served
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play

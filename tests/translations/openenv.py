@@ -17,8 +17,8 @@ from unittest import mock
 
 from aiohttp import ClientSession, web
 
-from agentrl.formats import servers
-from agentrl.formats.servers import OpenEnv
+from agentrl_formats import servers
+from agentrl_formats.servers import OpenEnv
 from tests.support.served import served
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play

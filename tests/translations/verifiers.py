@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agentrl.formats.runner import Verifiers
+from agentrl_formats.runners import Verifiers
 from tests.support.preloaded_python import preloaded
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play

@@ -18,9 +18,9 @@ from pydantic import AfterValidator, Field
 
 import agentrl
 from agentrl.environment import gym
-from agentrl.formats.bfcl import Bfcl
-from agentrl.formats.gem import Gem
 from agentrl.testing.check import check_environment
+from agentrl_formats.bfcl import Bfcl
+from agentrl_formats.gem import Gem
 
 INSTALL = "the extra games is not installed"
 

@@ -24,8 +24,8 @@ import agentrl
 from agentrl.core.errors import AgentRLError, CheckFailedError, EnvironmentDefinitionError
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.environment.registry import as_environment
-from agentrl.formats.harbor import Harbor
 from agentrl.testing import play
+from agentrl_formats.harbor import Harbor
 
 TASK = agentrl.Task(id="1", data={"question": "?"})
 

@@ -41,6 +41,7 @@ def test_a_checkout_is_installed_again_with_its_constraints(installed_from: Any,
     pins = str(checkout / "constraints.txt")
     expected = [sys.executable, "-m", "pip", "install", "-c", pins, "-e", f"{checkout}[train,ray]"]
     assert shlex.split(install_command("train,ray")) == expected
+    assert shlex.split(install_command(package="formats")) == [*expected[:-1], f"{checkout}/packages/formats"]
 
 
 def test_a_wheel_is_named_by_its_file(installed_from: Any, tmp_path: Path) -> None:
@@ -48,6 +49,8 @@ def test_a_wheel_is_named_by_its_file(installed_from: Any, tmp_path: Path) -> No
     installed_from({"url": wheel.as_uri(), "archive_info": {}})
     assert shlex.split(install_command("games"))[-1] == f"{wheel}[games]"
     assert shlex.split(install_command())[-1] == str(wheel)
+    expected = tmp_path / "episodic_rl_formats-9-py3-none-any.whl"
+    assert shlex.split(install_command(package="formats"))[-1] == str(expected)
 
 
 def test_an_address_is_repeated(installed_from: Any) -> None:
@@ -55,6 +58,8 @@ def test_an_address_is_repeated(installed_from: Any) -> None:
     installed_from({"url": "https://example.org/agentrl.git", "vcs_info": vcs})
     expected = "episodic-rl[games] @ git+https://example.org/agentrl.git@0123abcd"
     assert shlex.split(install_command("games"))[-1] == expected
+    package = "episodic-rl-formats @ git+https://example.org/agentrl.git@0123abcd#subdirectory=packages/formats"
+    assert shlex.split(install_command(package="formats"))[-1] == package
 
 
 def test_what_pip_did_not_record_is_installed_from_the_checkout(installed_from: Any, repository: Path) -> None:
@@ -95,7 +100,7 @@ def test_nothing_tells_a_reader_to_install_a_name_that_is_not_ours(repository: P
             words = OPTIONS.sub("", re.split(r"`|\(| && |;| {2,}|, | # |\"", command)[0]).split()
             named += [(path, re.split(r"[\[=]", word.strip("'\"."), maxsplit=1)[0]) for word in words]
     assert len(named) > 15
-    local = re.compile(r"|{.*|(wheels|dist)/.*|\$.*")
+    local = re.compile(r"|{.*|(wheels|dist|packages)/.*|\$.*")
     assert not [(path, name) for path, name in named if not local.fullmatch(name) and name not in OF_OTHERS]
 
 

@@ -16,11 +16,11 @@ from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.files import expand_path
-from agentrl.formats.harbor import Harbor
-from agentrl.formats.runner import Inspect
-from agentrl.formats.servers import NemoGym
 from agentrl.inspection.reader import RunReader
 from agentrl.testing import play
+from agentrl_formats.harbor import Harbor
+from agentrl_formats.runners import Inspect
+from agentrl_formats.servers import NemoGym
 from tests.support.harbor_suite import ROOTS, write_suite
 
 ENVIRONMENT = """

@@ -10,8 +10,8 @@ import pytest
 import agentrl
 from agentrl.app.run_parts import unproved_sandbox_promises
 from agentrl.core.errors import InputError
-from agentrl.formats.harbor import Harbor
 from agentrl.sandbox import bubblewrap
+from agentrl_formats.harbor import Harbor
 
 pytestmark = pytest.mark.needs("bubblewrap")
 

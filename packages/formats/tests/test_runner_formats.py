@@ -17,14 +17,15 @@ from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import EpisodeSpec, SeatBinding
 from agentrl.environment.registry import name_of
 from agentrl.formats import runner
-from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
+from agentrl.formats.runner import RunnerEnvironment
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import POLICY, Failure, execute_episode
+from agentrl_formats.runners import Inspect, Verifiers
 from tests.unit.episodes import Played, play
 
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
-SUMS = Path(__file__).parents[1] / "support" / "sums"
+SUMS = Path(__file__).parents[3] / "tests" / "support" / "sums"
 """A taskset of verifiers and a task of Inspect: twelve sums, each with two rewards."""
 
 STANDIN = SUMS.with_name("inspect_standin")

@@ -18,13 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.records import Task
-from agentrl.core.reply_formats import describe_malformed_call
-from agentrl.environment.environment import Split, TaskSource
-from agentrl.environment.isolated import IsolatedObject, isolated
-from agentrl.environment.tasks import split_tasks
-from agentrl.formats.session import Call, SessionEnvironment, Start, Step, tool_message
+from agentrl import Task, TaskSource
+from agentrl.formats import (
+    Call,
+    EnvironmentDefinitionError,
+    IsolatedObject,
+    SessionEnvironment,
+    Split,
+    Start,
+    Step,
+    describe_malformed_call,
+    isolated,
+    split_tasks,
+    tool_message,
+)
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context")
 """Categories whose tools stay the same during a task."""

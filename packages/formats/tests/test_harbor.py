@@ -15,9 +15,9 @@ import pytest
 import agentrl
 from agentrl.cli.main import main
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
-from agentrl.formats.harbor import Harbor, HarborTask, checked_rewards, read_task
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
+from agentrl_formats.harbor import Harbor, HarborTask, checked_rewards, read_task
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_suite, write_task
 
 EXPECTED = {
@@ -298,7 +298,7 @@ def test_a_configuration_is_checked_with_its_options(tmp_path: Path, capsys: pyt
     write_suite(tmp_path / "tasks")
     options = f'directory = "{tmp_path}/tasks", roots = {{ "python:3.12" = "/", "ubuntu:24.04" = "/" }}'
     (tmp_path / "run.toml").write_text(
-        f'name = "harbor"\nenvironment = {{ id = "agentrl.formats.harbor:Harbor", options = {{ {options} }} }}\n'
+        f'name = "harbor"\nenvironment = {{ id = "agentrl_formats.harbor:Harbor", options = {{ {options} }} }}\n'
         'model.path = "agentrl.environments:calculator/model"\npolicies.agent = {}\n'
     )
     assert main(["env", "check", str(tmp_path / "run.toml")]) == 0

@@ -21,16 +21,22 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
 
-from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InputError
-from agentrl.core.files import expand_path, open_regular, read_at_most
-from agentrl.core.records import Task
-from agentrl.environment.context import EpisodeContext, EpisodeSandbox
-from agentrl.environment.environment import Split, TaskSource
-from agentrl.environment.sandbox_tools import bash
-from agentrl.environment.tasks import split_tasks
-from agentrl.environment.tools import ToolEnvironment, ToolEpisode
-from agentrl.sandbox.driver import Network, check_variables
-from agentrl.sandbox.sandbox import Sandbox, copy_refusals, read_sources
+from agentrl import EpisodeContext, Sandbox, Task, TaskSource, ToolEnvironment, ToolEpisode, bash
+from agentrl.formats import (
+    EffectError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    EpisodeSandbox,
+    InputError,
+    Network,
+    Split,
+    check_variables,
+    copy_refusals,
+    expand_path,
+    open_regular,
+    read_sources,
+    split_tasks,
+)
 
 MACHINE = "/"
 """Root directory of tasks that may use this machine's /usr in place of an image."""
@@ -175,7 +181,7 @@ def _text(path: Path) -> str:
         UnicodeDecodeError: it is not UTF-8.
     """
     with open_regular(path.resolve()) as file:
-        content = read_at_most(file, _TEXT_BYTES + 1)
+        content = file.read(_TEXT_BYTES + 1)
     if len(content) > _TEXT_BYTES:
         raise OSError(errno.EFBIG, f"longer than {_TEXT_BYTES:,} bytes")
     return content.decode()
@@ -259,7 +265,7 @@ def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
         task.refusals.append(f"{tests / 'test.sh'}: there is none")
     for script in sorted(path for path in tests.rglob("*.sh") if path.is_file() and not path.is_symlink()):
         with open_regular(script) as file:
-            text = read_at_most(file, _TEXT_BYTES).decode("utf-8", "replace")
+            text = file.read(_TEXT_BYTES).decode("utf-8", "replace")
         for number, line in enumerate(text.split("\n"), 1):
             found = _NEEDS_NETWORK.search(line.partition("#")[0] if number > 1 else "")
             if found and network == "none":
@@ -454,6 +460,15 @@ class Harbor(ToolEnvironment):
                 + "; ".join(refusals[:3])
             )
         return split_tasks(tasks, split, held_out)
+
+    @staticmethod
+    def refusals(top: Path, roots: Mapping[str, str], *, network: Network) -> dict[str, list[str]]:
+        """Return why each task in a directory cannot be honored, for `agentrl env import harbor`.
+
+        Raises:
+            EnvironmentDefinitionError: there are no tasks.
+        """
+        return {found.name: read_task(found, roots, network=network).refusals for found in task_directories(top)}
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Read the task, converse, and run its tests."""

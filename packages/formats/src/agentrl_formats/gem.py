@@ -6,13 +6,20 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.records import Task
-from agentrl.core.text import valid_unicode
-from agentrl.environment.environment import Split, TaskSource
-from agentrl.environment.rewards import stated_reward
-from agentrl.environment.tasks import DrawnTasks, GameSeedTasks
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
+from agentrl import Task, TaskSource
+from agentrl.formats import (
+    Call,
+    DrawnTasks,
+    EnvironmentDefinitionError,
+    GameSeedTasks,
+    Session,
+    SessionEnvironment,
+    Split,
+    Start,
+    Step,
+    stated_reward,
+    valid_unicode,
+)
 
 
 class Gem(SessionEnvironment):

@@ -18,19 +18,31 @@ from typing import Any
 
 import aiohttp
 
-from agentrl.core.answers import UNCOMPRESSED, read_answer
-from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
-from agentrl.core.files import expand_path
-from agentrl.core.own_loop import outside_event_loop
-from agentrl.core.records import Task
-from agentrl.core.reply_formats import describe_malformed_call
-from agentrl.environment.environment import Split, TaskSource
-from agentrl.environment.rewards import stated_reward
-from agentrl.environment.tasks import GameSeedTasks, split_tasks
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, message_data, tool_message
-from agentrl.gateway.bodies import parse_json
-from agentrl.gateway.calls import ChatRequest, RequestRefusedError, bounded_repr
-from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
+from agentrl import InfrastructureError, Task, TaskSource
+from agentrl.formats import (
+    UNCOMPRESSED,
+    Call,
+    ChatRequest,
+    EnvironmentDefinitionError,
+    GameSeedTasks,
+    RequestRefusedError,
+    Session,
+    SessionEnvironment,
+    Split,
+    Start,
+    Step,
+    bounded_repr,
+    describe_malformed_call,
+    expand_path,
+    message_data,
+    outside_event_loop,
+    parse_json,
+    read_answer,
+    read_responses_request,
+    split_tasks,
+    stated_reward,
+    tool_message,
+)
 
 SECONDS = 60.0
 """Time limit of a request."""
@@ -155,7 +167,7 @@ def _rows(path: str) -> list[dict[str, Any]]:
 
 
 _READ = {"input", "instructions", "tools", "previous_response_id", "prompt", "background"}
-"""Parameters that `OpenAIResponsesProtocol` reads or refuses."""
+"""Parameters that `read_responses_request` reads or refuses."""
 _OF_THE_RUN = {"temperature", "top_p", "top_logprobs", "max_output_tokens", "parallel_tool_calls", "reasoning", "model"}
 """Parameters of sampling, which the run decides."""
 _WITHOUT_EFFECT = {"metadata", "user", "store", "include", "service_tier", "truncation", "stream"}
@@ -175,7 +187,7 @@ def _read_parameters(parameters: Mapping[str, Any]) -> ChatRequest:
         is_known = name in _READ | _OF_THE_RUN | _WITHOUT_EFFECT
         if not is_known and value != {} and value != harmless.get(name):
             raise RequestRefusedError(f"{name} = {bounded_repr(value)} is not supported; remove it")
-    request = OpenAIResponsesProtocol().read(
+    request = read_responses_request(
         {**{name: given[name] for name in _READ & given.keys()}, "tools": tools, "model": "policy"}
     )
     if isinstance(given.get("input"), list) and any(item.get("type") == "reasoning" for item in given["input"]):
