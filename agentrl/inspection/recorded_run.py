@@ -135,9 +135,8 @@ class RecordedRun:
     """A run as data, from its directory. It reads only, also while the run is written; use it in a `with` statement, or
     call `close`.
 
-    Episodes are chosen by a filter (`where`, as in `agentrl episode list --where`) and by words (`match`, as `--match`).
-    They come in the order of admission. An episode that cannot be read is left out of turns, rewards and tokens, and
-    named in `problems`.
+    A filter (`where`) and words (`match`) choose episodes as the options of `agentrl episode list` do. Episodes come in
+    the order of admission. One that cannot be read is left out of turns, rewards and tokens, and named in `problems`.
     """
 
     def __init__(self, path: str | Path) -> None:
