@@ -6,7 +6,6 @@
 * `value` and `is`: a constant of the code, or the length of a collection;
 * `generated`: the function of docs/generators/peers.py that writes the sentence from docs/peers.json;
 * `source` and `has`: a file of this repository and what stands in it;
-* `command` and `prints`: a command of agentrl, run here beside the sample run;
 * `record`: who measured it with what, and when, where no command can repeat it here;
 * `read`: where it stands in another project, with `on`, the date it was read.
 
@@ -19,10 +18,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shlex
-import subprocess
-import sys
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -34,7 +29,7 @@ from docs.generators import peers
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("claims", "claims_false", "claims_unsourced")
-GROUNDS = ("tests", "value", "generated", "source", "command", "record", "read")
+GROUNDS = ("tests", "value", "generated", "source", "record", "read")
 
 Claim = Mapping[str, Any]
 
@@ -80,8 +75,6 @@ def objection(row: Claim) -> str:
             return f"{row['value']} is {value}, not {row['is']}"
     if "source" in row and row["has"] not in _text(ROOT / row["source"]):
         return f"{row['source']} lacks {row['has']}"
-    if "command" in row and row["prints"] not in (printed := _printed(row["command"])):
-        return f"`{row['command']}` does not print {row['prints']}: {printed[-300:]}"
     return ""
 
 
@@ -99,25 +92,6 @@ def unsourced(rows: Sequence[Claim], readme: str) -> list[str]:
 @cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-@cache
-def _workplace() -> Path:
-    """A directory with the sample run."""
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-claims-"))
-    _run(directory, "agentrl demo --journal-only")
-    return directory
-
-
-@cache
-def _printed(command: str) -> str:
-    return _run(_workplace(), command)
-
-
-def _run(directory: Path, command: str) -> str:
-    arguments = [sys.executable, "-P", "-m", "agentrl.cli", *shlex.split(command)[1:]]
-    done = subprocess.run(arguments, cwd=directory, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
 
 
 def figures(quick: bool) -> dict[str, float | None]:
