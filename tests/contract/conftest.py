@@ -41,7 +41,8 @@ def make_engine(request: pytest.FixtureRequest, zoo: ModelZoo) -> MakeEngine:
     scripted, replicas, embedded = MakeScripted(), MakeReplicas(), MakeEmbedded(zoo)
     made: dict[str, MakeEngine] = {maker.kind: maker for maker in (scripted, replicas, embedded)}
     program = "tests.contract.scripted_program:scripted_engine"
-    made["scripted in a process"] = MakeProcess(scripted, program)
+    # In real time: a busy machine must not let a turn end before its call is aborted.
+    made["scripted in a process"] = MakeProcess(scripted, program, seconds_per_token=5e-3)
     program = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
     made["embedded in a process"] = MakeProcess(embedded, program, model_path=str(zoo.directory()))
     return made[request.param]
