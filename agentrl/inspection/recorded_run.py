@@ -258,7 +258,7 @@ class RecordedRun:
 
     def _report(self, problems: list[str], episode: str, attempt: int) -> None:
         named = (f"{episode}.{attempt}: {problem}" for problem in problems)
-        self.problems.extend(problem for problem in named if problem not in self.problems)
+        self.problems = list(dict.fromkeys([*self.problems, *named]))
 
     def _turns(self, view: EpisodeView) -> Iterator[EpisodeTurn]:
         conversation = build_conversation(self._reader, view)

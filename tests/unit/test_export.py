@@ -164,14 +164,14 @@ def test_what_a_damaged_run_lacks_is_said(sample_run: Path, tmp_path: Path, caps
 def test_an_export_that_lacks_an_episode_is_no_success(
     sample_run: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_episode = episodes._export_episode
+    read_episode = episodes.read_episode
 
-    def fail(reader: RunReader, run: str, view: EpisodeView, read: episodes.ReadStep) -> episodes.ExportedEpisode:
+    def fail(reader: RunReader, view: EpisodeView, read: episodes.ReadStep) -> episodes.ExportedEpisode:
         if view.summary.episode == "e1":
             raise JournalError("its record is damaged")
-        return export_episode(reader, run, view, read)
+        return read_episode(reader, view, read)
 
-    monkeypatch.setattr(episodes, "_export_episode", fail)
+    monkeypatch.setattr(episodes, "read_episode", fail)
     command = [
         "run",
         "export",
