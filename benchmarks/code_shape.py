@@ -23,14 +23,11 @@ Read from the source of `agentrl/`:
 one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
-`functions_with_config`: functions that take the whole `RunConfig`, rather than a section or a part of the run's plan.
 `decisions_from_prose`: places that look for words in a text for people: a search, comparison or split of a message, a
 reason, an advice, … (`PROSE`), or of the text of an exception. A cause is a value, and its text is derived from it.
 Texts of other libraries, and old records, are read in the functions of `FOREIGN_TEXTS`.
 `column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
 without kinds of `Tokens` and `DECLARATIONS`. One is the table.
-`files_per_token_column`: the files that name one of the columns that an engine may add to each token (`RECORDED`), for
-the column with most. Ids, logprobs and versions are left out: everything that reads or trains a token is about them.
 
 `--quick` traces nothing; `--list` prints what each figure counts, before the last line.
 """
@@ -84,9 +81,7 @@ FIGURES = (
     "code_lines",
     "config_fields",
     "private_words",
-    "functions_with_config",
     "column_lists",
-    "files_per_token_column",
     "decisions_from_prose",
 )
 
@@ -152,12 +147,6 @@ FOREIGN_TEXTS: Mapping[str, str] = {
     "agentrl.testing.execution:missing_awaits": "Python's",
 }
 """Functions that look for words in texts which are not ours, and whose texts these are."""
-RECORDED: Mapping[str, str] = {
-    "kept": r"\bKept(Sets|Count)\b|\.kept\.(counts|ids)|\bkept\.counts|\btoken\.kept\b",
-    "experts": r"\bExpertRouting\b|\.experts\.(rows|start|restarts|stretches)|\.experts is|experts=(tap|self\.routing)",
-    "values": r"completion\.values|with_column\('values'|'values', '<f4'",
-}
-"""Columns that an engine may add to a table of tokens, and how code names them."""
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
@@ -553,22 +542,6 @@ def private_words(modules: Sequence[Module]) -> list[str]:
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def functions_with_config(modules: Sequence[Module]) -> list[str]:
-    """Functions with a parameter that may be a `RunConfig`."""
-    found = []
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                arguments = node.args
-                annotations = [
-                    ast.unparse(argument.annotation)
-                    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-                    if argument.annotation is not None
-                ]
-                found += [f"{module.name}: {node.name}"] * any("RunConfig" in annotation for annotation in annotations)
-    return found
-
-
 def column_lists(modules: Sequence[Module]) -> list[str]:
     """Literal collections and classes that name at least three columns, except kinds of `Tokens`."""
     found = []
@@ -676,15 +649,6 @@ def _names_in(node: ast.AST | None) -> list[str]:
     return []
 
 
-def files_per_token_column(modules: Sequence[Module]) -> list[str]:
-    """The files that name a recorded column, of the column that most files name."""
-    by_column = {
-        column: [module.name for module in modules if re.search(pattern, ast.unparse(module.tree))]
-        for column, pattern in RECORDED.items()
-    }
-    return max(by_column.values(), key=len)
-
-
 def source_figures() -> dict[str, list[str] | int]:
     """What the source holds, by figure: names, or a count."""
     modules = modules_of(PACKAGE)
@@ -695,9 +659,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "code_lines": sum(map(code_lines, modules)),
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
-        "functions_with_config": functions_with_config(modules),
         "column_lists": column_lists(modules),
-        "files_per_token_column": files_per_token_column(modules),
         "decisions_from_prose": decisions_from_prose(modules),
     }
 

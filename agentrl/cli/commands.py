@@ -80,7 +80,6 @@ _ID = _argument(
 _ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
 _LINEAGE = _argument("--lineage", type=_bounded_int, help="lineage; default: the newest that took the step")
-_FOLLOW = _argument("--follow", action="store_true", help="keep printing new lines until the run ends")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
     "--environment",
@@ -278,11 +277,10 @@ READING = (
                     _argument("--columns", default="", help="columns to show, such as 'episode,reward,data.level'"),
                     _argument("--limit", type=_bounded_int, default=50, help="at most this many (default 50)"),
                     _argument("--offset", type=_bounded_int, default=0, help="skip this many first"),
-                    _FOLLOW,
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}, reward/SEAT, metric.NAME, data.NAME",
             ),
-            Command("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
+            Command("show", "show what happened in an episode", "episodes:episode_show", _EPISODE),
             Command(
                 "tokens",
                 "show an episode's tokens, colored by the version that sampled them",
@@ -373,7 +371,7 @@ READING = (
         "step",
         "list optimizer steps, or repeat one",
         (
-            Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY, _FOLLOW)),
+            Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY)),
             Command(
                 "replay",
                 "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.cli.output import follow, print_json_line, print_text
 from agentrl.cli.runs import RunAnswer, make_run_command
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.observe.progress import ProgressLine
@@ -26,15 +25,15 @@ if TYPE_CHECKING:
 
     from agentrl.app.run_parts import RunFactories
     from agentrl.inspection.comparisons import ReplayResult
-    from agentrl.inspection.reader import EpisodeLine, RunReader
+    from agentrl.inspection.reader import RunReader
     from agentrl.inspection.render import TerminalPage
 
 MAX_EDIT_BYTES = 1 << 20
 
 
 @make_run_command
-def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
-    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
+def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
+    """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …]`."""
     from agentrl.inspection.reader import COLUMNS, OBJECTS
     from agentrl.inspection.render import episode_table
     from agentrl.inspection.where_filter import find_column
@@ -44,9 +43,6 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
     columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
     for name in columns:
         find_column("--columns", name, COLUMNS, OBJECTS)
-    if options.follow:
-        _follow_episodes(reader, options, columns)
-        return None
     among = None
     if options.match:
         from agentrl.inspection.search import episodes_with_words
@@ -75,74 +71,14 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
     return RunAnswer(lines, page)
 
 
-def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
-    """Print episodes as they end."""
-    from agentrl.inspection.reader import COLUMNS
-    from agentrl.inspection.render import episode_table
-    from agentrl.inspection.search import episodes_with_words
-
-    condition = "committed_at != null" + (f" and ({options.where})" if options.where else "")
-    newest: float | None = None
-
-    def ask() -> list[EpisodeLine]:
-        """Return the newest episodes at first, then all since."""
-        nonlocal newest
-        among = episodes_with_words(reader, options.match) if options.match else None
-        since = condition if newest is None else f"{condition} and committed_at >= {newest!r}"
-        limit = options.limit if newest is None else -1
-        fields = [name for name in columns if name not in COLUMNS]
-        lines = reader.episodes(since, sort="committed_at", limit=limit, among=among, fields=fields)[::-1]
-        newest = max([newest or 0.0, *(line.committed_at or 0.0 for line in lines)])
-        return lines
-
-    follow(
-        *(reader, options, ask, lambda line: (line.episode, line.attempt)),
-        page=lambda lines: episode_table(lines, len(lines), columns),
-    )
-
-
 @make_run_command
-def episode_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
-    """`agentrl episode show [RUN] [ID] [--attempt N] [--follow]`."""
+def episode_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
+    """`agentrl episode show [RUN] [ID] [--attempt N]`."""
     from agentrl.inspection.conversation import read_conversation
     from agentrl.inspection.render_episode import conversation_page
 
-    if options.follow:
-        _follow_episode(reader, options)
-        return None
     view = read_conversation(reader, chosen_episode(reader, options), options.attempt)
     return RunAnswer(view, lambda: conversation_page(view))
-
-
-def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
-    """Print the events of an episode as they arrive, then its summary."""
-    from agentrl.inspection.conversation import Act, WeightUpdate, acts_with_weight_updates, read_conversation
-    from agentrl.inspection.render_episode import events_page, summary_page
-
-    if options.id is None:
-        running = reader.episodes("status = in_flight", limit=1)
-        options.id = running[0].episode if running else None
-    episode = chosen_episode(reader, options)
-
-    attempt = 0
-
-    def ask() -> list[Act | WeightUpdate]:
-        nonlocal attempt
-        view = read_conversation(reader, episode, options.attempt)
-        attempt = view.summary.attempt
-        return acts_with_weight_updates(view)
-
-    follow(
-        *(reader, options, ask),
-        key=lambda event: (attempt, event.version if isinstance(event, WeightUpdate) else event.call),
-        page=events_page,
-        is_ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
-    )
-    view = read_conversation(reader, episode, options.attempt)
-    if options.json:
-        print_json_line(view.summary)
-    else:
-        print_text(summary_page(view))
 
 
 @make_run_command
@@ -327,18 +263,10 @@ def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
 
 
 @make_run_command
-def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
-    """`agentrl step list [RUN] [--policy NAME] [--follow]`."""
+def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
+    """`agentrl step list [RUN] [--policy NAME]`."""
     from agentrl.inspection import steps
     from agentrl.inspection.render import step_table
-
-    if options.follow:
-        follow(
-            *(reader, options, lambda: steps.step_list(reader, options.policy)),
-            key=lambda line: (line.policy, line.lineage, line.step),
-            page=step_table,
-        )
-        return None
 
     lines = steps.step_list(reader, options.policy)
     return RunAnswer(lines, lambda: step_table(lines))

@@ -1,31 +1,18 @@
-"""Output of commands: JSON for programs, rich renderables for people; once, or continuously (`--follow`)."""
+"""Output of commands: JSON for programs, rich renderables for people."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import argparse
-
     from rich.console import RenderableType
 
-    from agentrl.inspection.reader import RunReader
-    from agentrl.inspection.render import TerminalPage
-
-T = TypeVar("T")
 
 INTERNAL, INTERRUPTED = 70, 130
 """Exit codes without an `AgentRLError`."""
-INTERVAL_S = 1.0
-"""Seconds between two reads of a run that is followed."""
-
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run, besides Ctrl-C."""
 
@@ -79,41 +66,6 @@ def print_text(renderable: RenderableType) -> None:
 
     console = OpenConsole(soft_wrap=True) if sys.stdout.isatty() else OpenConsole(width=160, soft_wrap=True)
     console.print(renderable, highlight=False)
-
-
-def follow(
-    reader: RunReader,
-    options: argparse.Namespace,
-    ask: Callable[[], Sequence[T]],
-    key: Callable[[T], Hashable],
-    page: Callable[[Sequence[T]], TerminalPage],
-    is_ended: Callable[[], bool] = lambda: False,
-) -> None:
-    """Print new items of a run as they appear, as pages or lines of JSON, until the run ends or Ctrl-C.
-
-    Args:
-        reader: reader of the run.
-        options: options of the command.
-        ask: returns the items in order; called every `INTERVAL_S`.
-        key: identifies an item, which is printed once.
-        page: renders items.
-        is_ended: whether no more items will come even if the run continues.
-    """
-    shown_keys: set[Hashable] = set()
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            # Check first: items written before the end are then on disk.
-            has_ended = reader.standing() != "running" or is_ended()
-            new = [item for item in ask() if key(item) not in shown_keys]
-            shown_keys.update(map(key, new))
-            if options.json:
-                for item in new:
-                    print_json_line(item)
-            elif new:
-                print_text(page(new))
-            if has_ended:
-                return
-            select.select([], [], [], INTERVAL_S)
 
 
 def _bytes(value: Any) -> str:

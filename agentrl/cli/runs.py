@@ -62,8 +62,8 @@ class RunAnswer(NamedTuple):
     """Exit code."""
 
 
-Question = Callable[[RunReader, "argparse.Namespace"], "RunAnswer | None"]
-"""Answers a question; None if the function has already printed the answer (`--follow`)."""
+Question = Callable[[RunReader, "argparse.Namespace"], RunAnswer]
+"""Answers a question about a run."""
 
 
 def make_run_command(question: Question) -> Callable[[argparse.Namespace], int]:
@@ -71,8 +71,7 @@ def make_run_command(question: Question) -> Callable[[argparse.Namespace], int]:
 
     def run(options: argparse.Namespace) -> int:
         with open_run(options) as reader:
-            answer = question(reader, options)
-            return 0 if answer is None else print_answer(answer, options)
+            return print_answer(question(reader, options), options)
 
     run.__doc__ = question.__doc__
     return run

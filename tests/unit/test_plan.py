@@ -23,7 +23,6 @@ from agentrl.core.setting_paths import set_value
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import PolicySettings
 from agentrl.testing.sample_run import sample_run_config, write_sample_run
-from benchmarks.code_shape import PACKAGE, functions_with_config, modules_of
 from tests.sim.small_run import Ask, config_for
 
 POLICIES: dict[str, Any] = {
@@ -33,10 +32,6 @@ POLICIES: dict[str, Any] = {
     "remote": {"kind": "remote", "url": "http://127.0.0.1:1/v1", "model": "large", "max_concurrent": 9},
     "bot": {"kind": "bot", "id": "bots:call"},
 }
-
-
-def test_few_functions_take_the_whole_configuration() -> None:
-    assert len(functions_with_config(modules_of(PACKAGE))) <= 40
 
 
 def test_the_plan_names_who_plays_what_a_group_brings_and_what_computes() -> None:
