@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -67,6 +68,9 @@ COLUMNS = (
 """The columns of `Tokens`, besides the ragged `kept` and the `experts` of the context's positions."""
 RECORDED_COLUMNS = tuple(column for column in COLUMNS if column.is_recorded)
 LOSS_COLUMNS = tuple(column for column in COLUMNS if column.in_loss)
+_values_of_columns = attrgetter(*[column.name for column in COLUMNS])
+_PER_TOKEN = tuple(column.name for column in COLUMNS if column.fill is not None)
+_values_per_token = attrgetter(*_PER_TOKEN)
 
 
 class KeptCount(enum.IntEnum):
@@ -411,19 +415,18 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
             **{name: column[at] for name, column in self._columns()},
         )
 
-    def _columns(self) -> Iterator[tuple[str, Any]]:
-        """Yield the columns that parts of the table have."""
-        for name, _, fill, *_ in COLUMNS:
-            if fill is not None and (column := getattr(self, name)) is not None:
-                yield name, column
+    def _columns(self) -> list[tuple[str, Any]]:
+        """Return the columns that parts of the table have."""
+        columns = zip(_PER_TOKEN, _values_per_token(self), strict=True)
+        return [(name, column) for name, column in columns if column is not None]
 
     def encode(self) -> EncodedTokens:
         """Serialize the table for another process or the journal."""
-        columns = {}
-        for name, dtype, *_ in COLUMNS:
-            column = getattr(self, name)
-            if column is not None:
-                columns[name] = column.astype(dtype, copy=False).tobytes()
+        columns = {
+            column.name: values.astype(column.dtype, copy=False).tobytes()
+            for column, values in zip(COLUMNS, _values_of_columns(self), strict=True)
+            if values is not None
+        }
         if self.kept is not None:
             columns["kept"] = self.kept.encode()
         if self.experts is not None:

@@ -51,7 +51,10 @@ class ToolArguments:
 
     model: type[BaseModel]
     """Its field `f0` is the first parameter."""
-    parameters: Sequence[inspect.Parameter]
+    names: Sequence[str]
+    """Names of the parameters, positional-only ones first."""
+    num_positional: int
+    """Number of positional-only parameters."""
     schema: Mapping[str, Any]
     description: str
     """The tool's docstring before its first section."""
@@ -71,11 +74,14 @@ class ToolArguments:
             same = [first, *(other for other in others if other["type"] == first["type"] == "missing")]
             where = ", ".join(shorten_middle(".".join(map(str, each["loc"]))) or "arguments" for each in same)
             raise ValueError(f"{where}: {first['msg']}") from None
-        return {parameter.name: getattr(model, f"f{n}") for n, parameter in enumerate(self.parameters)}
+        values = vars(model)
+        return {name: values[f"f{n}"] for n, name in enumerate(self.names)}
 
     def call(self, method: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         """Call a method with the values of its parameters."""
-        positional = [p.name for p in self.parameters if p.kind is p.POSITIONAL_ONLY]
+        if not self.num_positional:
+            return method(**values)
+        positional = self.names[: self.num_positional]
         named = {name: value for name, value in values.items() if name not in positional}
         return method(*(values[name] for name in positional), **named)
 
@@ -168,7 +174,13 @@ def read_arguments(where: str, bound: Callable[..., Any], owner: type, docstring
     schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False} | {
         key: schema[key] for key in parts if key in schema
     }
-    arguments = ToolArguments(model=model, parameters=parameters, schema=schema, description=description)
+    arguments = ToolArguments(
+        model=model,
+        names=[parameter.name for parameter in parameters],
+        num_positional=sum(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters),
+        schema=schema,
+        description=description,
+    )
     _check_values(where, arguments)
     return arguments
 
@@ -180,7 +192,7 @@ def _check_values(where: str, arguments: ToolArguments) -> None:
         EnvironmentDefinitionError: one that was drawn does not.
     """
     draw = random.Random(0)
-    for parameter, (name, schema) in zip(arguments.parameters, arguments.schema["properties"].items(), strict=True):
+    for parameter, (name, schema) in zip(arguments.names, arguments.schema["properties"].items(), strict=True):
         for _ in range(NUM_DRAWS):
             try:
                 value = random_value(schema, draw, arguments.schema)
@@ -192,7 +204,7 @@ def _check_values(where: str, arguments: ToolArguments) -> None:
                 for problem in error.errors(include_url=False, include_context=False):
                     if problem["type"] != "missing" and not _RULES.fullmatch(problem["type"]):
                         raise EnvironmentDefinitionError(
-                            f"tool {where}: parameter {parameter.name!r} cannot take {value!r}, which its JSON schema "
+                            f"tool {where}: parameter {parameter!r} cannot take {value!r}, which its JSON schema "
                             f"allows ({problem['msg']}); give it another type"
                         ) from error
             except Exception:  # noqa: BLE001 - the user's validator raises it for a value that it does not expect

@@ -298,6 +298,8 @@ def _ordered(value: Any) -> Any:
     They stay sets, since a model's field would warn of a list.
     """
     match value:
+        case str() | bool() | int() | float() | None:
+            return value
         case set():
             return _SortedSet(map(_ordered, value))
         case frozenset():

@@ -88,12 +88,6 @@ class _Tally:
         self.seconds_of_any = 0.0
         self.since = now
 
-    def advance(self, now: float) -> None:
-        if self.count:
-            self.seconds += self.count * (now - self.since)
-            self.seconds_of_any += now - self.since
-        self.since = now
-
 
 class ActivityClock:
     """Adds up the seconds of activities: summed over everything in progress, and in which there was any."""
@@ -110,14 +104,30 @@ class ActivityClock:
 
     def change(self, activity: Activity, by: int) -> None:
         """Begin an activity (`by` = 1), end it (-1), or do so for several episodes."""
+        self._change(activity, by, self._clock.monotonic())
+
+    def switch(self, ended: Activity, begun: Activity) -> None:
+        """End an activity, and begin another at the same time."""
         now = self._clock.monotonic()
-        tally = self._tallies.get(activity)
-        if tally is None:
+        self._change(ended, -1, now)
+        self._change(begun, 1, now)
+
+    def _change(self, activity: Activity, by: int, now: float) -> None:
+        # Called some twenty times in an episode, so without calls of its own.
+        try:
+            tally = self._tallies[activity]
+        except KeyError:
             tally = self._tallies[activity] = _Tally(now)
-        tally.advance(now)
-        tally.count += by
-        tally.most = max(tally.most, tally.count)
-        if by < 0 and activity in ("engine", "endpoint"):
+        count = tally.count
+        if count:
+            passed_s = now - tally.since
+            tally.seconds += count * passed_s
+            tally.seconds_of_any += passed_s
+        tally.since = now
+        tally.count = count = count + by
+        if count > tally.most:
+            tally.most = count
+        elif by < 0 and activity in ("engine", "endpoint"):
             self._num_turns -= by
 
     @contextmanager
@@ -161,7 +171,7 @@ class ActivityClock:
         totals: dict[str, float] = {TURNS: float(self._num_turns)}
         now = self._clock.monotonic()
         for activity, tally in tuple(self._tallies.items()):
-            tally.advance(now)
+            self._change(activity, 0, now)
             totals[activity] = tally.seconds
             totals[activity + ANY] = tally.seconds_of_any
             totals[activity + MOST] = float(tally.most)

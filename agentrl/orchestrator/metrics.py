@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,7 +56,7 @@ class EpisodeTotals:
     """Sums over the training episodes of a run or, as returned by `since`, over those between two moments."""
 
     def __init__(self, counts: Mapping[Count, float] | None = None) -> None:
-        self._counts: dict[Count, float] = dict(counts or {})
+        self._counts = defaultdict[Count, float](float, counts or {})
 
     def since(self, before: EpisodeTotals) -> EpisodeTotals:
         """Return the difference from an earlier copy."""
@@ -85,8 +85,7 @@ class EpisodeTotals:
         return [label for of_kind, label, whose in self._counts if (of_kind, whose) == (kind, policy)]
 
     def _add(self, kind: str, value: float = 1.0, label: str = "", policy: str = "") -> None:
-        count = (kind, label, policy)
-        self._counts[count] = self._counts.get(count, 0.0) + value
+        self._counts[kind, label, policy] += value
 
     # --- counting -----------------------------------------------------------------------------------------------------
 

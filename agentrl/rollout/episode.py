@@ -298,17 +298,19 @@ class LiveEpisode:
         """Begin a wait of the program."""
         clock = self.services.activity
         if self._is_open and not self._num_waits:
-            clock.change("environment", -1)
+            clock.switch("environment", activity)
+        else:
+            clock.change(activity, 1)
         self._num_waits += 1
-        clock.change(activity, 1)
 
     def end_wait(self, activity: Activity) -> None:
         """End a wait of the program."""
         clock = self.services.activity
-        clock.change(activity, -1)
         self._num_waits -= 1
         if self._is_open and not self._num_waits:
-            clock.change("environment", 1)
+            clock.switch(activity, "environment")
+        else:
+            clock.change(activity, -1)
 
     def close(self) -> None:
         """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""

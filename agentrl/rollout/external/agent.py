@@ -209,7 +209,7 @@ class ExternalAgent(TurnRecorder):
         if call.is_inherited:
             self._episode.journal.take_inherited(call)
             placement = self._inherited_placement(request, call, recorded_turn, context)
-            return self._reply(request, call, placement, completion_from_entry(recorded_turn), recorded_turn.started)
+            return self._recalled(request, call, placement, recorded_turn)
         placement = self._tree.restate(self._find_row(request), context)
         entry = msgspec.structs.replace(
             recorded_turn,
@@ -223,7 +223,14 @@ class ExternalAgent(TurnRecorder):
         self._episode.journal.record_again(call, entry)
         self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
-        return self._reply(request, call, placement, completion_from_entry(recorded_turn), recorded_turn.started)
+        return self._recalled(request, call, placement, recorded_turn)
+
+    def _recalled(
+        self, request: ChatRequest, call: JournaledCall, placement: RequestPlacement, recorded_turn: TurnEntry
+    ) -> ChatReply:
+        completion = completion_from_entry(recorded_turn)
+        answer = self._parse(completion, request.tools)
+        return self._reply(request, call, placement, completion, answer, recorded_turn.started)
 
     def _inherited_placement(
         self, request: ChatRequest, call: JournaledCall, entry: TurnEntry, context: Int32Array
@@ -258,13 +265,14 @@ class ExternalAgent(TurnRecorder):
                 self._refuse_context(len(placement.row.tokens))
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
+            answer = self._parse(completion, request.tools)
             entry = self._entry(
                 _new(request, placement),
                 placement.row.number,
                 placement.context_ids,
                 placement.before,
                 completion,
-                request.tools,
+                answer,
                 clock.monotonic() - start_s,
                 sampler.pauses,
             )
@@ -276,7 +284,7 @@ class ExternalAgent(TurnRecorder):
         except BaseException:
             self._tree.withdraw(placement)
             raise
-        return self._reply(request, call, placement, completion, entry.started)
+        return self._reply(request, call, placement, completion, answer, entry.started)
 
     async def _completion(
         self,
@@ -313,6 +321,7 @@ class ExternalAgent(TurnRecorder):
         call: JournaledCall,
         placement: RequestPlacement,
         completion: Completion,
+        answer: Message | LimitReachedError,
         start_s: float,
     ) -> ChatReply:
         """Append a turn that is in the journal, and return the client's reply.
@@ -324,11 +333,8 @@ class ExternalAgent(TurnRecorder):
         token_ids = completion.token_ids.tolist()
         prompt_tokens, completion_tokens = len(placement.row.tokens), self._tokens_of(completion)
         text = chat_format.decode(token_ids)
-        refusal: LimitReachedError | None = None
-        try:
-            message = self._parse(token_ids, request.tools)
-        except LimitReachedError as limit:
-            message, refusal = Message(role="assistant", content=""), limit
+        refusal = answer if isinstance(answer, LimitReachedError) else None
+        message = answer if isinstance(answer, Message) else Message(role="assistant", content="")
         calls = message.tool_calls
         if isinstance(chat_format, JsonChatFormat):  # an endpoint identifies calls by the ids that it assigned
             text = message.content
@@ -349,7 +355,7 @@ class ExternalAgent(TurnRecorder):
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         completion = ended_by_text(completion, text, request.stop)
-        read = message if request.tools or refusal is not None else super()._parse(token_ids, ())
+        read = message if request.tools or refusal is not None else chat_format.parse(token_ids)
         self._count_reply(read, completion, request.tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
@@ -369,16 +375,12 @@ class ExternalAgent(TurnRecorder):
             cached_tokens=completion.cached_tokens,
         )
 
-    def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
-        """Parse a reply. Without `tools`, calls are text, as OpenAI's and vLLM's servers return them.
-
-        Raises:
-            LimitReachedError: it is the refusal of a remote endpoint.
-        """
-        message = super()._parse(token_ids, tools)
-        if tools or not message.tool_calls or isinstance(self._settings.chat_format, JsonChatFormat):
-            return message
-        return self._settings.chat_format.parse(token_ids, reads_calls=False)
+    def _parse(self, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
+        """Parse a reply. Without `tools`, calls are text, as OpenAI's and vLLM's servers return them."""
+        answer, chat_format = super()._parse(completion, tools), self._settings.chat_format
+        if tools or isinstance(answer, LimitReachedError) or isinstance(chat_format, JsonChatFormat):
+            return answer
+        return chat_format.parse(completion.token_ids.tolist(), reads_calls=False) if answer.tool_calls else answer
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse a request whose texts cannot fit the context, before anything looks through them.

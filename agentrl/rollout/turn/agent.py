@@ -88,14 +88,15 @@ class LiveAgent(TurnRecorder):
             recorded_turn = journal.recall(call, TurnEntry)
             if recorded_turn is not None:
                 completion = completion_from_entry(recorded_turn)
+                answer = self._parse(completion, self._rows.tools)
             else:
-                completion, entry = await self._generate(call, request, context)
+                completion, answer, entry = await self._generate(call, request, context)
                 self._record(call, entry)
         except BaseException:  # the program may catch a timeout or a limit, and ask something else
             self._pending = pending
             self._rows.withdraw(before)
             raise
-        return self._answer(call, request, completion)
+        return self._answer(call, request, completion, answer)
 
     def _describe(self, messages: Sequence[Message]) -> str:
         text = " / ".join(message.content for message in messages)
@@ -154,8 +155,8 @@ class LiveAgent(TurnRecorder):
 
     async def _generate(
         self, call: JournaledCall, request: TurnRequest, context: bytes
-    ) -> tuple[Completion, TurnEntry]:
-        """Reserve the context's KV and sample the turn, or take the demonstrated reply for it."""
+    ) -> tuple[Completion, Message | LimitReachedError, TurnEntry]:
+        """Reserve the context's KV, sample the turn or take the demonstrated reply for it, and parse it."""
         journal, clock = self._episode.journal, self._episode.services.clock
         start_s = clock.monotonic()
         if journal.is_over_time:
@@ -175,23 +176,31 @@ class LiveAgent(TurnRecorder):
             journal.fail(error)
             raise
         seconds = clock.monotonic() - start_s
-        entry = self._entry(request.messages, row, context, before, completion, rows.tools, seconds, sampler.pauses)
+        answer = self._parse(completion, rows.tools)
+        entry = self._entry(request.messages, row, context, before, completion, answer, seconds, sampler.pauses)
         if request.state is not None:
             entry = msgspec.structs.replace(entry, state=request.state)
-        return completion, entry
+        return completion, answer, entry
 
-    def _answer(self, call: JournaledCall, request: TurnRequest, completion: Completion) -> Turn:
-        """Parse the completion, append it to the conversation, and return it as a turn."""
+    def _answer(
+        self, call: JournaledCall, request: TurnRequest, completion: Completion, answer: Message | LimitReachedError
+    ) -> Turn:
+        """Append the policy's answer to the conversation, and return it as a turn.
+
+        Raises:
+            LimitReachedError: the answer is the refusal of a remote endpoint.
+        """
         if request.reply is not None:
             self._episode.metric(DEMONSTRATED, 1.0, self)
         assert call.strand is not None
         call.strand.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        message = self._parse(completion.token_ids.tolist(), self._rows.tools)
+        if isinstance(answer, LimitReachedError):
+            raise answer
         self._rows.answer(completion)
-        self._count_reply(message, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
-        return self._append(call, request.messages, message, completion, request.state)
+        self._count_reply(answer, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
+        return self._append(call, request.messages, answer, completion, request.state)
 
     def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:
         """Make the completion of a given reply; it replaces the one token of `completion`, which shows the version that

@@ -168,13 +168,12 @@ class TurnRecorder(Agent):
             self.reward(penalty)
         return accepted
 
-    def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
-        """Parse a reply to a prompt that offers `tools`.
-
-        Raises:
-            LimitReachedError: it is the refusal of a remote endpoint.
-        """
-        return self._settings.chat_format.parse(token_ids, tools)
+    def _parse(self, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
+        """Parse a reply to a prompt that offers `tools`; an error if it is the refusal of a remote endpoint."""
+        try:
+            return self._settings.chat_format.parse(completion.token_ids.tolist(), tools)
+        except LimitReachedError as refusal:
+            return refusal
 
     def _count_reply(
         self, message: Message, completion: Completion, tools: Sequence[ToolSpec], *, is_cut: bool
@@ -203,7 +202,7 @@ class TurnRecorder(Agent):
         context: bytes,
         before: int,
         completion: Completion,
-        tools: Sequence[ToolSpec],
+        reply: Message | LimitReachedError,
         seconds: float,
         pauses: tuple[TurnPause, ...],
     ) -> TurnEntry:
@@ -215,7 +214,7 @@ class TurnRecorder(Agent):
             context: the new context tokens, as `int32`.
             before: number of tokens of the row before these.
             completion: the sampled completion.
-            tools: tools that the prompt offers.
+            reply: the parsed completion.
             seconds: duration of the turn.
             pauses: pauses of the turn.
         """
@@ -223,10 +222,6 @@ class TurnRecorder(Agent):
         drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
-        try:
-            reply = record_reply(self._parse(sampled, tools))
-        except LimitReachedError:
-            reply = ReplyRecord()
         return TurnEntry(
             seat=self.seat,
             index=self.index,
@@ -245,7 +240,7 @@ class TurnRecorder(Agent):
             cached_tokens=completion.cached_tokens,
             parent_context=before,
             pauses=pauses,
-            reply=reply,
+            reply=ReplyRecord() if isinstance(reply, LimitReachedError) else record_reply(reply),
         )
 
     def _record(self, call: JournaledCall, entry: TurnEntry) -> None:
