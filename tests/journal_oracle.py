@@ -660,6 +660,10 @@ class _Judge:
             return  # of an earlier version
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         stops = {(each["episode"], each["attempt"]): each["stop_reason"] for each in self.tables["episodes"]}
+        configs = self.configs()
+        policy = configs[max(each for each in configs if each <= version[1])]["policies"].get(version[0], {})
+        bound = policy.get("max_lag") if policy.get("over_lag") == "mask" else None
+        started = (row["started_lineage"], row["started_step"])
         digests: dict[tuple[str, int], bytes] = {}
         for (episode, attempt, _), rows in units.items():
             inputs = list[tuple[list[list[Any]], Row]]()
@@ -681,7 +685,7 @@ class _Judge:
                     "context_length",
                     "time_limit",
                 )
-                digests[episode, number] = _row_digest(turns, credit, is_cut=is_cut)
+                digests[episode, number] = _row_digest(turns, credit, started, bound, is_cut=is_cut)
         whole = hashlib.blake2b(digest_size=16)
         for episode, number in json.loads(header["__metadata__"]["rows"]):
             whole.update(digests.get((episode, number), b""))
@@ -734,7 +738,7 @@ class _Judge:
             for row in self.tables["episodes"]
             if row["purpose"] == "train" and row["drop_reason"] is None
         }
-        credits = self.credits()
+        credits = {lineage: config["credit"] for lineage, config in self.configs().items()}
 
         def life_of(lineage: int) -> int:
             return max(start for start in credits if start <= lineage)
@@ -752,10 +756,10 @@ class _Judge:
             if found is None or not _same(told, found, within=1e-12 * (1.0 + abs(row["baseline"]))):
                 self.say("credit", f"{row['episode']} {row['seat']} in {_name(_version(row))}: {told}, and not {found}")
 
-    def credits(self) -> dict[int, Mapping[str, Any]]:
-        """The section `credit` of the configuration of each start, by the lineage that the start began."""
-        config = {"credit": self.config.get("credit") or {}}
-        found: dict[int, Mapping[str, Any]] = {0: config["credit"]}
+    def configs(self) -> dict[int, Mapping[str, Any]]:
+        """The sections `credit` and `policies` of each start's configuration, by the lineage that the start began."""
+        config = {name: self.config.get(name) or {} for name in ("credit", "policies")}
+        found: dict[int, Mapping[str, Any]] = {0: config}
         for start in self.starts:
             config = copy.deepcopy(config)
             for change in start["changed"]:
@@ -764,7 +768,7 @@ class _Judge:
                 for each in sections:
                     section = section.setdefault(each, {})
                 section[name] = change["now"]
-            found[start["lineage"]] = config["credit"]
+            found[start["lineage"]] = config
         return found
 
     def expected(
@@ -943,8 +947,11 @@ class _Judge:
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 
 
-def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> bytes:
-    """Over a row: its temperature, whether a limit cut it, and its table."""
+def _row_digest(
+    turns: Sequence[list[Any]], credit: Row, started: tuple[int, int], bound: int | None, *, is_cut: bool
+) -> bytes:
+    """Over a row: its temperature, whether a limit cut it, and its table. Tokens more than `bound` steps behind the
+    version from which the step started are not trained."""
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
     has_kept = any("kept" in turn[7][2] for turn in turns)
     made = ("turn_index", "loss_mask", "advantages")
@@ -959,7 +966,11 @@ def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> byt
         context, (sampled, spans_of_turn, recorded) = turn[6:8]
         size, at = len(sampled), len(tokens + context) // 4
         counts_of_turn, ids = recorded.get("kept", bytes(size))[:size], recorded.get("kept", b"")[size:]
-        trained = bytes(count != -1 for (count,) in struct.iter_unpack("<i", counts_of_turn))
+        ages = [_lag(version, started) for start, stop, version in spans_of_turn for _ in range(start, stop)]
+        trained = bytes(
+            count != -1 and (bound is None or age <= bound)
+            for (count,), age in zip(struct.iter_unpack("<i", counts_of_turn), ages, strict=True)
+        )
         advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
         tokens += context + sampled
         values = recorded | {
@@ -979,6 +990,12 @@ def _row_digest(turns: Sequence[list[Any]], credit: Row, *, is_cut: bool) -> byt
     temperature = float(next(turn[11] for turn in turns if turn[7][0]))
     content = msgspec.msgpack.encode([temperature, is_cut, [tokens, spans, columns]])
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _lag(version: Sequence[Any], started: tuple[int, int]) -> int:
+    """Steps from a version to that from which a step started; at least 1 across lineages."""
+    steps = max(0, started[1] - int(version[2]))
+    return steps if version[1] == started[0] else max(1, steps)
 
 
 class _Expected(NamedTuple):

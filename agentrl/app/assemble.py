@@ -497,7 +497,11 @@ def _scheduler(
 ) -> Scheduler:
     config = plan.settings
     bounds = {
-        name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
+        name: BoundedStaleness(
+            max_staleness=policy.max_staleness,
+            step_size=policy.step_size,
+            max_lag=policy.max_lag if policy.over_lag == "wait" else None,
+        )
         for name, policy in plan.trained.items()
     }
     phases = FreezeSchedule(

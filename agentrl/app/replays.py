@@ -55,7 +55,14 @@ from agentrl.core.records import (
     stopped_by_limit,
 )
 from agentrl.core.text import plural
-from agentrl.credit.samples import INPUT_DIGEST_PREFIX, input_digest, row_digest, trained_positions, unit_samples
+from agentrl.credit.samples import (
+    INPUT_DIGEST_PREFIX,
+    input_digest,
+    row_digest,
+    trained_positions,
+    unit_samples,
+    without_stale_tokens,
+)
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
@@ -613,11 +620,15 @@ def _close(then: float | None, now: float) -> bool:
 
 def _step_inputs(reader: RunReader, turns: TurnLogReader, line: StepLine) -> Iterator[TrainingSample]:
     prefixes, routing = ForkPrefixes(reader.journal), RoutingReader(read_locally(reader.journal))
-    for unit in _units(reader, line.policy, line.lineage, line.step):
+    batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
+    policy = reader.log.config(line.lineage).get("policies", {}).get(line.policy, {})
+    masks_beyond = policy.get("max_lag") if policy.get("over_lag") == "mask" else None
+    for unit in batch.units:
         key = AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         rows = assemble_trajectories(entries, line.policy, prefixes.of(entries))
-        yield from unit_samples(unit, *routing.attach([unit], [rows]))
+        samples = unit_samples(unit, *routing.attach([unit], [rows]))
+        yield from without_stale_tokens(samples, started_from, masks_beyond)[0]
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:

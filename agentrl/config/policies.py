@@ -105,8 +105,16 @@ class PolicyConfig(LocalPolicy):
     all steps since the last resume: a single step may exceed it, and so do episodes that began before a resume
     (docs/explanation/off_policy.md)."""
     max_lag: WaveFixed[MaybeSteps | None] = None
-    """Upper bound on the staleness of every trained token, in optimizer steps; null: none. It drops no episodes:
-    admission pauses while a slow episode could exceed the bound (docs/explanation/off_policy.md)."""
+    """Upper bound on the staleness of every trained token, in optimizer steps; null: none
+    (docs/explanation/off_policy.md)."""
+    over_lag: WaveFixed[Literal["wait", "mask"]] = "wait"
+    """What keeps `max_lag` while an episode is slow. `wait`: admission pauses, and every sampled token is trained.
+    `mask`: older tokens are not trained, later tokens of the same episode are."""
+
+    @property
+    def masks_beyond(self) -> int | None:
+        """Staleness, in steps, beyond which tokens are not trained; None: all are."""
+        return self.max_lag if self.over_lag == "mask" else None
 
     @property
     def served_adapter(self) -> LoraConfig | None:

@@ -179,6 +179,11 @@ class RunConfig(Section):
                     f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, "
                     "which bounds the mean of what max_lag limits: raise it, or lower max_staleness"
                 )
+            if policy.max_lag is None and policy.over_lag != "wait":
+                raise ValueError(
+                    f"policies.{name}.over_lag = {policy.over_lag!r} says what happens beyond max_lag, which is not "
+                    f"set: set policies.{name}.max_lag, such as 4, or remove over_lag"
+                )
         _check_freeze(self.freeze, self.trained)
         _check_best_metric(self.best, self.evaluation, self.policies, self.trained)
         _check_full_weights(self.trained, self.engine, deterministic=self.deterministic)

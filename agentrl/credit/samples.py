@@ -4,8 +4,9 @@ Owns which trajectories of an episode belong to a unit, and the advantage of eac
 units (computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
 step's inputs can be rebuilt on machines that cannot train.
 
-Invariants: a token whose kept set is missing is not trained; every other sampled token is, once: a row whose prefix was
-routed twice becomes a sample per routing, each with the tokens sampled under it.
+Invariants: a token whose kept set is missing is not trained, nor one beyond `max_lag` if the policy masks those; every
+other sampled token is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens
+sampled under it.
 """
 
 from __future__ import annotations
@@ -118,6 +119,28 @@ def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int
         steps = max(0, version.step - version_of_span.step)
         lags[start:stop] = steps if version_of_span.lineage == version.lineage else max(1, steps)
     return lags
+
+
+def without_stale_tokens(
+    samples: Iterable[TrainingSample], version: PolicyVersion, masks_beyond: int | None
+) -> tuple[list[TrainingSample], int]:
+    """Leave out the tokens more than `masks_beyond` steps behind `version`, and rows without others.
+
+    Returns:
+        The samples, and the number of tokens left out.
+    """
+    if masks_beyond is None:
+        return list(samples), 0
+    kept, num_stale = [], 0
+    for sample in samples:
+        assert sample.loss_mask is not None
+        is_stale = sample.loss_mask & (token_lags(sample, version) > masks_beyond)
+        mask = sample.loss_mask & ~is_stale
+        num_stale += int(is_stale.sum())
+        if mask.any():
+            advantages = np.where(mask, sample.advantages, np.float32(0))
+            kept.append(msgspec.structs.replace(sample, loss_mask=mask, advantages=advantages))
+    return kept, num_stale
 
 
 def row_digest(sample: TrainingSample) -> bytes:

@@ -152,6 +152,11 @@ class Learner:
             self.value_parameters = dict(self.value_head.named_parameters())
             self.value_optimizer = _adamw(self.value_parameters, gae.value_learning_rate)
 
+    @property
+    def current(self) -> PolicyVersion:
+        """Version of the model's weights now, published or not."""
+        return self.version._replace(step=self.step)
+
     def rate(self, step_id: int) -> float:
         """Return the learning rate of a step: it rises linearly to its full value at step `warmup_steps`, then falls
         linearly to its final share at the run's last step."""

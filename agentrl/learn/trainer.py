@@ -40,7 +40,7 @@ from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
-from agentrl.credit.samples import ReadUnits, read_samples
+from agentrl.credit.samples import ReadUnits, read_samples, without_stale_tokens
 from agentrl.engines.models import native_attention
 from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 _COUNTS = (
     *("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "tree_tokens", "unrouted_tokens"),
-    "lost_routing",
+    *("lost_routing", "stale_tokens"),
 )
 _TOKEN_SUMS = ("loss", "entropy", "kept_mass", *SUMS)
 _VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
@@ -221,10 +221,12 @@ class PolicyTrainer:
                 f"policy {batch.policy!r}: the loss {self._loss.name}, or the mean over sequences, needs all units of "
                 f"a step at once, and step {batch.step_id} was started without some of them"
             )
-        samples = self._read_share(units)
-        if samples is None:
+        share = self._read_share(learner, units)
+        if share is None:
             return
+        samples, num_stale = share
         learner.open = step
+        step.totals["stale_tokens"] += num_stale
         self._prepare(learner.model)
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         step.totals["lost_routing"] += sum(sample.lost_routing for sample in samples)
@@ -297,26 +299,34 @@ class PolicyTrainer:
         """Return the bytes of each share of a step, in order; every rank of a context group has the same."""
         return self._ranks.gather(data)[:: self._context_size]
 
-    def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
-        """Read the samples of this rank's share of some units; None if another rank could not read its share, and
-        raises.
+    def _read_share(self, learner: Learner, units: Sequence[Unit]) -> tuple[list[TrainingSample], int] | None:
+        """Read the samples of this rank's share of some units, without tokens that are too old to train; None if
+        another rank could not read its share, and raises.
 
         Shares are contiguous, so that the ranks' rows in rank order are those of a single rank, and balanced by tokens.
         To count the tokens, each rank first reads an equal number of units.
+
+        Returns:
+            The samples, and the number of tokens that are too old.
 
         Raises:
             UntrainableUnitsError, JournalError: see `forward_backward`.
         """
         shares = self._ranks.size // self._context_size
         places = equal_shares(len(units), shares)[self._share]
-        samples_by_place: dict[int, list[TrainingSample]] = {}
+        version, masks_beyond = learner.current, self._plan.policies[learner.name].masks_beyond
+        read_places: dict[int, tuple[list[TrainingSample], int]] = {}
+
+        def read(places: Sequence[int]) -> None:
+            found = read_samples([units[place] for place in places], self._read)
+            for place, samples in zip(places, found, strict=True):
+                read_places[place] = without_stale_tokens(samples, version, masks_beyond)
+
         counts_json = b""
         try:
-            samples_by_place.update(
-                zip(places, read_samples([units[place] for place in places], self._read), strict=True)
-            )
+            read(places)
             counts_json = json.dumps(
-                [sum(map(self._forwarded_tokens, samples_by_place[place])) for place in places]
+                [sum(map(self._forwarded_tokens, read_places[place][0])) for place in places]
             ).encode()
         finally:  # the other ranks are waiting, even after an error
             every = self._ranks.gather(counts_json)
@@ -324,11 +334,9 @@ class PolicyTrainer:
             return None
         counts = [tokens for message in every[:: self._context_size] for tokens in json.loads(message)]
         places = balanced_shares(counts, shares)[self._share]
-        missing = [place for place in places if place not in samples_by_place]
-        samples_by_place.update(
-            zip(missing, read_samples([units[place] for place in missing], self._read), strict=True)
-        )
-        return [sample for place in places for sample in samples_by_place[place]]
+        read([place for place in places if place not in read_places])
+        samples = [sample for place in places for sample in read_places[place][0]]
+        return samples, sum(read_places[place][1] for place in places)
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
         """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed. With `gae` the
@@ -357,7 +365,7 @@ class PolicyTrainer:
         The loss is evaluated on leaves (`LossBatch.of`); its derivatives then enter the model's graph as the gradients
         of the model's outputs, so that forward and backward pass need only one micro-batch at a time.
         """
-        version = learner.version._replace(step=learner.step)
+        version = learner.current
         totals, columns = step.totals, TokenColumns.of(samples, version, group_size=self._plan.credit.group_size)
         step.columns.append(columns)
         weights = self._token_weights(columns, normalizer)
@@ -662,7 +670,7 @@ class PolicyTrainer:
         report = StepReport(
             step_id=step_id,
             policy=policy,
-            started_from=learner.version._replace(step=learner.step),
+            started_from=learner.current,
             loss=total["loss"],
             grad_norm=grad_norm,
             samples=int(total["samples"]),
@@ -916,6 +924,8 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         metrics["measured_share"] = total["measured_tokens"] / total["tokens"]
     if num_tokens := total["measured_tokens"]:
         metrics |= {"entropy": total["entropy"] / num_tokens, "kept_mass": total["kept_mass"] / num_tokens}
+    if total["stale_tokens"]:
+        metrics["staleness/masked"] = total["stale_tokens"] / (total["stale_tokens"] + total["tokens"])
     if routed:
         metrics["lost_routing"] = total["lost_routing"]
         if total["forwarded_tokens"]:

@@ -147,7 +147,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/exceeded",
         "trajectories",
-        "trajectories older than `max_lag`, from episodes begun since the last resume; should be 0",
+        "trajectories older than `max_lag` that were trained whole, from episodes begun since the last resume; should "
+        "be 0",
+    ),
+    Metric(
+        "staleness/masked",
+        "fraction",
+        'share of the step\'s sampled tokens that were too old to be trained (`over_lag = "mask"`)',
     ),
     Metric("staleness/before_resume", "trajectories", "trajectories from episodes begun before the last resume"),
     Metric(

@@ -127,6 +127,22 @@ def test_the_window_is_as_wide_as_it_may_be() -> None:
     assert BoundedStaleness(max_staleness=1, step_size=4).window(outstanding=99, overtaken=99) == float("inf")
 
 
+def test_where_old_tokens_are_masked_nothing_waits_for_a_straggler() -> None:
+    """Of the same run, the window of `wait` holds groups back; with `mask` there is none."""
+
+    async def seconds(over_lag: str) -> tuple[float, set[str], float]:
+        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1, "over_lag": over_lag}}
+        run = SmallRun(config=config_for(policies=policies, steps=8, max_in_flight=64), environment=Solve)
+        await run.run()
+        held = {kind for kind, spent in run.orchestrator.activity_totals().items() if kind == "max_lag" and spent > 0}
+        exceeded = sum(values.get("staleness/exceeded", 0.0) for _, _, values in run.seen.steps)
+        return run.seen.steps[-1][2]["run/seconds"], held, exceeded
+
+    waiting, masking = (simulate(lambda: seconds(how), seed=1) for how in ("wait", "mask"))  # noqa: B023
+    assert (waiting[1:], masking[1:]) == (({"max_lag"}, 0.0), (set(), 0.0))
+    assert masking[0] < 0.8 * waiting[0]
+
+
 def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SeededSimulation) -> None:
     class Straggler(Solve):
         async def run(self, ctx: agentrl.EpisodeContext) -> None:
@@ -206,3 +222,5 @@ def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: 
 def test_a_limit_below_the_mean_s_bound_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"policies\.guesser\.max_lag = 1 is below max_staleness = 2"):
         config_for(policies={"guesser": {"max_staleness": 2, "max_lag": 1}})
+    with pytest.raises(ValidationError, match=r"set policies\.guesser\.max_lag"):
+        config_for(policies={"guesser": {"over_lag": "mask"}})

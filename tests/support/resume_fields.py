@@ -148,6 +148,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "scorers.scorer.answer": {"scorers.scorer": {**JUDGED["scorers.scorer"], "scale": None}},
     "scorers.scorer.on_failure": {"scorers.other": {"function": f"{FUNCTIONS}:length", "per": "request"}},
     "policies.guesser.kind": {"policies.past.of": "second"},
+    "policies.guesser.over_lag": {"policies.guesser.max_lag": 3},
     "best.window": {"best.metric": "reward/mean"},
     "best.stop_at": {"best.metric": "reward/mean"},
     "best.stop_fall": {"best.metric": "reward/mean"},

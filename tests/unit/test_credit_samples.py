@@ -11,7 +11,7 @@ import pytest
 from agentrl.core.errors import JournalError
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit, VersionSpan
 from agentrl.core.tokens import COLUMNS, ExpertRouting, KeptSets, TrainingSample
-from agentrl.credit.samples import row_digest, unit_samples
+from agentrl.credit.samples import row_digest, unit_samples, without_stale_tokens
 from tests.support.builders import make_trajectory
 
 
@@ -107,3 +107,25 @@ def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> N
     one, other = sample(0), sample(1)
     assert row_digest(one) == row_digest(sample(0))
     assert row_digest(msgspec.structs.replace(one, **{name: getattr(other, name)})) != row_digest(one)
+
+
+def test_only_tokens_beyond_the_bound_are_left_out() -> None:
+    trajectory = make_trajectory(turns=3, context_tokens=2, sampled_tokens=2)
+    spans = tuple(VersionSpan(at, at + 2, PolicyVersion("policy", 0, step)) for at, step in ((2, 1), (6, 3), (10, 5)))
+    old = VersionSpan(2, 12, PolicyVersion("policy", 0, 0))
+    units = [
+        unit_samples(
+            make_unit(TrajectoryCredit("agent", 0, 1.0, 0.5, 0.5)),
+            [replace(trajectory, rows=(trajectory.rows[0].with_column("spans", spans),))],
+        )[0]
+        for spans in (spans, (old,))
+    ]
+    now = PolicyVersion("policy", 0, 6)
+    assert without_stale_tokens(units, now, None) == (units, 0)
+    (found,), count = without_stale_tokens(units, now, 3)
+    assert count == 2 + 6
+    assert np.flatnonzero(found.loss_mask).tolist() == [6, 7, 10, 11]
+    assert np.flatnonzero(found.advantages).tolist() == [6, 7, 10, 11]
+    assert found.token_ids is units[0].token_ids, "they stay context"
+    (found,), count = without_stale_tokens(units[:1], now, 5)
+    assert (count, found.loss_mask.tolist()) == (0, units[0].loss_mask.tolist())

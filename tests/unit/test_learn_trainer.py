@@ -24,8 +24,8 @@ from agentrl.core.errors import (
     UntrainableUnitsError,
 )
 from agentrl.core.ports import Trainer
-from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
-from agentrl.core.tokens import KeptSets
+from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit, VersionSpan
+from agentrl.core.tokens import KeptSets, TrajectoryRow
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
 from tests.learn_cases import (
     LORA,
@@ -135,6 +135,42 @@ def test_two_batches_of_a_step_add_up_to_one(model: Path, tmp_path: Path, episod
     assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert two.loss == pytest.approx(one.loss, rel=1e-5)
     assert two.input_digest == one.input_digest
+
+
+def test_tokens_beyond_max_lag_are_context_and_counted(model: Path, tmp_path: Path) -> None:
+    """The second step, of tokens from before the first, once masked by their age and once by hand."""
+
+    def spans(row: TrajectoryRow, cut: int) -> tuple[VersionSpan, ...]:
+        ends = ((0, cut, 0), (cut, len(row), 1))
+        return tuple(VersionSpan(start, stop, START._replace(step=step)) for start, stop, step in ends)
+
+    rows = make_rows(0, 8)
+    cuts = [len(row) if number == 3 else len(row) // 2 for number, row in enumerate(rows)]
+    aged = [
+        row.with_column("spans", spans(row, cut)[: 1 if cut == len(row) else 2])
+        for row, cut in zip(rows, cuts, strict=True)
+    ]
+    masked = [
+        row.with_column("loss_mask", row.loss_mask & (np.arange(len(row)) >= cut))
+        for row, cut in zip(aged, cuts, strict=True)
+    ]
+    reports = []
+    for name, second, policy in (
+        ("by age", aged, {"max_staleness": 0, "max_lag": 0, "over_lag": "mask"}),
+        ("by hand", masked, {}),
+    ):
+        episodes = Episodes([*make_rows(1, 8), *second])
+        trainer = started(run_config(model, policies={"policy": PolicyConfig(**policy)}), tmp_path / name, episodes)
+        units = episodes.units()
+        trainer.forward_backward(TrainBatch(step_id=1, policy="policy", units=units[:8], normalizer=64.0))
+        assert "staleness/masked" not in trainer.optim_step("policy", 1).metrics
+        trainer.forward_backward(TrainBatch(step_id=2, policy="policy", units=units[8:], normalizer=64.0))
+        reports.append(trainer.optim_step("policy", 2))
+    by_age, by_hand = reports
+    assert by_age.grad_norm == by_hand.grad_norm > 0
+    assert (by_age.samples, by_age.tokens) == (7, by_hand.tokens)
+    sampled = sum(int(row.loss_mask.sum()) for row in rows)
+    assert by_age.metrics["staleness/masked"] == pytest.approx(1 - by_age.tokens / sampled)
 
 
 def test_a_step_of_nothing_leaves_weights_and_optimizer_as_they_are(
