@@ -41,6 +41,8 @@ FIGURES = (
     "late_max_lag_1",
     "late_max_lag_2",
     "late_max_lag_4",
+    "late_mask_1",
+    "mask_1_share",
 )
 
 if __name__ == "__main__":

@@ -274,6 +274,7 @@ class PolicyPlan(Section):
     step_size: Episodes = 64
     max_staleness: MaybeSteps = 1
     max_lag: MaybeSteps | None = None
+    over_lag: Literal["wait", "mask"] = "wait"
     step_seconds: Amount | None = None
     """Seconds of a step of the policy, if not proportional to `trainer.step_seconds`."""
 
@@ -567,7 +568,7 @@ class SimulationPlan(Section):
             ConfigError: the production loop refuses the plan.
         """
         policies: dict[str, dict[str, object]] = {
-            name: policy.model_dump(include={"step_size", "max_staleness", "max_lag"})
+            name: policy.model_dump(include={"step_size", "max_staleness", "max_lag", "over_lag"})
             if policy.kind == "trained"
             else {"kind": "frozen"}
             for name, policy in self.policies.items()
