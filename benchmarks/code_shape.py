@@ -26,6 +26,8 @@ one other module), `duplicate_class_names` (names that classes of several module
 `decisions_from_prose`: places that look for words in a text for people: a search, comparison or split of a message, a
 reason, an advice, … (`PROSE`), or of the text of an exception. A cause is a value, and its text is derived from it.
 Texts of other libraries, and old records, are read in the functions of `FOREIGN_TEXTS`.
+`reports_with_many_fields`: classes named `…Report` or `…Result` with more than `MAX_REPORT_FIELDS` fields. A report is
+a list of parts, each with its findings.
 `column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
 without kinds of `Tokens` and `DECLARATIONS`. One is the table.
 
@@ -82,6 +84,7 @@ FIGURES = (
     "config_fields",
     "private_words",
     "column_lists",
+    "reports_with_many_fields",
     "decisions_from_prose",
 )
 
@@ -109,6 +112,7 @@ COLUMN_NAMES = frozenset(
     ("token_ids", "kept", "experts", "lags", *(name for column in COLUMNS for name in (column.name, column.in_loss)))
 ) - {""}
 """Names of columns of tokens, in the table and in the batch of a loss."""
+MAX_REPORT_FIELDS = 12
 DECLARATIONS: Mapping[str, str] = {
     "ExportedRow": "a line of an export: its names are the format, and further columns are in `recorded`",
     "LossBatch": "declares its columns for the type checker; `tests/unit/test_columns.py` names a missing one",
@@ -142,7 +146,7 @@ FOREIGN_TEXTS: Mapping[str, str] = {
     "agentrl.environment.tool_arguments:read_arguments": "pydantic's",
     "agentrl.environment.tool_arguments:_check_values": "pydantic's",
     "agentrl.inspection.search:_open": "SQLite's",
-    "agentrl.testing.check:_check_tools": "Python's, of exceptions that the user's tools raise",
+    "agentrl.testing.check:check_tools": "Python's, of exceptions that the user's tools raise",
     "agentrl.testing.execution:Failure.is_late": "of clients in the user's program",
     "agentrl.testing.execution:missing_awaits": "Python's",
 }
@@ -558,6 +562,17 @@ def column_lists(modules: Sequence[Module]) -> list[str]:
     return found
 
 
+def reports_with_many_fields(modules: Sequence[Module]) -> list[str]:
+    """Classes of reports and results with too many fields."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and words_of(node.name)[-1:] in (["report"], ["result"]):
+                number = sum(isinstance(field, ast.AnnAssign) for field in node.body)
+                found += [f"{module.name}: {node.name} ({number} fields)"] * (number > MAX_REPORT_FIELDS)
+    return found
+
+
 def decisions_from_prose(modules: Sequence[Module]) -> list[str]:
     """Places that decide by the words of a text for people."""
     found = []
@@ -660,6 +675,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
         "column_lists": column_lists(modules),
+        "reports_with_many_fields": reports_with_many_fields(modules),
         "decisions_from_prose": decisions_from_prose(modules),
     }
 

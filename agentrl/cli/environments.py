@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from agentrl.core.text import escape_line, escape_text
 if TYPE_CHECKING:
     import argparse
 
-    from agentrl.config.plans import SeatAssignment
     from agentrl.config.run import RunConfig
     from agentrl.environment.registry import EnvironmentSpec
 
@@ -85,28 +85,36 @@ def env_check(options: argparse.Namespace) -> int:
         filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
         environment, settings = config.environment.id, {"options": config.environment.options, "sampling": filters}
 
-    def check() -> tuple[bool, str | None, str]:
+    def check() -> dict[str, Any]:
         with contextlib.closing(progress):
             report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
-        if config is not None and report.rewarded:
-            unrewarded = {seat: task for seat, task in report.unrewarded.items() if seat not in report.rewarded}
-            report.findings += _unrewarded_learners(
-                unrewarded, config.seat_assignment, config.trained, Path(options.id).name
-            )
-        return (
-            report.passed,
-            report.resume_class,
-            report.text + _hidden_tools(options.model, report.called | set(report.uncalled)),
-        )
+        if config is not None:
+            learners = report.begin("learners")
+            for seat, task_id in report.figures.get("unrewarded_seats", {}).items():
+                if not config.seat_assignment.policies_of([seat]).isdisjoint(config.trained):
+                    learners.fault(
+                        f"Never rewarded: {seat}, which {Path(options.id).name} trains (such as in task {task_id!r}): "
+                        "training would drop every episode (no_reward)",
+                        "Call agent.reward(…) in run(), or let a policy that does not learn hold the seat",
+                    )
+        tools = {*report.figures.get("called", ()), *report.figures.get("uncalled", ())}
+        return {
+            "passed": report.passed,
+            "class": report.figures.get("resume_class"),
+            "text": report.text + _hidden_tools(options.model, tools),
+            "checks": [asdict(check) for check in report.checks],
+        }
 
     with contextlib.closing(progress):
         answer, problem = run_in_forked_child(check)
-    has_passed, resume_class, text = answer or (False, None, f"{options.id}: the check did not finish: {problem}")
+    if answer is None:
+        text = f"{options.id}: the check did not finish: {problem}"
+        answer = {"passed": False, "class": None, "text": text, "checks": []}
     if options.json:
-        print_json({"id": options.id, "passed": has_passed, "class": resume_class, "text": text})
+        print_json({"id": options.id, **answer})
     else:
-        sys.stdout.write(escape_text(text).rstrip("\n") + "\n")
-    return max(0 if has_passed else CheckFailedError.exit_code, *codes, 0)
+        sys.stdout.write(escape_text(answer["text"]).rstrip("\n") + "\n")
+    return max(0 if answer["passed"] else CheckFailedError.exit_code, *codes, 0)
 
 
 def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
@@ -121,18 +129,6 @@ def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
     if not isinstance(config.environment.id, str):
         raise InputError(f"{id} trains a mixture; check its environments one by one")
     return config
-
-
-def _unrewarded_learners(
-    unrewarded: Mapping[str, str], assignment: SeatAssignment, trained: Collection[str], source: str
-) -> list[str]:
-    """Return findings about seats without a reward (with a task of each) that a policy that learns holds."""
-    return [
-        f"Never rewarded: {seat}, which {source} trains (such as in task {task_id!r}): training would drop every "
-        "episode (no_reward). Call agent.reward(…) in run(), or let a policy that does not learn hold the seat"
-        for seat, task_id in unrewarded.items()
-        if not assignment.policies_of([seat]).isdisjoint(trained)
-    ]
 
 
 def env_import(options: argparse.Namespace) -> int:

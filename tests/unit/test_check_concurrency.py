@@ -11,7 +11,8 @@ from textwrap import dedent
 import pytest
 
 from agentrl.testing import new_process
-from agentrl.testing.check import EnvironmentReport, check_environment
+from agentrl.testing.check import check_environment
+from agentrl.testing.report import CheckResult, EnvironmentReport
 
 TASKS = """
     @classmethod
@@ -139,6 +140,11 @@ def tools(methods: str, *, before: str = "", reward: str = "return 1.0", attribu
         + TOOLS.format(tools=_indented(methods, 4), reward=_indented(reward, 8), attributes=_indented(attributes, 4))
         + TASKS
     )
+
+
+def concurrency_of(report: EnvironmentReport) -> CheckResult:
+    (result,) = [check for check in report.checks if check.name == "concurrency"]
+    return result
 
 
 def check(tmp_path: Path, source: str) -> EnvironmentReport:
@@ -551,7 +557,7 @@ def test_planted(tmp_path: Path, name: str) -> None:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
     report = check(tmp_path, PLANTED[name])
-    assert report.findings == report.concurrency.findings, report.text
+    assert report.findings == [each.text for each in concurrency_of(report).findings], report.text
     assert len(report.findings) == 1, report.text
     assert all(word in report.text for word in NAMED.get(name, ())), report.text
 
@@ -560,14 +566,15 @@ def test_planted(tmp_path: Path, name: str) -> None:
 def test_sound(tmp_path: Path, name: str) -> None:
     report = check(tmp_path, SOUND[name])
     assert report.passed, report.text
-    assert report.concurrency.episodes == 4
+    assert report.figures["concurrent_episodes"] == 4
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_sound_bundled(name: str) -> None:
     report = check_environment(name)
-    assert (report.findings, report.unwinnable) == ([], ""), report.text
-    assert report.concurrency.episodes in (2, 4), "two of an environment with one task"
+    assert report.passed, report.text
+    assert not [found for result in report.checks if result.name == "answers" for found in result.findings], report.text
+    assert report.figures["concurrent_episodes"] in (2, 4), "two of an environment with one task"
 
 
 ALONE = """
@@ -590,7 +597,7 @@ async def run(self, ctx):
 def test_an_environment_that_ends_the_process_ends_no_check(tmp_path: Path) -> None:
     """The check would end with the environment's exit code, and a test suite that runs it, too."""
     report = check(tmp_path, tools(ALONE))
-    assert report.findings == report.concurrency.findings
+    assert report.findings == [each.text for each in concurrency_of(report).findings]
     assert ["exit code 0" in finding for finding in report.findings] == [True]
 
 
@@ -598,7 +605,7 @@ def test_a_second_process_that_is_killed_accuses_no_environment(tmp_path: Path) 
     """By a machine without memory, for example."""
     report = check(tmp_path, tools(ALONE.replace("os._exit(0)", "os.kill(os.getpid(), 9)")))
     assert report.findings == []
-    assert "SIGKILL" in report.concurrency.undecided
+    assert "SIGKILL" in concurrency_of(report).remarks[0]
 
 
 def test_an_import_that_hangs_in_another_process_bounds_the_check(
@@ -608,5 +615,5 @@ def test_an_import_that_hangs_in_another_process_bounds_the_check(
     monkeypatch.setenv("MAIN", str(os.getpid()))
     hangs = "if os.environ['MAIN'] != str(os.getpid()):\n    threading.Event().wait()\n"
     report = check(tmp_path, tools(ALONE.replace("os._exit(0)", "pass"), before=hangs))
-    assert (report.findings, report.concurrency.episodes) == ([], 0)
-    assert report.concurrency.undecided in report.text
+    assert (report.findings, report.figures["concurrent_episodes"]) == ([], 0)
+    assert concurrency_of(report).remarks[0] in report.text

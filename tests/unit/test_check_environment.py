@@ -21,7 +21,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing import check, malformed_reply_check, play
-from agentrl.testing.check import EnvironmentReport, check_environment, replay_from_every_entry
+from agentrl.testing.check import Subject, check_environment, replay_from_every_entry
+from agentrl.testing.report import CheckResult, EnvironmentReport
 
 HASHING = """
 import agentrl
@@ -418,13 +419,40 @@ def test_a_choice_of_no_tasks_does_not_pass(check: Callable[..., EnvironmentRepo
     assert "tasks is empty, so nothing was checked" in report.text
 
 
+def test_a_check_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_color(subject: Subject, result: CheckResult) -> None:
+        result.figures["color"] = "red"
+        result.shown = "It is red."
+        result.remarks.append("Not blue.")
+        if subject.environment is Adder:
+            result.warn("it is red", "Paint it")
+            result.fault("it is too red", "Repaint it")
+
+    color = check.Check("color", check_color)
+    later = check.Check("later", lambda subject, result: None, lambda subject: subject.passed)
+    monkeypatch.setattr(check, "CHECKS", (color, later))
+    passed, failed = check_environment(Judged), check_environment(Adder)
+    assert (passed.passed, passed.text) == (True, "Judged: passed. It is red. Not blue.")
+    assert [result.name for result in passed.checks] == ["color", "later"]
+    assert (failed.passed, failed.figures) == (False, {"color": "red"})
+    assert (failed.findings, failed.warnings) == (["it is too red. Repaint it"], ["it is red. Paint it"])
+    assert failed.text.splitlines() == [
+        "Adder: 1 finding",
+        "- it is too red. Repaint it",
+        "WARNING it is red. Paint it",
+    ]
+    assert [result.name for result in failed.checks] == ["color"]
+
+
 def test_what_the_check_cuts_is_said() -> None:
     report = check_environment(Talkative)
     assert report.passed, report.text
-    assert {(cut.what, cut.limit.split()[-1]) for cut in report.cuts} == {("episode", "turns"), ("turn", "tokens")}
+    cuts = report.figures["cuts"]
+    assert {limit.split()[-1] for limit in cuts} == {"turns", "tokens"}
     assert re.search(r" The check cut off .*\b\d+ episodes? at its limit of 8 turns\b.*\.", report.text)
     assert all(
-        f"{number} {cut.what}" in report.text and cut.limit in report.text for cut, number in report.cuts.items()
+        re.search(rf"\b{number} (episode|turn)s? at its limit of {limit}", report.text)
+        for limit, number in cuts.items()
     )
     assert "cut" not in check_environment(Judged, tasks=[agentrl.Task(id="0", data={})]).text.lower()
 
@@ -449,15 +477,16 @@ def test_what_happens_once_is_no_difference_and_every_tool_is_tried() -> None:
     report = check_environment(Shopping)
     assert report.passed, report.text
     assert "continued exactly where it was, with resources restored from their snapshots" in report.text
-    assert report.called == set(Shopping.tool_table())
+    assert report.figures["called"] == sorted(Shopping.tool_table())
+    assert sum(len(result.figures) for result in report.checks) == len(report.figures), "a name belongs to one check"
     assert "Never called" not in report.text
 
 
 def test_tools_that_were_never_called_are_named() -> None:
     report = check_environment(Shopping, episodes=1, seed=1)
     assert report.passed, report.text
-    assert report.uncalled
-    assert f"Never called, and not tried: {', '.join(report.uncalled)}" in report.text
+    assert report.figures["uncalled"]
+    assert f"Never called, and not tried: {', '.join(report.figures['uncalled'])}" in report.text
 
 
 def test_a_training_task_that_is_also_held_out_is_noted() -> None:
@@ -469,9 +498,11 @@ def test_a_training_task_that_is_also_held_out_is_noted() -> None:
 
     report = check_environment(Overlapping)
     assert report.passed, report.text
-    assert report.overlap.also_held_out == ["train-3"]
-    assert report.text.splitlines()[-1].startswith("WARNING 1 training task is also held out, such as 'train-3'.")
-    assert report.text.endswith("list other tasks, or ignore this if there are no others.")
+    assert report.figures["also_held_out"] == ["train-3"]
+    (warning,) = [
+        text for text in report.warnings if text.startswith("1 training task is also held out, such as 'train-3'.")
+    ]
+    assert warning.endswith("list other tasks, or ignore this if there are no others.")
 
 
 def test_all_tasks_of_both_splits_are_compared() -> None:
@@ -485,11 +516,11 @@ def test_all_tasks_of_both_splits_are_compared() -> None:
 
     report = check_environment(Overlapping)
     assert report.passed, report.text
-    assert report.overlap.also_held_out == [f"{n}" for n in range(200, 290)]
-    assert report.overlap.shared_ids == [f"{n}" for n in range(290, 300)]
-    first, second = report.text.splitlines()[-2:]
-    assert first.startswith("WARNING 90 training tasks are also held out, such as '200'.")
-    assert second == "WARNING 10 ids of training tasks, such as '290', name a held-out task with other data."
+    assert report.figures["also_held_out"] == [f"{n}" for n in range(200, 290)]
+    assert report.figures["shared_ids"] == [f"{n}" for n in range(290, 300)]
+    first, second = [text for text in report.warnings if "held-out" in text or "held out" in text]
+    assert first.startswith("90 training tasks are also held out, such as '200'.")
+    assert second == "10 ids of training tasks, such as '290', name a held-out task with other data."
 
 
 class EverySeed(Adder):
@@ -525,9 +556,12 @@ def test_of_endless_splits_the_same_number_of_tasks_is_compared(
     monkeypatch.setattr(check, "LoadClock", TaskClock)
     report = check_environment(EverySeed)
     assert report.passed, report.text
-    assert report.overlap.also_held_out == [f"{n}" for n in range(compared)]
-    assert report.uncompared == 2 * (2**31 - compared)
-    assert f"{report.uncompared:,} tasks were not compared, so more training tasks may also be held out" in report.text
+    assert report.figures["also_held_out"] == [f"{n}" for n in range(compared)]
+    assert report.figures["uncompared_tasks"] == 2 * (2**31 - compared)
+    assert (
+        f"{report.figures['uncompared_tasks']:,} tasks were not compared, so more training tasks may also be held out"
+        in report.text
+    )
 
 
 def test_a_late_task_that_cannot_be_read_is_a_finding() -> None:
@@ -558,7 +592,7 @@ def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
         rf"WARNING tool look raised KeyError: 'some text' at {place}, in \d+ of \d+ calls?\. Fix it, or ignore this",
         report.text,
     )
-    assert sum(map(len, report.tool_errors.values())) < report.tool_calls.total()
+    assert sum(report.figures["tool_errors"].values()) < sum(report.figures["tool_calls"].values())
 
 
 def test_an_argument_that_a_tool_refuses_is_a_warning() -> None:
@@ -574,7 +608,7 @@ def test_a_tool_that_fails_at_two_lines_fails_the_check() -> None:
 def test_a_tool_that_no_arguments_can_make_work_fails_the_check() -> None:
     report = check_environment(Unfinished)
     (finding,) = report.findings
-    number = report.tool_calls["look"]
+    number = report.figures["tool_calls"]["look"]
     assert re.search(rf"tool look raised AttributeError: .* in look, in {number} of {number} call", finding)
     assert report.text.count("tool look raised") == 1
 
@@ -589,8 +623,8 @@ def test_state_on_the_class_and_the_way_from_a_tool_to_its_context_are_named() -
 def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
     assert report.passed, report.text
-    assert report.episodes >= 4
-    assert report.resumptions > 12
+    assert report.figures["episodes"] >= 4
+    assert report.figures["resumptions"] > 12
     assert "continued exactly where it was. " in report.text
 
 
@@ -598,7 +632,7 @@ def test_effects_are_not_repeated() -> None:
     Trees.fetched.clear()
     report = check_environment(Trees, tasks=[agentrl.Task(id="t", data={"question": "add"})], episodes=1)
     assert report.passed, report.text
-    assert report.resumptions > 10
+    assert report.figures["resumptions"] > 10
     why = (
         "one episode, two for comparison with episodes played at once, seven of nonsense and chance, three wrong calls"
     )
@@ -610,7 +644,7 @@ def test_effects_are_not_repeated() -> None:
     [
         (Clockwork, "ctx.rng"),
         (Forgetful, "seat 'agent' acted but was given no reward"),
-        (Drifting, "draw it from the seed and index"),
+        (Drifting, "Draw it from the seed and index"),
         (Untyped, "parameter 'where' has no type; annotate it"),
         (int, "not an agentrl.Environment"),
         ("no_such_environment", "no environment is called 'no_such_environment'; known: "),
@@ -621,7 +655,7 @@ def test_effects_are_not_repeated() -> None:
         (WithoutQuestion, "task 't' has no 'question' in its data (it has 'prompt'): give it one, or override prompt"),
         (PlainText, "such as agentrl.user('…'), not str"),
         (NotAwaited, "was never awaited: an `await` is missing"),
-        (Rows, "not agentrl.Task; write agentrl.Task(id="),
+        (Rows, "not agentrl.Task. Write agentrl.Task(id="),
         (Misspelt, f"KeyError: 'anwser' at {__file__}:"),
         (Sleeper, "time.sleep(0.4)"),
     ],
@@ -740,16 +774,16 @@ class Slow(agentrl.ToolEnvironment):
 def test_slow_episodes_are_killed_at_fewer_entries_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = agentrl.check_environment(Slow)
     assert quick.passed
-    assert (quick.untried_kills, quick.unplayed) == (0, 0)
+    assert (quick.figures["untried_kills"], quick.figures["unplayed_tasks"]) == (0, 0)
     calls, Slow.calls = Slow.calls, 0
     monkeypatch.setattr(check, "PLAYING_S", 0.0)
     monkeypatch.setattr(malformed_reply_check, "BUDGET_S", 0.0)
     report = agentrl.check_environment(Slow)
     assert report.passed, report.text
-    assert (report.resumptions, report.unplayed) == (1, 3)
-    assert report.untried_kills > 1
+    assert (report.figures["resumptions"], report.figures["unplayed_tasks"]) == (1, 3)
+    assert report.figures["untried_kills"] > 1
     assert Slow.calls < calls / 4
-    assert f"{report.untried_kills} kills and 3 tasks" in report.text
+    assert f"{report.figures['untried_kills']} kills and 3 tasks" in report.text
     assert "external=True" in report.text
 
 

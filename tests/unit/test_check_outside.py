@@ -120,7 +120,7 @@ def test_a_tool_that_reaches_outside_is_found(kind: str, words: str) -> None:
     assert "external=True" in report.text
     declared = check_environment(Declared)
     assert declared.passed, declared.text
-    assert declared.resume_class == "snapshot"
+    assert declared.figures["resume_class"] == "snapshot"
 
 
 def test_the_first_import_of_a_library_is_no_reaching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_how_episodes_resume_is_told(level: str) -> None:
     Rolling.level = level
     report = check_environment(Rolling)
     assert report.passed, report.text
-    assert report.resume_class == level
+    assert report.figures["resume_class"] == level
     words = {"replay": "was. ", "snapshot": "restored from their snapshots", "pinned": "started over if it had lost"}
     assert words[level] in report.text
     assert "class" not in report.text
@@ -246,7 +246,7 @@ class Closing(Rolling):
 def test_a_resource_that_is_closed_at_the_end_is_no_difference(box: type[Box], level: str) -> None:
     report = check_environment(type("Closed", (Closing,), {"dice": box, "level": level}))
     assert report.passed, report.text
-    assert report.resume_class == level
+    assert report.figures["resume_class"] == level
 
 
 class Sharing(agentrl.Environment):

@@ -54,7 +54,7 @@ def test_tools_answer_wrong_calls_themselves() -> None:
     for environment in (Adding, Forgiving):
         report = check_environment(environment)
         assert report.passed, report.text
-        assert report.wrong_calls.kinds == [UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON]
+        assert report.figures["wrong_calls"]["kinds"] == [UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON]
         assert (
             "Wrong tool calls (an unknown tool, wrong arguments, broken JSON) caused no errors in 6 episodes."
             in report.text

@@ -189,8 +189,11 @@ def test_a_check_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     assert said_first == ["loading the checks …\n", "checking slow.py: importing it …\n"]
     timed_phases = re.findall(r"^checking slow.py: (\w+).*: \d+\.\d s$", said_then, re.MULTILINE)
     assert timed_phases == ["importing", "listing", *["playing"] * 4]
-    assert json.loads(said)["passed"] is True
-    assert checking.returncode == 0
+    answer = json.loads(said)
+    assert (answer["passed"], answer["class"], checking.returncode) == (True, "replay", 0)
+    figures = {name: value for check in answer["checks"] for name, value in check["figures"].items()}
+    assert (figures["episodes"], figures["resume_class"]) == (1, "replay")
+    assert {"tasks", "episodes", "concurrency"} <= {check["name"] for check in answer["checks"]}
 
 
 PAIR = """

@@ -1,4 +1,4 @@
-"""Decisions from texts for people are found in source code, and agentrl takes none."""
+"""The shape of the code: what must not be there is found where it is planted, and agentrl has none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import ast
 
 import pytest
 
-from benchmarks.code_shape import PACKAGE, Module, decisions_from_prose, modules_of
+from benchmarks.code_shape import (
+    MAX_REPORT_FIELDS,
+    PACKAGE,
+    Module,
+    decisions_from_prose,
+    modules_of,
+    reports_with_many_fields,
+)
+
+
+def planted(source: str) -> list[Module]:
+    return [Module(name="planted", is_package=False, text=source, tree=ast.parse(source))]
 
 
 def found(expression: str) -> list[str]:
     source = f"def decide(error, reason, hold, rows, failures):\n    return {expression}\n"
-    return decisions_from_prose([Module(name="planted", is_package=False, text=source, tree=ast.parse(source))])
+    return decisions_from_prose(planted(source))
 
 
 @pytest.mark.parametrize(
@@ -52,3 +63,21 @@ def test_kinds_keys_and_layout_are_no_decisions_from_prose(expression: str) -> N
 
 def test_no_decision_is_taken_from_a_text_for_people() -> None:
     assert decisions_from_prose(modules_of(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "is_found"),
+    [
+        ("EnvironmentReport", MAX_REPORT_FIELDS + 1, True),
+        ("CheckResult", 38, True),
+        ("CheckResult", MAX_REPORT_FIELDS, False),
+        ("ResultTable", 38, False),
+    ],
+)
+def test_a_planted_report_with_many_fields_is_found(name: str, fields: int, is_found: bool) -> None:
+    lines = "".join(f"    figure_{number}: int = 0\n" for number in range(fields))
+    assert bool(reports_with_many_fields(planted(f"class {name}:\n{lines}"))) is is_found
+
+
+def test_no_report_has_many_fields() -> None:
+    assert reports_with_many_fields(modules_of(PACKAGE)) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections import Counter
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -18,7 +18,7 @@ from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
 from agentrl.observe.bottleneck import MAX_CALLED, ActivityClock, FailingCalls, failing_calls
 from agentrl.observe.metrics import EFFECT_ERROR
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
-from agentrl.testing.check import EnvironmentReport
+from agentrl.testing import check
 from tests.unit.episodes import Played, play
 
 
@@ -152,13 +152,19 @@ def alarm_of_calls_without_tools() -> str:
     return alarm.line
 
 
+def tasks_left_out() -> str:
+    tasks = [agentrl.Task(id=f"t{number}", data={}) for number in range(4)]
+    with patch.object(check, "PLAYING_S", 0.0):
+        return agentrl.check_environment(Sound, tasks=tasks).text
+
+
 ADVICE = {
     "a method marked as a tool": (definition_error, "tools that are offered to no seat"),
     "a side effect in reward": (lambda: checked(Writing), "changes files"),
     "a seat without a reward": (lambda: checked(Unpaid), "was given no reward"),
     "calls where no tool is offered": (alarm_of_calls_without_tools, "requests of the program offer no tool"),
     "tasks left out": (
-        lambda: EnvironmentReport(environment="E", requests=Counter(main=1), unplayed=3)._left_out_sentence,
+        tasks_left_out,
         "3 tasks",
     ),
 }

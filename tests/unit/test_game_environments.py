@@ -110,7 +110,7 @@ def test_a_group_draws_alike_whatever_else_draws() -> None:
 def test_the_game_resumes_at_every_entry() -> None:
     report = agentrl.check_environment(Throw, tasks=[Task(id=f"t{seed}", data={"seed": seed}) for seed in range(4)])
     assert report.passed, report.text
-    assert report.resumptions > 8
+    assert report.figures["resumptions"] > 8
 
 
 def test_the_turns_of_all_players_are_limited() -> None:

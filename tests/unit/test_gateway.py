@@ -565,7 +565,7 @@ DAYS = itertools.cycle(range(10))
 
 def test_the_checker_begins_programs_again_and_names_what_they_ask_otherwise() -> None:
     passed = check_environment(Stable)
-    assert (passed.findings, passed.resume_class) == ([], "replay")
+    assert (passed.findings, passed.figures["resume_class"]) == ([], "replay")
     (finding,) = check_environment(Unstable).findings
     assert re.search(r"turn 0 of seat 'main'.*content: 'number \d of many', now 'number \d of many'", finding)
     assert check_environment(type("Declared", (Unstable,), {"replay_stable": False, "__module__": __name__})).passed

@@ -278,7 +278,7 @@ def test_resumption_at_every_entry(game: type[agentrl.GymEnvironment]) -> None:
     for chosen in (game, with_words_of_the_checker(game)):
         report = agentrl.check_environment(chosen)
         assert report.passed, report.text
-        assert report.resumptions >= 4
+        assert report.figures["resumptions"] >= 4
 
 
 class Dicey(gymnasium.Env[int, int]):

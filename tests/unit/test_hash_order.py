@@ -75,4 +75,4 @@ def test_the_class_of_the_readme_is_checked_in_one_process(tmp_path: Path, monke
     assert "class Calculator" in (tmp_path / "my_env.py").read_text()
     report = check_environment(f"{tmp_path / 'my_env.py'}:Calculator", hash_order=True)
     assert report.passed, report.text
-    assert report.resumptions
+    assert report.figures["resumptions"]

@@ -348,7 +348,7 @@ def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:
 def test_requests_are_counted_and_seats_without_one_are_named() -> None:
     report = check_environment(asking("main", "main"))
     assert report.passed, report.text
-    assert report.requests == {"main": 4}
+    assert report.figures["requests"] == {"main": 4}
     assert "4 requests" in report.text
     assert "not tried: small" in report.text
     assert "not tried" not in check_environment(asking("main", "small")).text

@@ -293,5 +293,5 @@ def test_an_environment_with_such_a_resource_comes_back_by_replay() -> None:
     tasks = [Task(id=f"{number}", data={}) for number in range(2)]
     report = agentrl.check_environment(Played, tasks=tasks, episodes=2)
     assert report.passed, report.text
-    assert report.resume_class == "replay"
-    assert report.resumptions > 10
+    assert report.figures["resume_class"] == "replay"
+    assert report.figures["resumptions"] > 10

@@ -322,7 +322,8 @@ def test_an_attribute_that_is_almost_a_setting_is_a_warning_since_other_code_may
     report = check_environment(f"{file}:Sum", episodes=1)
     assert report.passed, report.text
     says("\n".join(report.warnings), NEAR[line], here)
-    assert len(report.misspelled) == 1
+    (names,) = [check for check in report.checks if check.name == "names"]
+    assert len(names.findings) == 1
 
 
 @pytest.mark.parametrize("line", EPISODES, ids=case)

@@ -63,7 +63,7 @@ def test_an_episode_is_played_and_an_environment_checked_in_a_running_loop() -> 
     assert str(played).startswith("PlayResult(reward=1.0, stop_reason='completed', metrics={'letters': 5.0}")
     report = in_running_loop(lambda: agentrl.check_environment(Echo))
     assert report.passed, report.text
-    assert report.rewards == [1.0] * 4
+    assert report.figures["rewards"] == [1.0] * 4
     assert in_running_loop(lambda: SeededSimulation(range(2)).run(lambda: asyncio.sleep(100, "slept"))) == ["slept"] * 2
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -174,7 +174,7 @@ def test_a_grader_with_an_alarm_gives_the_same_reward_in_a_running_loop(tmp_path
     for run in (in_running_loop, lambda function: function()):
         assert run(lambda: play(environment, TASK, ["x"])).reward == 1.0
         report = run(lambda: agentrl.check_environment(environment))
-        assert set(report.rewards) == {1.0}, report.text
+        assert set(report.figures["rewards"]) == {1.0}, report.text
 
 
 @pytest.mark.parametrize("caught", ["Exception", "BaseException"])

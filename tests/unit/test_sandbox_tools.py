@@ -140,13 +140,13 @@ def test_results_say_what_the_output_does_not_show() -> None:
 def test_the_checker_calls_it_a_snapshot() -> None:
     report = check_environment(Repair)
     assert not report.findings
-    assert report.resume_class == "snapshot"
+    assert report.figures["resume_class"] == "snapshot"
 
 
 def test_the_checker_calls_it_pinned_with_a_network() -> None:
     report = check_environment(Connected)
     assert not report.findings
-    assert report.resume_class == "pinned"
+    assert report.figures["resume_class"] == "pinned"
 
 
 def test_a_tool_without_a_sandbox_says_so() -> None:

@@ -197,7 +197,7 @@ class Racing(Stable):
 
 def test_a_program_replays_in_whatever_order_its_tools_end() -> None:
     report = check_environment(Racing)
-    assert (report.findings, report.resume_class) == ([], "replay")
+    assert (report.findings, report.figures["resume_class"]) == ([], "replay")
 
 
 def test_rows_of_a_data_set_are_ordered_by_their_ids() -> None:

@@ -70,8 +70,8 @@ def test_the_sandbox_is_what_the_dockerfile_says(tmp_path: Path) -> None:
 def test_it_resumes_from_every_entry_and_is_a_snapshot(tmp_path: Path) -> None:
     report = check_environment(Harbor, options={"directory": str(write_suite(tmp_path)), "roots": ROOTS}, episodes=1)
     assert not report.findings
-    assert report.resume_class == "snapshot"
-    assert "bash" in report.called
+    assert report.figures["resume_class"] == "snapshot"
+    assert "bash" in report.figures["called"]
 
 
 @pytest.mark.needs("bubblewrap")

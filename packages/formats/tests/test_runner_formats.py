@@ -212,7 +212,7 @@ def test_the_packages_themselves(environment: type[RunnerEnvironment], package: 
     assert (right, wrong) == ((1.2, 0.0) if environment is Verifiers else (2.0, 0.0))
     report = check_environment(environment, options=options, episodes=1)
     assert not report.findings
-    assert report.resume_class == "replay"
+    assert report.figures["resume_class"] == "replay"
 
 
 @pytest.mark.parametrize("line", ["'x' * 2_000_000", "'[]'", "'{}'", "'[' * 100_000", "'nonsense'"])

@@ -267,7 +267,7 @@ def test_nemo_gym_is_pinned(nemo: str, tmp_path: Path) -> None:
     task = nemo_task(tmp_path, nemo)
     report = check_environment(NemoGym, tasks=[task], episodes=1)
     assert not report.findings
-    assert report.resume_class == "pinned"
+    assert report.figures["resume_class"] == "pinned"
 
 
 @pytest.mark.parametrize("name", ["verify", "seed_session", "../verify", "x?y", "", "/health"])
@@ -413,7 +413,7 @@ def test_an_answer_to_a_step_that_states_no_result_fails_the_episode(answer: str
 def test_openenv_is_pinned(openenv: str) -> None:
     report = check_environment(Guess, options={"url": openenv}, episodes=1)
     assert not report.findings
-    assert report.resume_class == "pinned"
+    assert report.figures["resume_class"] == "pinned"
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_bfcl_calls_with_extreme_numbers_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_bfcl_is_replayed() -> None:
     report = check_environment(Bfcl, episodes=2)
     assert not report.findings
-    assert report.resume_class == "replay"
+    assert report.figures["resume_class"] == "replay"
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_gem_is_replayed() -> None:
     ids = ["game:GuessTheNumber-v0-easy", "game:Minesweeper-v0-easy"]
     report = check_environment(Gem, options={"ids": ids}, episodes=2)
     assert not report.findings
-    assert report.resume_class == "replay"
+    assert report.figures["resume_class"] == "replay"
 
 
 def test_a_probe_of_an_openenv_server_that_never_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
