@@ -1,8 +1,8 @@
 """Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
-An alarm looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs
-were not measured. The name of an alarm is stable; its text contains the measured values. `alarms.jsonl` has a line
-for each alarm that a run raised.
+Each alarm is a row of `RULES`: a metric with a bound (`MetricRule`), or a function (`Rule`). It looks at a window of
+the newest steps, so that a single odd step raises none, and stays silent if its inputs were not measured. The name of
+an alarm is stable; its text contains the measured values. `alarms.jsonl` has a line for each alarm that a run raised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.text import plural
@@ -22,12 +23,18 @@ from agentrl.observe.metrics import (
     PROGRAM_OK,
 )
 from agentrl.observe.run_directory import run_argument
-from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append, read_jsonl
+from agentrl.observe.run_state import (
+    MIRRORS_FILE,
+    PolicyMetricHistory,
+    append_jsonl_line,
+    open_jsonl_to_append,
+    read_jsonl,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.observe.run_state import PolicyMetricHistory, RunSnapshot, RunState, Values
+    from agentrl.observe.run_state import RunState, Values
 
 FILE = "alarms.jsonl"
 
@@ -140,60 +147,6 @@ _CHECK_REWARD = (
 """First remedy for rewards that are all equal: the function that gives them may be wrong."""
 _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
 """Second remedy for them: the chat template may hide the tools."""
-MEANINGS = {
-    "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
-    f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
-    "context_full": f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
-    "empty_output": f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",
-    "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
-    f"falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do not count",
-    "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), an effect, a resource "
-    f"or a scorer failed; or the last {ALWAYS_IN_A_ROW}",
-    "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, at least "
-    f"{BLOCKED_SECONDS:g} s over the whole run",
-    "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no other "
-    "episode to compare them with",
-    "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the entropy "
-    f"below {LOW_ENTROPY:g} nats",
-    "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the mean reward has changed by less than "
-    f"{FLAT:g} since the start, or never exceeded that; in the "
-    f"first {WINDOW - 1} steps, if none of at least {MIN_EPISODES} episodes has an advantage, or at least "
-    f"{MIN_EPISODES} held-out episodes before training all got the same reward",
-    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far or "
-    f"at {1 - FLAT:g} to 1",
-    "staleness": "the mean staleness exceeds `max_staleness` (with `credit.release = late` or `episode`, half a step "
-    "more) by more than a quarter of it and more than 0.25 steps; not if a step trained on episodes begun before the "
-    "last resume",
-    "max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume",
-    "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the environment gave "
-    f"replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
-    "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
-    f"weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} "
-    "steps; not if the environment gave replies in them",
-    "lost_routing": f"turns of the last {WINDOW} steps were trained without the experts that the engine recorded for "
-    "them, because their files are missing or damaged",
-    "selection_bias": f"over {LENGTH_STEPS} steps, trained episodes differ from all started episodes by "
-    f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in reward, "
-    f"or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long",
-    "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped because their "
-    "program hung (`episode_timeout`)",
-    "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_DROPPED}, were dropped for one reason",
-    "off_frontier": f"less than {FRONTIER_SHARE:.0%} of at least {MIN_PROPOSALS} proposals (`agent.gate`, "
-    "`ctx.remember`) got a mean reward between 0.2 and 0.8 from their attempts",
-    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals, at least {MIN_PROPOSALS}, are repeated",
-    "proposals_alike": f"in each step, the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats",
-    "gate_closed": f"in each step, less than {GATE_SHARE:.0%} of the proposals pass the gate",
-    "loses_to_past": f"a policy wins less than {LOSING_RATE:.0%} of the games against its past versions, and "
-    f"{LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
-    "one_seat_wins": f"one seat wins {SEAT_SHARE:.0%} of at least {MIN_GAMES} decided games (rewards above and below "
-    "0)",
-    "starved": f"a policy without `freeze` phases takes no step while the others take {STARVED_STEPS}, and "
-    f"{STARVED_RATIO} times as many as between its last steps; {STARVED_STEPS * STARVED_RATIO} before its first step",
-    "mirror_behind": "the copy made by `agentrl run mirror` is more than `--every` seconds plus "
-    f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer",
-}
-"""Condition that raises each alarm, for docs/reference/metrics.md; over the newest `WINDOW` steps unless it names
-others."""
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
@@ -224,36 +177,74 @@ ADVICE_ON_DROPS = {
 }
 
 
+class Rule(NamedTuple):
+    """A condition that is a function of a policy's metrics or of the run's state."""
+
+    meanings: Mapping[str, str]
+    """Condition of each alarm that it raises, by name, for docs/reference/metrics.md; over the newest `WINDOW` steps
+    unless it names others. An alarm of several rules has one at the first."""
+    find: Callable[[RunState, PolicyMetricHistory], Iterator[Alarm]]
+    """Yields the alarms of one policy. Rules of the whole run get the policy with the most steps, which has the newest
+    metrics of the whole run."""
+    of_run: bool = False
+    """Whether the alarm is about the whole run."""
+    explained_by: str = ""
+    """Name of an alarm of the same policy that explains this one, which is then not raised."""
+
+
+class MetricRule(NamedTuple):
+    """A metric that is beyond a bound in each of the newest steps that measured it."""
+
+    name: str
+    meaning: str
+    """As in `Rule.meanings`."""
+    metric: str
+    text: str
+    """Format of the text, with `{mean}` of the metric and `{steps}`, such as "3 steps"."""
+    advice: str
+    at_least: float = -math.inf
+    below: float = math.inf
+    per: str = ""
+    """Metric by which it is divided; steps without this one do not count."""
+    window: int = 2 * WINDOW
+    """Number of newest steps among which the `WINDOW` newest with the metric count. It is missing at a step before
+    which no episode ended, as in asynchronous training."""
+    min_steps: int = 1
+    of_run: bool = False
+    explained_by: str = ""
+    example: str = ""
+    """As in `Alarm`."""
+
+    @property
+    def meanings(self) -> Mapping[str, str]:
+        """As in `Rule`."""
+        return {self.name: self.meaning}
+
+    def find(self, state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+        """As in `Rule`."""
+        steps = newest_step_metrics(policy, self.window)
+        if self.per:
+            values = [step.get(self.metric, 0.0) / max(step[self.per], 1e-9) for step in steps if self.per in step]
+        else:
+            values = window_metric_values(steps, self.metric)
+        values = values[-WINDOW:]
+        if len(values) >= self.min_steps and min(values) >= self.at_least and max(values) < self.below:
+            text = self.text.format(mean=mean_of(values), steps=plural(len(values), "step"))
+            yield Alarm(self.name, "" if self.of_run else policy.name, text, self.advice, self.example)
+
+
 def find_alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe and likeliest causes of others first."""
     alarms: list[Alarm] = []
-    if state.status is not None:
-        alarms += _always_fails(state.status)
-        alarms += _blocked_loop(state.status)
-        alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
-    for policy in state.policies.values():
-        window = newest_step_metrics(policy)
-        # Metrics of episodes are missing at a step whose episodes ended before a resume, if several policies acted.
-        with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
-        alarms += _tool_errors(policy, state.status, all_raise=True)
-        alarms += _context_full(policy, newest_step_metrics(policy, 2 * WINDOW))
-        alarms += _empty_output(policy, with_episodes[-WINDOW:])
-        about_format = list(_illegal_output(policy, with_episodes[-WINDOW:]))
-        alarms += about_format
-        alarms += _tool_errors(policy, state.status, all_raise=False)
-        alarms += _max_lag(policy, window)
-        if len(window) < WINDOW:
-            alarms += _nothing_taught_yet(policy, window)
-        else:
-            if not about_format:
-                alarms += _nothing_taught(policy, window)
-            alarms += _staleness(policy, window, state.plan.late_staleness)
-            alarms += _mismatch(policy, window)
-        alarms += _lost_routing(policy, window)
-        alarms += _selection_bias(policy)
-    alarms += _coevolution_alarms(state)
-    if state.status is not None:
-        alarms += _mirrors_behind(state.status)
+    newest = max(state.policies.values(), key=lambda policy: policy.step, default=PolicyMetricHistory(name=""))
+    for of_run, rules in itertools.groupby(RULES, lambda rule: rule.of_run):
+        group = [*rules]
+        for policy in [newest] if of_run else state.policies.values():
+            raised: list[Alarm] = []
+            for rule in group:
+                if rule.explained_by not in {alarm.name for alarm in raised}:
+                    raised += rule.find(state, policy)
+            alarms += raised
     return _with_commands(alarms, state)
 
 
@@ -282,8 +273,9 @@ def fill_commands(advice: str, run: str, episode: str) -> str:
     return _OF_RUN.sub(lambda match: f"{match[0]} {run}", advice)
 
 
-def _always_fails(status: RunSnapshot) -> Iterator[Alarm]:
-    for name, failing in sorted(status.failing.items(), key=lambda item: -item[1].in_a_row):
+def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    calls = {} if state.status is None else state.status.failing
+    for name, failing in sorted(calls.items(), key=lambda item: -item[1].in_a_row):
         is_always = failing.failed == failing.calls >= ALWAYS_CALLS
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
             continue
@@ -298,8 +290,11 @@ def _always_fails(status: RunSnapshot) -> Iterator[Alarm]:
         )
 
 
-def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
+def _blocked_loop(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     """Name the place in the user's code that blocked the event loop longest, over the whole run."""
+    status = state.status
+    if status is None:
+        return
     place = max(status.blocked, key=lambda name: status.blocked[name], default="")
     share = status.blocked.get(place, 0.0)
     if share >= BLOCKED_SHARE and share * status.seconds >= BLOCKED_SECONDS:
@@ -311,7 +306,9 @@ def _blocked_loop(status: RunSnapshot) -> Iterator[Alarm]:
         )
 
 
-def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    # Metrics of episodes are missing at a step whose episodes ended before a resume, if several policies acted.
+    window = [step for step in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in step][-WINDOW:]
     shares = window_metric_values(window, "format/broken_turns")
     smallest = BROKEN_SHARE if len(shares) == WINDOW else EARLY_BROKEN_SHARE
     if not shares or min(shares) < smallest or shares[-1] < 0.8 * shares[0]:
@@ -361,37 +358,7 @@ def _format_advice(worst: str, *, is_repeating: bool, is_program: bool) -> str:
             return "an example of the format in the prompt, or a base model that knows it"
 
 
-def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    # The share is missing at a step before which no episode ended, as in asynchronous training.
-    shares = window_metric_values(window, "episodes/context_full")[-WINDOW:]
-    if shares and min(shares) >= MOST_SHARE:
-        yield Alarm(
-            "context_full",
-            policy.name,
-            f"{mean_of(shares):.0%} of the episodes in the last {plural(len(shares), 'step')} ended because their "
-            "context was full",
-            "`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise engine.max_context, "
-            "shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
-            "context_length",
-        )
-
-
-def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    shares = [values.get("turns/empty", 0.0) / max(values["episodes/turns"], 1e-9) for values in window]
-    if shares and min(shares) >= MOST_SHARE:
-        yield Alarm(
-            "empty_output",
-            policy.name,
-            f"{mean_of(shares):.0%} of the turns in the last {plural(len(shares), 'step')} have no text and no tool "
-            "call",
-            "`agentrl episode list RUN --where 'metric.turns/empty > 0'` lists examples, and `agentrl episode tokens` "
-            "shows what was sampled; a chat template that fits the model, a base model that answers, or a higher "
-            f"sampling.temperature; {_IF_LATER}",
-            "turns/empty",
-        )
-
-
-def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all_raise: bool) -> Iterator[Alarm]:
+def _tool_errors(state: RunState, policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Alarm]:
     """Raise `tool_errors` if all calls of the newest steps with calls raised, or else if a share of them did. Steps
     without calls change nothing: a policy whose calls all fail soon makes none."""
     window: list[tuple[float, float, float]] = []
@@ -402,6 +369,7 @@ def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all
     window = window[-WINDOW:]
     shares = [share for share, _, _ in window]
     num_calls = sum(calls * episodes for _, calls, episodes in window)
+    most_often = f", most often {state.status.raised}" if state.status is not None and state.status.raised else ""
     is_broken = bool(shares) and min(shares) == 1.0 and num_calls >= MIN_EPISODES
     is_frequent = len(shares) == WINDOW and mean_of(shares) >= TOOL_ERROR_SHARE and shares[-1] >= 0.8 * shares[0]
     if is_broken != all_raise or not (is_broken or is_frequent):
@@ -410,14 +378,17 @@ def _tool_errors(policy: PolicyMetricHistory, status: RunSnapshot | None, *, all
         "tool_errors",
         policy.name,
         f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} with calls raised an "
-        "exception (tool/error)" + (f", most often {status.raised}" if status is not None and status.raised else ""),
+        f"exception (tool/error){most_often}",
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
         "tool/error",
     )
 
 
-def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _nothing_taught(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
+    if len(window) < WINDOW:
+        return
     zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
@@ -498,9 +469,12 @@ def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Alarm | Non
     )
 
 
-def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _nothing_taught_yet(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     """Raise `no_signal` or `alone` before `WINDOW` steps if no unit had an advantage; before the first step, if the
     evaluation before training showed no signal."""
+    window = newest_step_metrics(policy)
+    if len(window) == WINDOW:
+        return
     first = policy.evaluations.get(0, {})
     zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     units = window_metric_sum(window, "step/units")
@@ -531,8 +505,9 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
     )
 
 
-def _staleness(policy: PolicyMetricHistory, window: Sequence[Values], late: float) -> Iterator[Alarm]:
-    if any(window_metric_values(window, "staleness/before_resume")):
+def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window, late = newest_step_metrics(policy), state.plan.late_staleness
+    if len(window) < WINDOW or any(window_metric_values(window, "staleness/before_resume")):
         return
     lags, bound = window_metric_values(window, "staleness/mean"), policy.max_staleness
     if lags and bound is not None and mean_of(lags) > bound + late + max(0.25, 0.25 * bound):
@@ -545,7 +520,8 @@ def _staleness(policy: PolicyMetricHistory, window: Sequence[Values], late: floa
         )
 
 
-def _max_lag(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _max_lag(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
     num_exceeded = sum(window_metric_values(window, "staleness/exceeded"))
     if num_exceeded:
         largest = max(window_metric_values(window, "staleness/max"))
@@ -559,9 +535,10 @@ def _max_lag(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[
         )
 
 
-def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _mismatch(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
     minimum, maximum = MISMATCH_STEPS
-    if any(window_metric_values(newest_step_metrics(policy, maximum), DEMONSTRATED)):
+    if len(window) < WINDOW or any(window_metric_values(newest_step_metrics(policy, maximum), DEMONSTRATED)):
         return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
     steps_with_lag: list[Values] = []
     tokens = total = 0.0
@@ -596,7 +573,8 @@ def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator
         )
 
 
-def _lost_routing(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _lost_routing(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
     lost = sum(window_metric_values(window, "lost_routing"))
     if lost:
         yield Alarm(
@@ -609,7 +587,7 @@ def _lost_routing(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
         )
 
 
-def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
+def _selection_bias(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     window = newest_step_metrics(policy, LENGTH_STEPS)
     off: list[str] = []
     for name, healthy, more_format, less_format in (
@@ -640,8 +618,11 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
         )
 
 
-def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
-    num_ended = sum(reasons.values()) + other_drops
+def _drops(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    if state.status is None:
+        return
+    reasons = state.status.dropped
+    num_ended = sum(reasons.values()) + state.status.trained + state.status.ready
     by_time = reasons.get("episode_timeout", 0)
     if by_time >= TIME_EPISODES and TIME_SHARE * num_ended <= by_time < max(DROPPED_SHARE * num_ended, MIN_DROPPED):
         yield Alarm(
@@ -668,7 +649,10 @@ def _drop_advice(reason: str) -> str:
     return f"`agentrl episode list RUN --where 'drop_reason = {reason}'` lists them" + (f"; {advice}" if advice else "")
 
 
-def _mirrors_behind(status: RunSnapshot) -> Iterator[Alarm]:
+def _mirrors_behind(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    status = state.status
+    if status is None:
+        return
     for place, mirror in status.mirrors.items():
         behind_s = status.wall - mirror.until
         if behind_s > mirror.every_s + MIRROR_S:
@@ -682,43 +666,10 @@ def _mirrors_behind(status: RunSnapshot) -> Iterator[Alarm]:
             )
 
 
-def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
-    """Yield alarms about proposals, games and starving policies, those of the whole run first."""
-    # The policy with the most steps has the newest metrics of the whole run.
-    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:
-        window = newest_step_metrics(policy)
-        yield from _proposals(window)
-        yield from _one_seat_wins(window)
-    for opponent, of in state.plan.opponent_pools.items():
-        if of in state.policies:
-            yield from _loses_to_pool(state.policies[of], opponent)
-    for policy in state.policies.values():
-        yield from _starvation(policy, state)
-
-
-def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
+def _proposals(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
     if len(window) < WINDOW or not any("gate/acceptance" in v or "proposals/made" in v for v in window):
         return
-    gate, entropy = (
-        window_metric_values(window, "gate/acceptance"),
-        window_metric_values(window, "proposals/structure_entropy"),
-    )
-    if len(gate) == WINDOW and max(gate) < GATE_SHARE:
-        yield Alarm(
-            "gate_closed",
-            "",
-            f"{mean_of(gate):.0%} of the proposals of the last {WINDOW} steps passed the gate",
-            "a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it can "
-            "learn in steps",
-        )
-    if len(entropy) == WINDOW and max(entropy) < STRUCTURE_ENTROPY:
-        yield Alarm(
-            "proposals_alike",
-            "",
-            f"the structures of the newest proposals have an entropy of {mean_of(entropy):.2f} nats: most are the same",
-            "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` returns, or a checkpoint from "
-            "before the entropy fell",
-        )
     count = window_metric_sum(window, "proposals/made")
     repeated_share = window_weighted_mean(window, "proposals/repeated", "proposals/made")
     if count >= MIN_PROPOSALS and repeated_share >= REPEATED_SHARE:
@@ -748,7 +699,8 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
         )
 
 
-def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
+def _one_seat_wins(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    window = newest_step_metrics(policy)
     games = window_metric_sum(window, "episodes/decided")
     shares = {
         name: window_weighted_mean(window, name, "episodes/decided") for name in window_metric_names(window, "won")
@@ -764,6 +716,12 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
         'credit.advantage = "role_mean", which cancels a side\'s built-in advantage; both policies on both sides '
         "(lists under [seats]); an opponent of similar strength: a policy of kind 'past', or a game with a handicap",
     )
+
+
+def _loses_to_past(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    for opponent, name in state.plan.opponent_pools.items():
+        if name == policy.name:
+            yield from _loses_to_pool(policy, opponent)
 
 
 def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm]:
@@ -787,7 +745,7 @@ def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm
         )
 
 
-def _starvation(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]:
+def _starvation(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     plan, total_steps = state.plan, state.plan.steps_of(policy.name)
     learns_always = policy.name in plan.max_staleness and policy.name not in plan.phased
     if not learns_always or (total_steps and policy.step >= total_steps):
@@ -802,6 +760,199 @@ def _starvation(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]
             "children (gate/acceptance), and a seat that never acts or is never rewarded has no episode; a smaller "
             "step_size; a larger max_staleness of the policy that sampling waits for",
         )
+
+
+RULES: tuple[Rule | MetricRule, ...] = (
+    Rule(
+        {
+            "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), an effect, a "
+            f"resource or a scorer failed; or the last {ALWAYS_IN_A_ROW}"
+        },
+        _always_fails,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, "
+            f"at least {BLOCKED_SECONDS:g} s over the whole run"
+        },
+        _blocked_loop,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped "
+            "because their program hung (`episode_timeout`)",
+            "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_DROPPED}, were dropped for one "
+            "reason",
+        },
+        _drops,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is "
+            f"not falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do "
+            "not count"
+        },
+        partial(_tool_errors, all_raise=True),
+    ),
+    MetricRule(
+        "context_full",
+        f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
+        metric="episodes/context_full",
+        at_least=MOST_SHARE,
+        text="{mean:.0%} of the episodes in the last {steps} ended because their context was full",
+        advice="`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise "
+        "engine.max_context, shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
+        example="context_length",
+    ),
+    MetricRule(
+        "empty_output",
+        f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",
+        metric="turns/empty",
+        per="episodes/turns",
+        at_least=MOST_SHARE,
+        text="{mean:.0%} of the turns in the last {steps} have no text and no tool call",
+        advice="`agentrl episode list RUN --where 'metric.turns/empty > 0'` lists examples, and `agentrl episode "
+        "tokens` shows what was sampled; a chat template that fits the model, a base model that answers, or a higher "
+        f"sampling.temperature; {_IF_LATER}",
+        example="turns/empty",
+    ),
+    Rule(
+        {
+            "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share "
+            f"is not falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more"
+        },
+        _illegal_output,
+    ),
+    Rule({}, partial(_tool_errors, all_raise=False)),
+    Rule(
+        {"max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume"},
+        _max_lag,
+    ),
+    Rule(
+        {
+            "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the mean reward has changed by "
+            f"less than {FLAT:g} since the start, or never exceeded that; in the first {WINDOW - 1} steps, if none of "
+            f"at least {MIN_EPISODES} episodes has an advantage, or at least {MIN_EPISODES} held-out episodes before "
+            "training all got the same reward",
+            "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no "
+            "other episode to compare them with",
+        },
+        _nothing_taught_yet,
+    ),
+    Rule(
+        {
+            "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the "
+            f"entropy below {LOW_ENTROPY:g} nats",
+            "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far or "
+            f"at {1 - FLAT:g} to 1",
+        },
+        _nothing_taught,
+        explained_by="illegal_output",
+    ),
+    Rule(
+        {
+            "staleness": "the mean staleness exceeds `max_staleness` (with `credit.release = late` or `episode`, "
+            "half a step more) by more than a quarter of it and more than 0.25 steps; not if a step trained on "
+            "episodes begun before the last resume"
+        },
+        _staleness,
+    ),
+    Rule(
+        {
+            "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the "
+            f"trained weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last "
+            f"{MISMATCH_STEPS[1]} steps; not if the environment gave replies in them",
+            "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the "
+            f"environment gave replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
+        },
+        _mismatch,
+    ),
+    Rule(
+        {
+            "lost_routing": f"turns of the last {WINDOW} steps were trained without the experts that the engine "
+            "recorded for them, because their files are missing or damaged"
+        },
+        _lost_routing,
+    ),
+    Rule(
+        {
+            "selection_bias": f"over {LENGTH_STEPS} steps, trained episodes differ from all started episodes by "
+            f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in "
+            f"reward, or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long"
+        },
+        _selection_bias,
+    ),
+    MetricRule(
+        "gate_closed",
+        f"in each step, less than {GATE_SHARE:.0%} of the proposals pass the gate",
+        metric="gate/acceptance",
+        below=GATE_SHARE,
+        text="{mean:.0%} of the proposals of the last {steps} passed the gate",
+        advice="a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it "
+        "can learn in steps",
+        window=WINDOW,
+        min_steps=WINDOW,
+        of_run=True,
+    ),
+    MetricRule(
+        "proposals_alike",
+        f"in each step, the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats",
+        metric="proposals/structure_entropy",
+        below=STRUCTURE_ENTROPY,
+        text="the structures of the newest proposals have an entropy of {mean:.2f} nats: most are the same",
+        advice="trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` returns, or a checkpoint "
+        "from before the entropy fell",
+        window=WINDOW,
+        min_steps=WINDOW,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals, at least {MIN_PROPOSALS}, are repeated",
+            "off_frontier": f"less than {FRONTIER_SHARE:.0%} of at least {MIN_PROPOSALS} proposals (`agent.gate`, "
+            "`ctx.remember`) got a mean reward between 0.2 and 0.8 from their attempts",
+        },
+        _proposals,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "one_seat_wins": f"one seat wins {SEAT_SHARE:.0%} of at least {MIN_GAMES} decided games (rewards above "
+            "and below 0)"
+        },
+        _one_seat_wins,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "loses_to_past": f"a policy wins less than {LOSING_RATE:.0%} of the games against its past versions, and "
+            f"{LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)"
+        },
+        _loses_to_past,
+    ),
+    Rule(
+        {
+            "starved": f"a policy without `freeze` phases takes no step while the others take {STARVED_STEPS}, and "
+            f"{STARVED_RATIO} times as many as between its last steps; {STARVED_STEPS * STARVED_RATIO} before its "
+            "first step"
+        },
+        _starvation,
+    ),
+    Rule(
+        {
+            "mirror_behind": "the copy made by `agentrl run mirror` is more than `--every` seconds plus "
+            f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer"
+        },
+        _mirrors_behind,
+        of_run=True,
+    ),
+)
+"""Conditions of all alarms, in the order in which a run shows them."""
+MEANINGS = {name: meaning for rule in RULES for name, meaning in rule.meanings.items()}
+"""Condition that raises each alarm."""
 
 
 def newest_step_metrics(policy: PolicyMetricHistory, steps: int = WINDOW) -> list[Values]:

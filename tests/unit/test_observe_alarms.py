@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl.observe.alarms import MEANINGS, find_alarms
+from agentrl.observe import alarms
+from agentrl.observe.alarms import MEANINGS, RULES, MetricRule, Rule, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_screen import render_run_screen
@@ -62,6 +63,43 @@ def a_run(steps: int, *, status: RunSnapshot | None = None, before: int = 0, **c
 
 def names(state: RunState) -> list[str]:
     return [alarm.name for alarm in find_alarms(state)]
+
+
+GRUMPY = MetricRule(
+    "grumpy",
+    "in each step, the mood is below 0.2",
+    metric="mood",
+    per="episodes/turns",
+    below=0.2,
+    min_steps=3,
+    text="the mood of {steps} is {mean:.2f}",
+    advice="smile",
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "mood", "raised"),
+    [(3, 0.3, ["grumpy"]), (2, 0.3, []), (9, 0.61, []), (9, 0.59, ["grumpy"]), (9, None, ["grumpy"])],
+)
+def test_a_metric_with_a_bound_is_one_row(
+    monkeypatch: pytest.MonkeyPatch, steps: int, mood: float | None, raised: list[str]
+) -> None:
+    monkeypatch.setattr(alarms, "RULES", (*RULES, GRUMPY))
+    assert names(a_run(steps, mood=mood)) == raised
+    for alarm in find_alarms(a_run(steps, mood=mood)):
+        assert (alarm.policy, alarm.advice) == ("solver", "smile")
+        assert f"{min(steps, 5)} steps" in alarm.text
+
+
+def test_one_step_within_the_bound_is_enough_and_an_explained_alarm_is_not_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixed = a_run(9, mood=0.3)
+    mixed.policies["solver"].steps[7] = {**mixed.policies["solver"].steps[7], "mood": 3.0}
+    sad = Rule({"sad": "after grumpy"}, lambda state, policy: iter([alarms.Alarm("sad", policy.name, "", "")]))
+    monkeypatch.setattr(alarms, "RULES", (GRUMPY, sad._replace(explained_by="grumpy")))
+    assert names(mixed) == ["sad"]
+    assert names(a_run(9, mood=0.3)) == ["grumpy"]
 
 
 def test_a_mismatch_needs_tokens_and_they_may_lie_apart() -> None:
