@@ -1,9 +1,11 @@
 """Reply formats: parse the text of a reply into thinking, content and `ToolCall`s, as a model family writes them.
 
-`REPLY_FORMATS` has one entry per syntax of calls, under the names of vLLM's parsers; `THINKING` has the pairs of marks
-around thinking. This module sees text, not tokens; the environment checks names and arguments. It does not use vLLM's
-parsers because a replay parses recorded tokens again: the result must not depend on whether vLLM is installed, or on
-its version. `tests/contract/test_reply_formats_vllm.py` compares the two.
+`REPLY_FORMATS` has one row per syntax of calls, under the names of vLLM's parsers: the marks around a block of calls,
+and the `Grammar` within. There are five kinds of grammar: a JSON object, a JSON list, a name and JSON, tagged pairs,
+Python calls. `THINKING` has the pairs of marks around thinking. This module sees text, not tokens; the environment
+checks names and arguments. It does not use vLLM's parsers because a replay parses recorded tokens again: the result
+must not depend on whether vLLM is installed, or on its version. `tests/contract/test_reply_formats_vllm.py` compares
+the two.
 
 Invariants: parsing never raises; text that looks like a call but is not well-formed becomes a
 `ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`; names,
@@ -233,16 +235,30 @@ def _call(number: int, raw: str, named_call: NamedCall) -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
-def _blocks(
-    text: str,
-    marks: tuple[str, str],
-    read: Reader,
-    tools: Sequence[ToolSpec],
-    is_cut: Callable[[str], bool] = lambda raw: False,
-) -> ParsedReply:
+class Grammar(NamedTuple):
+    """How the calls within a block are written."""
+
+    read: Reader
+    is_cut: Callable[[str], bool] = lambda raw: False
+    """Whether the last call of an unclosed block breaks off, although `read` sees a call with fewer arguments. JSON and
+    Python that break off are malformed anyway."""
+    marks: tuple[str, ...] = ()
+    """Marks within a block."""
+
+
+def _name_and_json(read: Reader, separator: str, marks: tuple[str, ...]) -> Grammar:
+    """A name, a separator, and arguments in JSON, without which a call is not complete."""
+    return Grammar(read, lambda raw: not raw.partition(separator)[2].strip("` \n"), marks)
+
+
+def _tagged(read: Reader, end: str = "") -> Grammar:
+    """Values between tags. A call is complete with its end tag; without one, with the block."""
+    return Grammar(read, lambda raw: not (end and raw.endswith(end)))
+
+
+def _blocks(text: str, marks: tuple[str, str], grammar: Grammar, tools: Sequence[ToolSpec]) -> ParsedReply:
     """Parse any number of blocks between marks, with text around them. An unclosed block ends with the text, or at the
-    next block if the format has no end mark. If `is_cut` says so, its last call is malformed: in some formats nothing
-    else tells a call that breaks off from one with fewer arguments."""
+    next block if the format has no end mark; a call that it cuts off is malformed."""
     begin, end = marks
     at = text.find(begin)
     if at < 0:
@@ -254,8 +270,8 @@ def _blocks(
         stop = text.find(end or begin, start)
         after = len(text) if stop < 0 else stop + len(end)
         raw = text[start : stop if stop >= 0 else len(text)].strip(SPACE)
-        block_calls = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
-        if stop < 0 and is_cut(raw):
+        block_calls = grammar.read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
+        if stop < 0 and grammar.is_cut(raw):
             block_calls = [*block_calls[:-1], (block_calls[-1][0], None)]
         calls += [
             _call(n, raw, named_call) for n, named_call in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))
@@ -265,35 +281,6 @@ def _blocks(
     if at >= 0:
         content.append(text[at:])
     return "".join(content).strip(SPACE), tuple(calls)
-
-
-def _is_cut_before(end: str) -> Callable[[str], bool]:
-    """Tell unclosed blocks that do not end with a closing tag."""
-    return lambda raw: not raw.endswith(end)
-
-
-def _is_cut_after(mark: str) -> Callable[[str], bool]:
-    """Tell unclosed blocks without arguments after a mark."""
-    return lambda raw: not raw.partition(mark)[2].strip("` \n")
-
-
-def _in_blocks(
-    begin: str,
-    end: str,
-    read: Reader,
-    left_out: tuple[str, ...] = (),
-    is_cut: Callable[[str], bool] = lambda raw: False,
-) -> Callable[..., ParsedReply]:
-    """Make a parser of blocks between two marks; marks in `left_out` are removed from the content."""
-
-    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        content, calls = _blocks(text, (begin, end), read, tools, is_cut)
-        for mark in left_out:
-            if mark in content:
-                content = content.replace(mark, "").strip(SPACE)
-        return content, calls
-
-    return parse
 
 
 # --- calls in JSON ----------------------------------------------------------------------------------------------------
@@ -370,6 +357,10 @@ def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     ]
 
 
+_JSON = Grammar(_json_object)
+_JSON_LIST = Grammar(_json_list)
+
+
 def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return _json_object(raw.removeprefix("<|plugin|>").strip(SPACE), tools)
 
@@ -393,9 +384,12 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return [(*_after_name(name, body or direct or "")[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
 
 
-def _is_cut_mistral(raw: str) -> bool:
-    """Tell the last call, which no mark ends, if it has no arguments yet."""
-    return not any(start in raw for start in ("{", '"', "null"))
+_MISTRAL = Grammar(
+    _mistral,
+    # No mark separates a name from its arguments, and none ends the last call.
+    is_cut=lambda raw: not any(start in raw for start in ("{", '"', "null")),
+    marks=("[ARGS]", "[CALL_ID]"),
+)
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
@@ -427,7 +421,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         >>> parse_hermes('<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>')[1][0].arguments
         {'a': 1}
     """
-    return _blocks(text, (OPEN, CLOSE), _json_object, tools)
+    return _blocks(text, (OPEN, CLOSE), _JSON, tools)
 
 
 def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
@@ -590,8 +584,11 @@ def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return calls or [("", None)]
 
 
-def _invokes(prefix: str) -> Reader:
-    """Make a parser of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
+_FUNCTIONS = _tagged(_functions, "</function>")
+
+
+def _invokes(prefix: str) -> Grammar:
+    """Make the grammar of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
 
     def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
         calls: list[NamedCall] = []
@@ -602,7 +599,7 @@ def _invokes(prefix: str) -> Reader:
             calls.append(_tagged_call(name, pairs, tools))
         return calls or [("", None)]
 
-    return read
+    return _tagged(read, f"</{prefix}invoke>")
 
 
 def _after_tag(text: str, tag: str) -> str:
@@ -630,7 +627,7 @@ def parse_qwen3_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     before, mark, after = text.partition("<function=")
     if OPEN not in before and "</function>" in after:
         text = f"{before}{OPEN}{mark}{after}"
-    return _blocks(text, (OPEN, CLOSE), _functions, tools, _is_cut_before("</function>"))
+    return _blocks(text, (OPEN, CLOSE), _FUNCTIONS, tools)
 
 
 # --- calls in Python and alike ----------------------------------------------------------------------------------------
@@ -701,6 +698,9 @@ def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return calls or [((re.match(r"\[?\s*([\w.-]{1,128})\s*\(", raw) or ("", ""))[1], None)]
 
 
+_PYTHON = Grammar(_pythonic)
+
+
 def _called(item: ast.expr) -> tuple[str, ast.Call] | None:
     """Return the name and the call of an expression; `files-list(a=1)`, which Python reads as a difference, is one."""
     match item:
@@ -744,8 +744,8 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
 _BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b")
 
 
-def _bare_keys(quote: str) -> Reader:
-    """Make a parser of `call:NAME{key:VALUE,…}`, with text values between `quote` marks."""
+def _bare_keys(quote: str) -> Grammar:
+    """Make the grammar of `call:NAME{key:VALUE,…}`, with text values between `quote` marks."""
 
     def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
         name, _, body = raw.removeprefix("call").removeprefix(":").partition("{")
@@ -754,7 +754,7 @@ def _bare_keys(quote: str) -> Reader:
             pieces[n] = json.dumps(piece, ensure_ascii=False) if n % 2 else _BARE.sub(_written_in_json, piece)
         return [_after_name(name, "".join(pieces))]
 
-    return read
+    return Grammar(read, marks=(quote,))
 
 
 def _written_in_json(match: re.Match[str]) -> str:
@@ -844,111 +844,89 @@ class ReplyFormat:
 
 
 def _format(
-    name: str,
-    models: str,
-    begin: str,
-    end: str,
-    read: Reader,
-    left_out: tuple[str, ...] = (),
-    also: tuple[str, ...] = (),
-    is_cut: Callable[[str], bool] = lambda raw: False,
+    name: str, models: str, marks: tuple[str, str], grammar: Grammar, left_out: tuple[str, ...] = ()
 ) -> ReplyFormat:
-    markup = tuple(mark for mark in (begin, end, *left_out, *also) if mark)
-    return ReplyFormat(name, models, _in_blocks(begin, end, read, left_out, is_cut), markup)
+    """Make a format of blocks between marks, the second of which may be empty; marks in `left_out` are removed from the
+    content."""
+
+    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        content, calls = _blocks(text, marks, grammar, tools)
+        for mark in left_out:
+            if mark in content:
+                content = content.replace(mark, "").strip(SPACE)
+        return content, calls
+
+    return ReplyFormat(name, models, parse, tuple(filter(None, (*marks, *left_out, *grammar.marks))))
 
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 
 REPLY_FORMATS: Mapping[str, ReplyFormat] = {
     reply_format.name: reply_format
     for reply_format in (
         ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
         ReplyFormat("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", parse_qwen3_coder, (OPEN, CLOSE)),
-        _format("glm45", "GLM-4.5 and later", OPEN, CLOSE, _glm, is_cut=lambda raw: True),
+        _format("glm45", "GLM-4.5 and later", (OPEN, CLOSE), _tagged(_glm)),
         _format(
             "deepseek_v3",
             "DeepSeek-V3, -R1",
-            *(*_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",), _is_cut_after("```json")),
+            _DEEPSEEK,
+            _name_and_json(_deepseek_v3, "```json", (_DEEPSEEK_SEPARATOR,)),
+            _DEEPSEEK_SECTION,
         ),
         _format(
             "deepseek_v31",
             "DeepSeek-V3.1",
-            *(*_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",), _is_cut_after("<｜tool▁sep｜>")),
+            _DEEPSEEK,
+            _name_and_json(_deepseek_v31, _DEEPSEEK_SEPARATOR, (_DEEPSEEK_SEPARATOR,)),
+            _DEEPSEEK_SECTION,
         ),
         _format(
             "deepseek_v32",
             "DeepSeek-V3.2",
-            "<｜DSML｜function_calls>",
-            "</｜DSML｜function_calls>",
+            ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
             _invokes("｜DSML｜"),
-            is_cut=_is_cut_before("</｜DSML｜invoke>"),
         ),
-        _format(
-            "deepseek_v4",
-            "DeepSeek-V4",
-            "<｜DSML｜tool_calls>",
-            "</｜DSML｜tool_calls>",
-            _invokes("｜DSML｜"),
-            is_cut=_is_cut_before("</｜DSML｜invoke>"),
-        ),
-        _format(
-            *("mistral", "Mistral, Magistral", "[TOOL_CALLS]", "", _mistral, (), ("[ARGS]", "[CALL_ID]")),
-            is_cut=_is_cut_mistral,
-        ),
+        _format("deepseek_v4", "DeepSeek-V4", ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), _invokes("｜DSML｜")),
+        _format("mistral", "Mistral, Magistral", ("[TOOL_CALLS]", ""), _MISTRAL),
         ReplyFormat("openai", "gpt-oss", _harmony, _HARMONY, ("<|return|>", "<|call|>")),
         _format(
             "kimi_k2",
             "Kimi K2",
-            "<|tool_call_begin|>",
-            "<|tool_call_end|>",
-            _kimi,
+            ("<|tool_call_begin|>", "<|tool_call_end|>"),
+            _name_and_json(_kimi, _KIMI_SEPARATOR, (_KIMI_SEPARATOR,)),
             ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-            ("<|tool_call_argument_begin|>",),
-            _is_cut_after("<|tool_call_argument_begin|>"),
         ),
-        _format(
-            "minimax_m2",
-            "MiniMax-M2",
-            "<minimax:tool_call>",
-            "</minimax:tool_call>",
-            _invokes(""),
-            is_cut=_is_cut_before("</invoke>"),
-        ),
-        _format("granite", "Granite 3", "<|tool_call|>", "", _json_list),
-        _format("phi4_mini_json", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>", _json_list),
+        _format("minimax_m2", "MiniMax-M2", ("<minimax:tool_call>", "</minimax:tool_call>"), _invokes("")),
+        _format("granite", "Granite 3", ("<|tool_call|>", ""), _JSON_LIST),
+        _format("phi4_mini_json", "Phi-4-mini", ("<|tool_call|>", "<|/tool_call|>"), _JSON_LIST),
         _format(
             "cohere_command3",
             "Command A, Command R7B",
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            _cohere_list,
+            ("<|START_ACTION|>", "<|END_ACTION|>"),
+            Grammar(_cohere_list),
             ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         ),
-        _format("olmo3", "Olmo 3", "<function_calls>", "</function_calls>", _pythonic),
-        _format("lfm2", "LFM2", "<|tool_call_start|>", "<|tool_call_end|>", _pythonic),
-        _format("gemma4", "Gemma 4", "<|tool_call>", "<tool_call|>", _bare_keys('<|"|>'), (), ('<|"|>',)),
+        _format("olmo3", "Olmo 3", ("<function_calls>", "</function_calls>"), _PYTHON),
+        _format("lfm2", "LFM2", ("<|tool_call_start|>", "<|tool_call_end|>"), _PYTHON),
+        _format("gemma4", "Gemma 4", ("<|tool_call>", "<tool_call|>"), _bare_keys('<|"|>')),
         _format(
             "functiongemma",
             "FunctionGemma",
-            "<start_function_call>",
-            "<end_function_call>",
+            ("<start_function_call>", "<end_function_call>"),
             _bare_keys("<escape>"),
-            (),
-            ("<escape>",),
         ),
+        _format("seed_oss", "Seed-OSS", ("<seed:tool_call>", "</seed:tool_call>"), _FUNCTIONS),
         _format(
-            *("seed_oss", "Seed-OSS", "<seed:tool_call>", "</seed:tool_call>", _functions),
-            is_cut=_is_cut_before("</function>"),
+            "internlm", "InternLM 2.5", ("<|action_start|>", "<|action_end|>"), Grammar(_internlm), ("<|plugin|>",)
         ),
-        _format("internlm", "InternLM 2.5", "<|action_start|>", "<|action_end|>", _internlm, ("<|plugin|>",)),
-        _format("jamba", "Jamba, Hunyuan A13B", "<tool_calls>", "</tool_calls>", _json_list),
-        _format("apertus", "Apertus", "<|tools_prefix|>", "<|tools_suffix|>", _apertus_list),
-        _format("longcat", "LongCat-Flash", "<longcat_tool_call>", "</longcat_tool_call>", _json_object),
-        _format(
-            *("muse_glimmer", "Muse Glimmer", "<atem:function_calls>", "</atem:function_calls>", _invokes("atem:")),
-            is_cut=_is_cut_before("</atem:invoke>"),
-        ),
+        _format("jamba", "Jamba, Hunyuan A13B", ("<tool_calls>", "</tool_calls>"), _JSON_LIST),
+        _format("apertus", "Apertus", ("<|tools_prefix|>", "<|tools_suffix|>"), Grammar(_apertus_list)),
+        _format("longcat", "LongCat-Flash", ("<longcat_tool_call>", "</longcat_tool_call>"), _JSON),
+        _format("muse_glimmer", "Muse Glimmer", ("<atem:function_calls>", "</atem:function_calls>"), _invokes("atem:")),
         ReplyFormat("llama3_json", "Llama 3.1 to 3.3", parse_llama, (PYTHON_TAG,)),
         ReplyFormat("llama4_pythonic", "Llama 4", parse_pythonic, ("<|python_start|>", "<|python_end|>")),
     )
