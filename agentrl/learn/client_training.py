@@ -3,7 +3,7 @@ losses chosen by the client.
 
 The clients of a server send rows, each with a target per token, and decide when to step. Losses are sums over tokens,
 not means, as the protocol of `agentrl.gateway.tinker` defines them. `learner.py` holds the optimizers, `models.py` the
-models; here are the formulas, and how a row becomes a packed micro-batch.
+models, `losses.py` the formulas; here are the protocol's names for them, and how a row becomes a packed micro-batch.
 
 Invariants: a call that fails leaves the accumulated gradient as it was; equal calls in equal order give equal weights,
 bit for bit, on one device.
@@ -11,11 +11,12 @@ bit for bit, on one device.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,89 +25,82 @@ from torch import Tensor, nn
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import OptimizerConfig
+from agentrl.core import ids
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import ClientRow, TrainingSample
+from agentrl.learn import losses
 from agentrl.learn.learner import Learner
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.models import ROUTERS, LoadedBase, PolicyModel
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
+from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from agentrl.core.records import Float32Array
 
 
-# The protocol's formulas, of log-probabilities and of the columns and settings that the client sent. Those of
-# `losses.py` differ: their ratio is limited, while here an overflow is an error; the PPO there has a dual clip; and
-# importance sampling there does not differentiate the ratio, the loss itself here.
+class ClientBatch(LossBatch):
+    """The input of a client's loss. The ratio has no bound: if it overflows, the pass fails."""
 
-Columns = Mapping[str, Tensor]
-"""The client's columns of a micro-batch, `[n]` each, by name: `logprobs` (when sampled), `advantages`, `weights`."""
-Settings = Mapping[str, float]
-
-
-def _ratio(logprobs: Tensor, columns: Columns) -> Tensor:
-    """Probability of each target now over that when it was sampled."""
-    return (logprobs - columns["logprobs"]).exp()
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logprobs - self.behavior_logprobs
 
 
-def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
-    return ratio.clamp(settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2))
+# The protocol's losses as losses of runs. The arguments besides the batch are the protocol's settings. Losses are
+# called by token, since a batch holds a part of a pass.
 
 
-def _cross_entropy(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
-    """-w log p."""
-    return -columns["weights"] * logprobs
-
-
-def _importance_sampling(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
+def _importance_sampling(batch: LossBatch) -> Tensor:
     """-r A, with the ratio r."""
-    return -_ratio(logprobs, columns) * columns["advantages"]
+    return losses.ppo(batch, clip_low=math.inf, clip_high=math.inf, dual_clip=math.inf)
 
 
-def _ppo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-min(r A, clip(r) A): Schulman et al., 2017, arXiv:1707.06347."""
-    ratio, advantages = _ratio(logprobs, columns), columns["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
+def _ppo(batch: LossBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+    """-min(r A, clip(r) A)."""
+    return losses.ppo(batch, clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1, dual_clip=math.inf)
 
 
-def _cispo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-sg(clip(r)) A log p, with a stopped gradient: MiniMax-M1, 2025, arXiv:2506.13585."""
-    return -_clipped(_ratio(logprobs, columns), settings).detach() * columns["advantages"] * logprobs
+def _cispo(batch: LossBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+    """-sg(clip(r)) A log p."""
+    return losses.cispo(batch, min_ratio=clip_low_threshold, max_ratio=clip_high_threshold)
 
 
-def _dro(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+def _dro(batch: LossBatch, *, beta: float = 0.05) -> Tensor:
     """-(A log p - β/2 (log r)²): Richemond et al., 2024, arXiv:2405.19107."""
-    penalty = 0.5 * settings.get("beta", 0.05) * (logprobs - columns["logprobs"]) ** 2
-    return -(columns["advantages"] * logprobs - penalty)
+    penalty = losses.kl_divergence(batch.logprobs, batch.behavior_logprobs, estimator="k2")
+    return losses.reinforce(batch) + beta * penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLoss:
     """A loss that clients choose by name."""
 
-    function: Callable[[Tensor, Columns, Settings], Tensor]
-    """Loss of each token, to be summed, of log-probabilities, columns and settings."""
-    needs: tuple[str, ...] = ()
+    function: losses.LossFunction
+    """Loss of each token, to be summed."""
+    advantages: str = "advantages"
+    """Column that the loss reads as advantages; 1 without it."""
+    needs: tuple[str, ...] = ("logprobs", "advantages")
     """Columns that each row must have."""
     accepts: tuple[str, ...] = ()
-    """Further columns that the formula reads. Any other column is refused: it would change nothing."""
-    settings: tuple[str, ...] = ()
+    """Further columns that the loss reads. Any other column is refused: it would change nothing."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings."""
+        return tuple(inspect.signature(self.function).parameters)[1:]
 
 
-_CLIPPED = ("clip_low_threshold", "clip_high_threshold")
 CLIENT_LOSSES: Mapping[str, ClientLoss] = {
-    "cross_entropy": ClientLoss(function=_cross_entropy, accepts=("weights",)),
-    "importance_sampling": ClientLoss(function=_importance_sampling, needs=("logprobs", "advantages")),
-    "ppo": ClientLoss(function=_ppo, needs=("logprobs", "advantages"), settings=_CLIPPED),
-    "cispo": ClientLoss(function=_cispo, needs=("logprobs", "advantages"), settings=_CLIPPED),
-    "dro": ClientLoss(function=_dro, needs=("logprobs", "advantages"), settings=("beta",)),
+    "cross_entropy": ClientLoss(function=losses.reinforce, advantages="weights", needs=(), accepts=("weights",)),
+    "importance_sampling": ClientLoss(function=_importance_sampling),
+    "ppo": ClientLoss(function=_ppo),
+    "cispo": ClientLoss(function=_cispo),
+    "dro": ClientLoss(function=_dro),
 }
-_COLUMNS: Mapping[str, float] = {"logprobs": 0.0, "advantages": 0.0, "weights": 1.0}
-"""Columns of a row, with the value of a row that has none."""
 
 
 def check_rows(
@@ -282,34 +276,29 @@ class ClientTrainer:
     def _forward(
         self, learner: Learner, rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, backward: bool
     ) -> ForwardResult:
-        model, total = learner.model, 0.0
-        logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+        model, chosen, total = learner.model, CLIENT_LOSSES[loss], 0.0
+        logprobs: dict[int, Float32Array] = {}
         model.activate()
-        batches = pack(
-            [_sample(row) for row in rows], max_tokens=self._plan.trainer.micro_batch_tokens, share=model.sharing
-        )
-        for batch in batches:
-            micro_batch = replace(batch, targets=_column([row.targets for row in rows], batch))
-            columns = {
-                name: torch.from_numpy(
-                    _column(
-                        [row.columns.get(name, np.full(len(row.targets), value, np.float32)) for row in rows], batch
-                    )
-                ).to(self._device)
-                for name, value in _COLUMNS.items()
-            }
+        samples = [_sample(number, row, chosen) for number, row in enumerate(rows)]
+        columns = TokenColumns.of(samples, learner.version, group_size=1)
+        for batch in pack(samples, max_tokens=self._plan.trainer.micro_batch_tokens, share=model.sharing):
+            members = batch.members
+            targets = np.concatenate([rows[number].targets for number in members])
             with torch.set_grad_enabled(backward):
-                head = model.token_logprobs(micro_batch)
-                losses = CLIENT_LOSSES[loss].function(head.logprob, columns, settings)
-            if not bool(losses.isfinite().all()):
+                head = model.token_logprobs(replace(batch, targets=targets))
+                client_batch = ClientBatch(
+                    columns.take(columns.tokens_of(members)), logprobs=head.logprob, entropies=head.entropy
+                )
+                token_losses = chosen.function(client_batch, **settings)
+            if not bool(token_losses.isfinite().all()):
                 raise NonFiniteError(f"the loss {loss} is NaN or infinite; nothing was added to the gradient")
             if backward:
-                losses.sum().backward()
-            total += float(losses.detach().double().sum())
-            computed = head.logprob.detach().cpu().numpy()
-            for row, position, logprob in zip(batch.sample, batch.position, computed, strict=True):
-                logprobs[row][position - 1] = logprob
-        return ForwardResult(logprobs, total)
+                token_losses.sum().backward()
+            total += float(token_losses.detach().double().sum())
+            ends = np.cumsum([len(rows[number].targets) for number in members])
+            parts = np.split(head.logprob.detach().cpu().numpy(), ends[:-1])
+            logprobs.update(zip(members, parts, strict=True))
+        return ForwardResult([logprobs[number] for number in range(len(rows))], total)
 
     def optim_step(self, name: str, settings: AdamSettings) -> float:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.
@@ -384,19 +373,21 @@ def _named_parameters(model: PolicyModel) -> dict[str, nn.Parameter]:
     return {name.replace(f".{model.adapter}.", "."): parameter for name, parameter in model.parameters.items()}
 
 
-def _sample(row: ClientRow) -> TrainingSample:
+def _sample(number: int, row: ClientRow, loss: ClientLoss) -> TrainingSample:
     """Return a row with its last target appended, in which every token but the first is trained."""
     token_ids = np.append(row.token_ids, row.targets[-1:]).astype(np.int32)
-    zeros = np.zeros(len(token_ids), np.float32)
+
+    def column(name: str, default: float) -> Float32Array:
+        values = row.columns.get(name, np.full(len(row.targets), default, np.float32))
+        return np.concatenate([np.zeros(1, np.float32), values])
+
     return TrainingSample(
-        token_ids=token_ids, loss_mask=np.arange(len(token_ids)) > 0, logprobs=zeros, advantages=zeros
+        token_ids=token_ids,
+        loss_mask=np.arange(len(token_ids)) > 0,
+        logprobs=column("logprobs", 0.0),
+        advantages=column(loss.advantages, 1.0),
+        episode_id=ids.episode_id("e", number),
     )
-
-
-def _column(values: Sequence[NDArray[Any]], batch: MicroBatch) -> NDArray[Any]:
-    """Gather a column of the rows for the trained tokens of a micro-batch."""
-    places = zip(batch.sample, batch.position, strict=True)
-    return np.array([values[row][position - 1] for row, position in places], values[0].dtype)
 
 
 def _in_attention(layer: str) -> bool:
