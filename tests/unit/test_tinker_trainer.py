@@ -17,19 +17,13 @@ from transformers import AutoModelForCausalLM
 import agentrl
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import EngineConfig, TrainerConfig
-from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.core.errors import InputError, NonFiniteError
-from agentrl.core.tokens import ClientRow
-from agentrl.learn.client_training import (
-    CLIENT_LOSSES,
-    AdamSettings,
-    ClientBatch,
-    ClientTrainer,
-    ForwardResult,
-    check_rows,
-)
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.trainer import PolicyTrainer
+from agentrl.tinker.config import ServedModelConfig, ServerConfig
+from agentrl.tinker.losses import CLIENT_LOSSES, ClientBatch, check_rows
+from agentrl.tinker.messages import ClientRow
+from agentrl.tinker.trainer import AdamSettings, ClientTrainer, ForwardResult
 from tests.learn_cases import VOCABULARY, Episodes, make_rows, run_config, write_model
 from tests.loss_cases import batch_of
 
@@ -126,7 +120,7 @@ LOSSES_OF_RUNS: dict[str, dict[str, Any]] = {
     "importance_sampling": {"name": "importance_sampling", "high": 1e9},
     "ppo": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1e9},
     "cispo": {"name": "cispo", "min_ratio": 0.8, "max_ratio": 1.2},
-    "dro": {"name": "tests.unit.test_client_training:dro"},
+    "dro": {"name": "tests.unit.test_tinker_trainer:dro"},
 }
 """The loss of a run with the same gradient, by the name that clients use."""
 
@@ -193,7 +187,7 @@ def custom_gradients(trainer: ClientTrainer, loss: str) -> tuple[Gradient, Gradi
         leaf = torch.from_numpy(computed).requires_grad_()
         columns = (torch.from_numpy(row.columns[name]) for name in ("logprobs", "advantages", "weights"))
         (slope,) = torch.autograd.grad(NAIVE[loss](leaf, *columns).sum(), leaf)
-        weighted.append(msgspec.structs.replace(row, columns={"weights": -slope.numpy()}))
+        weighted.append(replace(row, columns={"weights": -slope.numpy()}))
     found = []
     for sent, name, settings in ((weighted, "cross_entropy", {}), (rows, loss, SETTINGS.get(loss, {}))):
         trainer.forward("custom", sent, name, settings, backward=True)
