@@ -65,7 +65,7 @@ KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("tests/unit/test_cli.py", "test_a_dry_run_refuses_a_model"),
     ),
     "slow bfloat16": (("tests/unit/test_chosen_dtype.py", "test_"),),
-    "columns and steps of Tinker clients": (("tests/unit/test_client_training.py", "test_"),),
+    "columns and steps of Tinker clients": (("tests/unit/test_tinker_trainer.py", "test_"),),
     "filters of sampling": (("tests/contract/test_engine_filters.py", "test_"),),
     "keys of a Tinker server": (
         ("tests/e2e/test_tinker_shares.py", "test_"),

@@ -25,13 +25,13 @@ import torch
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.tokens import TrajectoryRow
-from agentrl.learn.client_training import CLIENT_LOSSES
 from agentrl.learn.trainer import PolicyTrainer
+from agentrl.tinker.losses import CLIENT_LOSSES
 from benchmarks.parts import outcomes
 from tests.e2e.test_tinker import share_of_a_small_client, trained_tenants
 from tests.learn_cases import Episodes, run_config
 from tests.support.tinker_client import Client, Row, decoded_pass, row, server_config, serving
-from tests.unit.test_client_training import client_trainer, custom_gradients, gradients_of_both_trainers
+from tests.unit.test_tinker_trainer import client_trainer, custom_gradients, gradients_of_both_trainers
 
 STEPS = 6
 

@@ -37,6 +37,7 @@ def batch_of(
     divergence: Sequence[float] | None = None,
     lags: Sequence[int] | None = None,
     ids: Mapping[str, Sequence[int]] | None = None,
+    kind: type[LossBatch] = LossBatch,
 ) -> LossBatch:
     """Tokens in float64; those without an id have 0."""
     count = len(logprobs)
@@ -48,7 +49,7 @@ def batch_of(
         starts=np.array([0, count]),
         **numbers,
     )
-    return LossBatch(
+    return kind(
         columns,
         logprobs=torch.tensor(list(logprobs), dtype=torch.float64, requires_grad=True),
         entropies=torch.tensor(list(entropies or [0.0] * count), dtype=torch.float64, requires_grad=True),

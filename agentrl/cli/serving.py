@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.cli.output import print_json_line
-from agentrl.config.server import load_server
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line
+from agentrl.tinker.config import load_server
 
 if TYPE_CHECKING:
     import argparse
 
-    from agentrl.config.server import ServerConfig
+    from agentrl.tinker.config import ServerConfig
 
 
 def serve_tinker(options: argparse.Namespace) -> int:
@@ -29,8 +29,8 @@ def serve_tinker(options: argparse.Namespace) -> int:
 
 
 async def _serve(config: ServerConfig, host: str, port: int, *, as_json: bool) -> None:
-    from agentrl.app.tinker import open_service, read_keys
-    from agentrl.gateway.tinker import TinkerServer
+    from agentrl.tinker.http_server import TinkerServer
+    from agentrl.tinker.service import open_service, read_keys
 
     keys = read_keys(config)
     stop_event, loop = asyncio.Event(), asyncio.get_running_loop()

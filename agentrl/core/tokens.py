@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         FinishReason,
         Float32Array,
         Int32Array,
-        Int64Array,
         RoutingArray,
     )
 
@@ -575,13 +574,3 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
     """Whether a limit ended the agent's conversation at the end of this row."""
     lost_routing: int = 0
     """Number of turns of the row whose recorded routing could not be read; 0 in all but one sample of a row."""
-
-
-class ClientRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
-    """A row that a client of a server trains on: after each input token, one target."""
-
-    token_ids: Int32Array
-    targets: Int64Array
-    """Token whose log-probability is computed after each input token; need not be the next input token."""
-    columns: Mapping[str, Float32Array] = {}
-    """Further inputs of the loss by name, one number per target."""

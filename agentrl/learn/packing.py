@@ -51,6 +51,12 @@ class MicroBatch:
     """Whether it is forwarded as a prefix tree, or else row by row."""
 
     @property
+    def members(self) -> list[int]:
+        """Indices of the packed samples, in the order of their trained tokens."""
+        indices: list[int] = self.sample[np.flatnonzero(np.diff(self.sample, prepend=-1))].tolist()
+        return indices
+
+    @property
     def unrouted_tokens(self) -> int:
         """Number of tokens without recorded routing."""
         if self.expert_routing is None:

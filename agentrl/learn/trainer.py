@@ -972,8 +972,7 @@ def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:
 
 def _members(batch: MicroBatch, sample_indices: Sequence[int]) -> list[int]:
     """Return the indices of the samples in a micro-batch packed from `sample_indices`, in its order."""
-    changes = np.flatnonzero(np.diff(batch.sample, prepend=-1))
-    return [sample_indices[int(index)] for index in batch.sample[changes]]
+    return [sample_indices[index] for index in batch.members]
 
 
 _BLANK = TrainingSample(

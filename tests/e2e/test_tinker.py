@@ -28,17 +28,17 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from agentrl.app.tinker import read_keys
 from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig, EngineConfig
-from agentrl.config.server import ServedModelConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.gateway import bodies
-from agentrl.gateway import tinker_messages as messages
-from agentrl.gateway.tinker import _tar
 from agentrl.journal.requests import _checksum
+from agentrl.tinker import messages
+from agentrl.tinker.config import ServedModelConfig
+from agentrl.tinker.http_server import _tar
+from agentrl.tinker.service import read_keys
 from tests.support.likeliest import check_likeliest
 from tests.support.tinker_client import (
     KEY,

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig, EngineConfig
-from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.tinker.config import ServedModelConfig, ServerConfig
 from tests.support.tinker_client import (
     MODEL,
     OTHER_KEY,

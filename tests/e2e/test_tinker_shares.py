@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.app import tinker_tables
 from agentrl.gateway import bodies
-from agentrl.gateway.tinker import TinkerServer
+from agentrl.tinker import tables
+from agentrl.tinker.http_server import TinkerServer
 from tests.support.tinker_client import (
     KEY,
     MODEL,
@@ -225,8 +225,8 @@ def test_a_body_that_does_not_arrive_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_what_a_key_keeps_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = {"sessions": 3, "models": 2, "samplers": 2, "bytes of user_metadata": 100}
-    monkeypatch.setattr(tinker_tables, "MAX_OF_OWNER", most)
-    monkeypatch.setattr("agentrl.app.tinker.MAX_WAITING", 4)
+    monkeypatch.setattr(tables, "MAX_OF_OWNER", most)
+    monkeypatch.setattr("agentrl.tinker.service.MAX_WAITING", 4)
 
     async def fill(client: Client) -> dict[str, str]:
         """What a key is refused, by what it does again and again."""

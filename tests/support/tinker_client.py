@@ -17,11 +17,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from agentrl.app.tinker import TinkerService, open_service
 from agentrl.cli.main import main
 from agentrl.config.sections import CheckpointConfig, EngineConfig, TrainerConfig
-from agentrl.config.server import ServedModelConfig, ServerConfig
-from agentrl.gateway.tinker import TinkerServer
+from agentrl.tinker.config import ServedModelConfig, ServerConfig
+from agentrl.tinker.http_server import TinkerServer
+from agentrl.tinker.service import TinkerService, open_service
 from tests.support.warm import WARM
 
 KEY, OTHER_KEY = "tml-0123456789abcdef01234567", "tml-76543210fedcba9876543210"

@@ -23,8 +23,8 @@ WARM.set_forkserver_preload(
         "agentrl.engines.embedded.engine",
         "agentrl.engines.remote.engine_server",
         "agentrl.learn.trainer",
-        "agentrl.app.tinker",
-        "agentrl.learn.client_training",
+        "agentrl.tinker.service",
+        "agentrl.tinker.trainer",
         "transformers.models.qwen3.modeling_qwen3",
     ]
 )

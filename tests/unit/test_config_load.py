@@ -13,8 +13,8 @@ from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.config.load import check_settings_unchanged, dump_toml, load, recorded_config
 from agentrl.config.mistakes import _FOREIGN_NAMES, all_keys
 from agentrl.config.run import RunConfig
-from agentrl.config.server import load_server
 from agentrl.core.errors import ConfigError
+from agentrl.tinker.config import load_server
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
 

@@ -14,8 +14,8 @@ import pytest
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.config.mistakes import all_keys
 from agentrl.config.run import RunConfig
-from agentrl.config.server import ServerConfig
 from agentrl.observe.metrics import find_registered_metric
+from agentrl.tinker.config import ServerConfig
 from benchmarks.figures import read_bounds
 from tests.markdown_pages import LINK, PAGES, ROOT, blocks, broken_links, prose, python_of
 from tests.outside_agents.environments import LIBRARIES, REQUIREMENTS

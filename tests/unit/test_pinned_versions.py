@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from agentrl.app.tinker_samples import PinnedVersions
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.tinker.samples import PinnedVersions
 
 OWNER = "ALICE"
 

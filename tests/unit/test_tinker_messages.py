@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.core.records import FinishReason, PolicyVersion, VersionSpan
 from agentrl.core.tokens import Completion
-from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
+from agentrl.tinker import messages
 from tests.support.tinker_client import Samples, decoded_pass, encode_forward_backward, encode_tensor
 
 OF_THE_SDK = bytes.fromhex(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.gateway.tinker import API, TinkerServer
+from agentrl.tinker.http_server import API, TinkerServer
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -58,10 +58,10 @@ def documented_routes() -> list[str]:
 
 def test_the_routes_of_the_installed_sdk_are_known() -> None:
     pytest.importorskip("tinker")
-    backend: Any = None
+    service: Any = None
     known = {
         _route(method, route.resource.canonical.removeprefix(API))
-        for route in TinkerServer(backend, {}, "127.0.0.1")._application().router.routes()
+        for route in TinkerServer(service, {}, "127.0.0.1")._application().router.routes()
         if route.resource is not None
         for method in (METHODS if route.method == "*" else {route.method} & set(METHODS))
     }

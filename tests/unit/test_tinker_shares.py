@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.tinker_shares import REQUEST_TOKENS, EnginePlaces, TrainingTurns
+from agentrl.tinker.shares import REQUEST_TOKENS, EnginePlaces, TrainingTurns
 
 
 async def settle() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.app.tinker_samples import check_sample
-from agentrl.app.tinker_tables import WEIGHTS, BaseModel, ClientTables, metadata_bytes
 from agentrl.core.errors import InputError
 from agentrl.core.ids import is_safe_name
-from agentrl.gateway import tinker_messages as messages
+from agentrl.tinker import messages
+from agentrl.tinker.samples import check_sample
+from agentrl.tinker.tables import WEIGHTS, BaseModel, ClientTables, metadata_bytes
 
 MAX_TTL_S = 1 << 32
 """Maximum seconds for which weights are saved with `ttl_seconds`."""
@@ -43,7 +43,7 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
                 if (model.base, model.lora) != (source.base, source.lora):
                     raise InputError(f"{request.path} holds weights of another base model, rank or layers")
         case messages.ForwardBackwardRequest():
-            from agentrl.learn.client_training import check_rows
+            from agentrl.tinker.losses import check_rows
 
             base = tables.models[request.model_id].base
             limits = {"vocabulary": base.trainer.vocabulary, "max_context": max_context}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl.app.tinker_tables import ClientModel
+    from agentrl.tinker.tables import ClientModel
 
 REQUEST_TOKENS = 256
 """Tokens that a request of a model costs its owner at least: creating, saving and short passes take time, too."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.app.tinker_shares import EnginePlaces
-from agentrl.config.server import ENVIRONMENT
 from agentrl.core import ids
 from agentrl.core.clock import Clock, RetryBudget
 from agentrl.core.errors import EngineError, EngineLostError, InputError
@@ -33,7 +31,6 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.core.tokens import Completion, Tokens
-from agentrl.gateway.tinker_messages import Sample, Sampling, write_samples, write_top
 from agentrl.journal.entries import (
     REQUEST_VERSION,
     BeginEntry,
@@ -52,11 +49,14 @@ from agentrl.rollout.external.agent import cut_at_text
 from agentrl.rollout.scoring.retrying import call_engine
 from agentrl.rollout.turn.sampler import LOST_IN_A_ROW
 from agentrl.rollout.turn_entries import completion_from_entry
+from agentrl.tinker.config import ENVIRONMENT
+from agentrl.tinker.messages import Sample, Sampling, write_samples, write_top
+from agentrl.tinker.shares import EnginePlaces
 
 if TYPE_CHECKING:
-    from agentrl.app.tinker_tables import BaseModel
     from agentrl.core.ports import NewTokensCallback
     from agentrl.core.records import Int32Array
+    from agentrl.tinker.tables import BaseModel
 
 SEAT = "client"
 """Seat of every recorded sample."""

@@ -1,8 +1,8 @@
 """The HTTP server for clients of the Tinker protocol: routes, keys, bodies, long polls, errors.
 
-A client posts a request that takes time, one of `tinker_messages.FUTURES`, gets its id at once, and polls
+A client posts a request that takes time, one of `messages.FUTURES`, gets its id at once, and polls
 `retrieve_future` until the result is there. The SDK repeats a request whose answer it did not get, with the same
-sequence number; the repetition gets the same id. `TinkerBackend` executes requests; this module knows no models.
+sequence number; the repetition gets the same id. `service.py` executes requests; this module knows no models.
 
 1. Every request needs a key, which names its owner. What another owner has does not exist.
 2. An invalid request gets an HTTP error with a sentence, and changes nothing.
@@ -21,13 +21,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from agentrl.core import connections
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError, StorageError
-from agentrl.gateway import bodies, tinker_messages
+from agentrl.gateway import bodies
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.http import (
     admit,
@@ -39,10 +39,13 @@ from agentrl.gateway.http import (
     key_of,
     refuse_browsers,
 )
+from agentrl.tinker import messages
 
 if TYPE_CHECKING:
     import msgspec
     from aiohttp import web
+
+    from agentrl.tinker.service import TinkerService
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -54,54 +57,17 @@ POLL_S = 20.0
 _PROTOBUF = "application/x-protobuf"
 
 
-class Answer(Protocol):
-    """A request's result: `kind` is `json`, `protobuf` or `error`."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def body(self) -> bytes: ...
-
-
-class TinkerBackend(Protocol):
-    """What executes the requests of clients. Every method refuses by `InputError` or `RequestRefusedError`."""
-
-    async def accept(self, owner: str, route: str, request: Any, body: bytes) -> Mapping[str, Any]:
-        """Accept a request of `tinker_messages.FUTURES`; return its id and other data of the promise.
-
-        Once this returns, the request survives any crash.
-        """
-        ...
-
-    async def refuse(self, owner: str, model_id: str, sequence: int, reason: str) -> None:
-        """Use up the sequence number of a refused request: its client's next ones have the numbers after it."""
-        ...
-
-    async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:
-        """Answer a request that needs no wait."""
-        ...
-
-    async def retrieve(self, owner: str, request_id: str, seconds: float) -> Answer | None:
-        """Return the result of a request; None if there is none after some seconds."""
-        ...
-
-    def archive(self, owner: str, model_id: str, checkpoint: str) -> Path:
-        """Return the directory of saved weights, in PEFT's format."""
-        ...
-
-
 class TinkerServer:
     """The server of one process.
 
     Args:
-        backend: what executes requests.
+        service: executes requests.
         keys: owner of each key.
         host: address to listen on.
     """
 
-    def __init__(self, backend: TinkerBackend, keys: Mapping[str, str], host: str) -> None:
-        self._backend = backend
+    def __init__(self, service: TinkerService, keys: Mapping[str, str], host: str) -> None:
+        self._service = service
         self._owners = {digest_of(key): owner for key, owner in keys.items()}
         self._signing_keys = {owner: digest_of("download", key) for key, owner in keys.items()}
         self._clock = SystemClock()
@@ -163,7 +129,7 @@ class TinkerServer:
 
         application = web.Application(middlewares=[guard])
         router = application.router
-        for route in tinker_messages.FUTURES:
+        for route in messages.FUTURES:
             router.add_post(f"{API}/{route}", functools.partial(self._accept, route))
         for path, (question, kind) in _QUESTIONS.items():
             method, _, place = path.partition(" ")
@@ -267,35 +233,35 @@ class TinkerServer:
                 async with self._turn_to_read(owner):
                     content_bytes = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                     try:
-                        content = tinker_messages.read_request(route, content_bytes)
+                        content = messages.read_request(route, content_bytes)
                     except RequestRefusedError:
-                        place = tinker_messages.read_place(route, content_bytes)
+                        place = messages.read_place(route, content_bytes)
                         raise
-                promise = await self._backend.accept(owner, route, content, content_bytes)
+                promise = await self._service.accept(owner, route, content, content_bytes)
             except RequestRefusedError as refusal:
                 if isinstance(refusal, bodies.LongBodyError):
-                    place = tinker_messages.read_place(route, refusal.head)  # stands at the beginning of a pass
+                    place = messages.read_place(route, refusal.head)  # stands at the beginning of a pass
                 if place is not None:  # others' bodies are read while it waits for the disk
-                    await self._backend.refuse(owner, *place, str(refusal))
+                    await self._service.refuse(owner, *place, str(refusal))
                 raise
         return json_response(200, promise)
 
     async def _question(self, question: str, kind: type[msgspec.Struct], request: web.Request) -> web.StreamResponse:
         async with self._body(request) as body:
-            content = tinker_messages.read_json({**body, **request.match_info}, kind)
-            answer = await self._backend.answer(self._owner(request), question, content)
+            content = messages.read_json({**body, **request.match_info}, kind)
+            answer = await self._service.answer(self._owner(request), question, content)
         return json_response(200, answer)
 
     async def _lookup(self, question: str, request: web.Request) -> web.StreamResponse:
         parameters = {**request.query, **request.match_info}
-        return json_response(200, await self._backend.answer(self._owner(request), question, parameters))
+        return json_response(200, await self._service.answer(self._owner(request), question, parameters))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
         async with self._body(request) as body:
-            content = tinker_messages.read_json(body, tinker_messages.Retrieve)
-        answer = await self._backend.retrieve(self._owner(request), content.request_id, POLL_S)
+            content = messages.read_json(body, messages.Retrieve)
+        answer = await self._service.retrieve(self._owner(request), content.request_id, POLL_S)
         if answer is None:
             waiting = {"type": "try_again", "request_id": content.request_id, "queue_state": "active"}
             return json_response(200, waiting)
@@ -305,7 +271,7 @@ class TinkerServer:
     def _files(self, request: web.Request) -> Path:
         """Return the directory of the saved weights that a request names."""
         names = request.match_info
-        return self._backend.archive(self._owner(request), names["model_id"], names["checkpoint"])
+        return self._service.archive(self._owner(request), names["model_id"], names["checkpoint"])
 
     async def _urls(self, request: web.Request) -> web.StreamResponse:
         """Send URLs by which a client without a key downloads saved weights; the SDK fetches them so."""
@@ -376,14 +342,14 @@ async def _constant(content: Mapping[str, Any], request: web.Request) -> web.Str
 
 
 _QUESTIONS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
-    "POST /create_session": ("create_session", tinker_messages.CreateSession),
-    "POST /session_heartbeat": ("session_heartbeat", tinker_messages.OfSession),
-    "POST /sessions/{session_id}/finish": ("finish_session", tinker_messages.FinishSession),
-    "POST /create_sampling_session": ("create_sampling_session", tinker_messages.CreateSampler),
-    "POST /get_info": ("get_info", tinker_messages.OfModel),
-    "POST /weights_info": ("weights_info", tinker_messages.OfPath),
-    "POST /cancel_future": ("cancel_future", tinker_messages.CancelFuture),
-    "PUT /training_runs/{model_id}/checkpoints/{checkpoint:.+}/ttl": ("set_checkpoint_ttl", tinker_messages.SetTtl),
+    "POST /create_session": ("create_session", messages.CreateSession),
+    "POST /session_heartbeat": ("session_heartbeat", messages.OfSession),
+    "POST /sessions/{session_id}/finish": ("finish_session", messages.FinishSession),
+    "POST /create_sampling_session": ("create_sampling_session", messages.CreateSampler),
+    "POST /get_info": ("get_info", messages.OfModel),
+    "POST /weights_info": ("weights_info", messages.OfPath),
+    "POST /cancel_future": ("cancel_future", messages.CancelFuture),
+    "PUT /training_runs/{model_id}/checkpoints/{checkpoint:.+}/ttl": ("set_checkpoint_ttl", messages.SetTtl),
 }
 """Requests with a body that are answered at once, with their message, by method and path."""
 _LOOKUPS: Mapping[str, str] = {
@@ -398,14 +364,13 @@ _LOOKUPS: Mapping[str, str] = {
     "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}": "delete_checkpoint",
 }
 """Questions whose parameters are in their path and query, by method and path."""
-NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
 _NO_ACCOUNTS = "keys are environment variables of the server (`keys` in its file)"
 _NO_BILLS = "nothing is billed; `agentrl run stats` shows what was computed"
 _REFUSED: Mapping[str, str] = {
-    "POST /copy_weights": NO_PROJECTS,
-    "PUT /sessions/{session_id}/project": NO_PROJECTS,
-    "POST /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": NO_PROJECTS,
-    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": NO_PROJECTS,
+    "POST /copy_weights": messages.NO_PROJECTS,
+    "PUT /sessions/{session_id}/project": messages.NO_PROJECTS,
+    "POST /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": messages.NO_PROJECTS,
+    "DELETE /training_runs/{model_id}/checkpoints/{checkpoint:.+}/publish": messages.NO_PROJECTS,
     "POST /sessions/search": "sessions have no names here; list them",
     "GET /sessions/{session_id}/trace_export": "`agentrl run serve` shows what a session did",
     "POST /auth/token": _NO_ACCOUNTS,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from agentrl.app.tinker_tables import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.tinker import NO_PROJECTS
+from agentrl.tinker.messages import NO_PROJECTS
+from agentrl.tinker.tables import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, ClientModel, ClientTables
 
 _CHECKPOINT_TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
 """Names of the kinds of saved weights in the protocol."""

@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM
 import agentrl
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import EngineConfig, TrainerConfig
-from agentrl.config.server import ServedModelConfig, ServerConfig
 from agentrl.core.errors import InputError, NonFiniteError
-from agentrl.core.tokens import ClientRow
-from agentrl.learn.client_training import CLIENT_LOSSES, AdamSettings, ClientTrainer, ForwardResult, check_rows
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.trainer import PolicyTrainer
+from agentrl.tinker.config import ServedModelConfig, ServerConfig
+from agentrl.tinker.losses import CLIENT_LOSSES, ClientBatch, check_rows
+from agentrl.tinker.messages import ClientRow
+from agentrl.tinker.trainer import AdamSettings, ClientTrainer, ForwardResult
 from tests.learn_cases import VOCABULARY, Episodes, make_rows, run_config, write_model
+from tests.loss_cases import batch_of
 
 ADAM = AdamSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, max_grad_norm=0.5)
 SETTINGS = {"ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}, "cispo": {}, "dro": {"beta": 0.3}}
@@ -118,7 +120,7 @@ LOSSES_OF_RUNS: dict[str, dict[str, Any]] = {
     "importance_sampling": {"name": "importance_sampling", "high": 1e9},
     "ppo": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1e9},
     "cispo": {"name": "cispo", "min_ratio": 0.8, "max_ratio": 1.2},
-    "dro": {"name": "tests.unit.test_client_training:dro"},
+    "dro": {"name": "tests.unit.test_tinker_trainer:dro"},
 }
 """The loss of a run with the same gradient, by the name that clients use."""
 
@@ -185,7 +187,7 @@ def custom_gradients(trainer: ClientTrainer, loss: str) -> tuple[Gradient, Gradi
         leaf = torch.from_numpy(computed).requires_grad_()
         columns = (torch.from_numpy(row.columns[name]) for name in ("logprobs", "advantages", "weights"))
         (slope,) = torch.autograd.grad(NAIVE[loss](leaf, *columns).sum(), leaf)
-        weighted.append(msgspec.structs.replace(row, columns={"weights": -slope.numpy()}))
+        weighted.append(replace(row, columns={"weights": -slope.numpy()}))
     found = []
     for sent, name, settings in ((weighted, "cross_entropy", {}), (rows, loss, SETTINGS.get(loss, {}))):
         trainer.forward("custom", sent, name, settings, backward=True)
@@ -288,19 +290,53 @@ def test_a_gradient_of_zeros_moves_weights_as_in_torch(trainer: ClientTrainer) -
     trainer.remove("zero")
 
 
+@pytest.mark.parametrize("loss", NAIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_is_that_of_the_protocol_at_any_ratio(loss: str, dtype: torch.dtype) -> None:
+    """Bit for bit, also beyond the bounds that losses of runs have, and where the ratio overflows."""
+    logprobs = torch.tensor([-0.0, -1e-9, -0.3, -1.7, -25.0], dtype=dtype)
+    distances = torch.tensor([0.0, 0.02, 0.15, 0.3, 1.5, 19.9, 20.1, 60.0, 1e3], dtype=dtype)
+    advantages = torch.tensor([-2.5, -1e-3, 0.0, 0.7], dtype=dtype)
+    grid = torch.cartesian_prod(logprobs, torch.cat([distances, -distances]), advantages)
+    now, behavior, factors = grid[:, 0], grid[:, 0] - grid[:, 1], grid[:, 2]
+    chosen = CLIENT_LOSSES[loss]
+    batch = batch_of(*(each.tolist() for each in (now, behavior, factors)), kind=ClientBatch)
+    batch.logprobs = now.clone().requires_grad_()
+    batch.behavior_logprobs, batch.advantages = behavior, factors
+    leaf = now.clone().requires_grad_()
+    losses = chosen.function(batch, **SETTINGS.get(loss, {})), NAIVE[loss](leaf, behavior, factors, factors)
+    gradients = [
+        torch.autograd.grad(each.sum(), of)[0] for each, of in zip(losses, (batch.logprobs, leaf), strict=True)
+    ]
+    is_finite = losses[0].isfinite()
+    assert torch.equal(is_finite, losses[1].isfinite())
+    for found, expected in (losses, gradients):
+        torch.testing.assert_close(found[is_finite], expected[is_finite], rtol=0, atol=0, equal_nan=True)
+    assert bool(is_finite.all()) == (loss in ("cross_entropy", "cispo", "dro"))
+
+
 @pytest.mark.parametrize("loss", CLIENT_LOSSES)
 @pytest.mark.parametrize("column", ["weights", "logprobs", "advantages", "mask"])
-def test_a_column_that_a_loss_does_not_read_is_refused(loss: str, column: str) -> None:
+def test_a_column_that_a_loss_does_not_read_is_refused(trainer: ClientTrainer, loss: str, column: str) -> None:
     """Whether a column is read is seen in the loss: another value of it gives another sum."""
-    chosen = CLIENT_LOSSES[loss]
-    logprobs = torch.linspace(-3.0, -1.0, 4)
-    values = {"weights": torch.ones(4), "logprobs": logprobs + 0.1, "advantages": torch.linspace(-1.0, 0.5, 4)}
-    changed = values | {column: values.get(column, torch.ones(4)) * 0.99}
-    sums = [float(chosen.function(logprobs, columns, {}).sum()) for columns in (values, changed)]
-    is_read = sums[0] != sums[1]
-    needed = {name: np.ones(4, np.float32) for name in (*chosen.needs, column)}
-    row = ClientRow(token_ids=np.arange(4, dtype=np.int32), targets=np.arange(4, dtype=np.int64), columns=needed)
-    if is_read:
+    values = {
+        "weights": np.ones(4, np.float32),
+        "logprobs": np.linspace(-5.0, -4.0, 4, dtype=np.float32),
+        "advantages": np.linspace(-1.0, 0.5, 4, dtype=np.float32),
+    }
+    changed = values | {column: values.get(column, np.ones(4, np.float32)) * np.float32(0.99)}
+    tokens, targets = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int64)
+    trainer.add("read", LoraConfig(rank=4), seed=1)
+    sums = [
+        trainer.forward(
+            "read", [ClientRow(token_ids=tokens, targets=targets, columns=columns)], loss, {}, backward=False
+        ).loss
+        for columns in (values, changed)
+    ]
+    trainer.remove("read")
+    needed = {name: values.get(name, np.ones(4, np.float32)) for name in (*CLIENT_LOSSES[loss].needs, column)}
+    row = ClientRow(token_ids=tokens, targets=targets, columns=needed)
+    if sums[0] != sums[1]:
         check_rows([row], loss, {}, vocabulary=VOCABULARY, max_context=8)
     else:
         with pytest.raises(InputError, match=rf"datum 0: the loss {loss} does not read '{column}'"):

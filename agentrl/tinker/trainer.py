@@ -1,9 +1,8 @@
 """Training that a client drives step by step: adapters on a shared base model or all weights of one, with rows and
 losses chosen by the client.
 
-The clients of a server send rows, each with a target per token, and decide when to step. Losses are sums over tokens,
-not means, as the protocol of `agentrl.gateway.tinker` defines them. `learner.py` holds the optimizers, `models.py` the
-models; here are the formulas, and how a row becomes a packed micro-batch.
+Clients send rows, each with a target per token, and decide when to step. Losses are sums over tokens, not means, as the
+protocol defines them. The optimizers and models are those of `agentrl.learn`; here a row becomes a packed micro-batch.
 
 Invariants: a call that fails leaves the accumulated gradient as it was; equal calls in equal order give equal weights,
 bit for bit, on one device.
@@ -12,152 +11,33 @@ bit for bit, on one device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import OptimizerConfig
-from agentrl.core.errors import ConfigError, InputError, NonFiniteError
+from agentrl.core import ids
+from agentrl.core.errors import ConfigError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.tokens import ClientRow, TrainingSample
+from agentrl.core.tokens import TrainingSample
 from agentrl.learn.learner import Learner
 from agentrl.learn.models import ROUTERS, LoadedBase, PolicyModel
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
+from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
+from agentrl.tinker.losses import CLIENT_LOSSES, ClientBatch, ClientLoss
+from agentrl.tinker.messages import ClientRow
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from agentrl.core.records import Float32Array
-
-
-# The protocol's formulas, of log-probabilities and of the columns and settings that the client sent. Those of
-# `losses.py` differ: their ratio is limited, while here an overflow is an error; the PPO there has a dual clip; and
-# importance sampling there does not differentiate the ratio, the loss itself here.
-
-Columns = Mapping[str, Tensor]
-"""The client's columns of a micro-batch, `[n]` each, by name: `logprobs` (when sampled), `advantages`, `weights`."""
-Settings = Mapping[str, float]
-
-
-def _ratio(logprobs: Tensor, columns: Columns) -> Tensor:
-    """Probability of each target now over that when it was sampled."""
-    return (logprobs - columns["logprobs"]).exp()
-
-
-def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
-    return ratio.clamp(settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2))
-
-
-def _cross_entropy(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
-    """-w log p."""
-    return -columns["weights"] * logprobs
-
-
-def _importance_sampling(logprobs: Tensor, columns: Columns, _: Settings) -> Tensor:
-    """-r A, with the ratio r."""
-    return -_ratio(logprobs, columns) * columns["advantages"]
-
-
-def _ppo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-min(r A, clip(r) A): Schulman et al., 2017, arXiv:1707.06347."""
-    ratio, advantages = _ratio(logprobs, columns), columns["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
-
-
-def _cispo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-sg(clip(r)) A log p, with a stopped gradient: MiniMax-M1, 2025, arXiv:2506.13585."""
-    return -_clipped(_ratio(logprobs, columns), settings).detach() * columns["advantages"] * logprobs
-
-
-def _dro(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-(A log p - β/2 (log r)²): Richemond et al., 2024, arXiv:2405.19107."""
-    penalty = 0.5 * settings.get("beta", 0.05) * (logprobs - columns["logprobs"]) ** 2
-    return -(columns["advantages"] * logprobs - penalty)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLoss:
-    """A loss that clients choose by name."""
-
-    function: Callable[[Tensor, Columns, Settings], Tensor]
-    """Loss of each token, to be summed, of log-probabilities, columns and settings."""
-    needs: tuple[str, ...] = ()
-    """Columns that each row must have."""
-    accepts: tuple[str, ...] = ()
-    """Further columns that the formula reads. Any other column is refused: it would change nothing."""
-    settings: tuple[str, ...] = ()
-
-
-_CLIPPED = ("clip_low_threshold", "clip_high_threshold")
-CLIENT_LOSSES: Mapping[str, ClientLoss] = {
-    "cross_entropy": ClientLoss(function=_cross_entropy, accepts=("weights",)),
-    "importance_sampling": ClientLoss(function=_importance_sampling, needs=("logprobs", "advantages")),
-    "ppo": ClientLoss(function=_ppo, needs=("logprobs", "advantages"), settings=_CLIPPED),
-    "cispo": ClientLoss(function=_cispo, needs=("logprobs", "advantages"), settings=_CLIPPED),
-    "dro": ClientLoss(function=_dro, needs=("logprobs", "advantages"), settings=("beta",)),
-}
-_COLUMNS: Mapping[str, float] = {"logprobs": 0.0, "advantages": 0.0, "weights": 1.0}
-"""Columns of a row, with the value of a row that has none."""
-
-
-def check_rows(
-    rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, vocabulary: int, max_context: int
-) -> None:
-    """Check what a client wants to train on, before it is accepted.
-
-    Raises:
-        InputError: the loss is unknown, or a row cannot be trained with it; the message names the row.
-    """
-    chosen = CLIENT_LOSSES.get(loss)
-    if chosen is None:
-        raise InputError(
-            f"the loss {loss[:60]!r} is not served here; there are: {', '.join(CLIENT_LOSSES)}. Any other loss of "
-            "log-probabilities can be computed in the script, with forward_backward_custom"
-        )
-    if unknown := sorted(settings.keys() - set(chosen.settings)):
-        raise InputError(
-            f"the loss {loss} has no setting {unknown[0][:60]!r}; it has {', '.join(chosen.settings) or 'none'}"
-        )
-    if not rows:
-        raise InputError("there are no rows to train on")
-    for number, row in enumerate(rows):
-        _check_row(f"datum {number}", row, loss, chosen, vocabulary=vocabulary, max_context=max_context)
-
-
-def _check_row(where: str, row: ClientRow, loss: str, chosen: ClientLoss, *, vocabulary: int, max_context: int) -> None:
-    count = len(row.token_ids)
-    if not count:
-        raise InputError(f"{where}: it has no tokens")
-    if count > max_context:
-        raise InputError(f"{where}: {count} tokens, but this server's contexts have at most {max_context}")
-    if len(row.targets) != count:
-        raise InputError(f"{where}: {len(row.targets)} target_tokens for {count} input tokens; there must be one each")
-    for name, tokens in (("model_input", row.token_ids), ("target_tokens", row.targets)):
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-            raise InputError(f"{where}: {name} has a token outside the vocabulary, [0, {vocabulary})")
-    readable = (*chosen.needs, *chosen.accepts)
-    for name, column in row.columns.items():
-        if name not in readable:
-            advice = "; multiply the advantages by them" if name == "weights" and "advantages" in readable else ""
-            raise InputError(
-                f"{where}: the loss {loss} does not read {name[:60]!r}, only target_tokens, {', '.join(readable)}: "
-                f"leave it out{advice}"
-            )
-        if len(column) != count:
-            raise InputError(f"{where}: {len(column)} {name} for {count} tokens; there must be one each")
-        if not np.isfinite(column).all():
-            raise InputError(f"{where}: {name} has a value that is NaN or infinite")
-    if missing := [name for name in chosen.needs if name not in row.columns]:
-        raise InputError(f"{where}: the loss {loss} needs {missing[0]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,34 +162,29 @@ class ClientTrainer:
     def _forward(
         self, learner: Learner, rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, backward: bool
     ) -> ForwardResult:
-        model, total = learner.model, 0.0
-        logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+        model, chosen, total = learner.model, CLIENT_LOSSES[loss], 0.0
+        logprobs: dict[int, Float32Array] = {}
         model.activate()
-        batches = pack(
-            [_sample(row) for row in rows], max_tokens=self._plan.trainer.micro_batch_tokens, share=model.sharing
-        )
-        for batch in batches:
-            micro_batch = replace(batch, targets=_column([row.targets for row in rows], batch))
-            columns = {
-                name: torch.from_numpy(
-                    _column(
-                        [row.columns.get(name, np.full(len(row.targets), value, np.float32)) for row in rows], batch
-                    )
-                ).to(self._device)
-                for name, value in _COLUMNS.items()
-            }
+        samples = [_sample(number, row, chosen) for number, row in enumerate(rows)]
+        columns = TokenColumns.of(samples, learner.version, group_size=1)
+        for batch in pack(samples, max_tokens=self._plan.trainer.micro_batch_tokens, share=model.sharing):
+            members = batch.members
+            targets = np.concatenate([rows[number].targets for number in members])
             with torch.set_grad_enabled(backward):
-                head = model.token_logprobs(micro_batch)
-                losses = CLIENT_LOSSES[loss].function(head.logprob, columns, settings)
-            if not bool(losses.isfinite().all()):
+                head = model.token_logprobs(replace(batch, targets=targets))
+                client_batch = ClientBatch(
+                    columns.take(columns.tokens_of(members)), logprobs=head.logprob, entropies=head.entropy
+                )
+                token_losses = chosen.function(client_batch, **settings)
+            if not bool(token_losses.isfinite().all()):
                 raise NonFiniteError(f"the loss {loss} is NaN or infinite; nothing was added to the gradient")
             if backward:
-                losses.sum().backward()
-            total += float(losses.detach().double().sum())
-            computed = head.logprob.detach().cpu().numpy()
-            for row, position, logprob in zip(batch.sample, batch.position, computed, strict=True):
-                logprobs[row][position - 1] = logprob
-        return ForwardResult(logprobs, total)
+                token_losses.sum().backward()
+            total += float(token_losses.detach().double().sum())
+            ends = np.cumsum([len(rows[number].targets) for number in members])
+            parts = np.split(head.logprob.detach().cpu().numpy(), ends[:-1])
+            logprobs.update(zip(members, parts, strict=True))
+        return ForwardResult([logprobs[number] for number in range(len(rows))], total)
 
     def optim_step(self, name: str, settings: AdamSettings) -> float:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.
@@ -384,19 +259,21 @@ def _named_parameters(model: PolicyModel) -> dict[str, nn.Parameter]:
     return {name.replace(f".{model.adapter}.", "."): parameter for name, parameter in model.parameters.items()}
 
 
-def _sample(row: ClientRow) -> TrainingSample:
+def _sample(number: int, row: ClientRow, loss: ClientLoss) -> TrainingSample:
     """Return a row with its last target appended, in which every token but the first is trained."""
     token_ids = np.append(row.token_ids, row.targets[-1:]).astype(np.int32)
-    zeros = np.zeros(len(token_ids), np.float32)
+
+    def column(name: str, default: float) -> Float32Array:
+        values = row.columns.get(name, np.full(len(row.targets), default, np.float32))
+        return np.concatenate([np.zeros(1, np.float32), values])
+
     return TrainingSample(
-        token_ids=token_ids, loss_mask=np.arange(len(token_ids)) > 0, logprobs=zeros, advantages=zeros
+        token_ids=token_ids,
+        loss_mask=np.arange(len(token_ids)) > 0,
+        logprobs=column("logprobs", 0.0),
+        advantages=column(loss.advantages, 1.0),
+        episode_id=ids.episode_id("e", number),
     )
-
-
-def _column(values: Sequence[NDArray[Any]], batch: MicroBatch) -> NDArray[Any]:
-    """Gather a column of the rows for the trained tokens of a micro-batch."""
-    places = zip(batch.sample, batch.position, strict=True)
-    return np.array([values[row][position - 1] for row, position in places], values[0].dtype)
 
 
 def _in_attention(layer: str) -> bool:

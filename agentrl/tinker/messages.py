@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentrl.core.tokens import ClientRow
 from agentrl.gateway.bodies import parse_json_body
 from agentrl.gateway.calls import RequestRefusedError
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from agentrl.core.records import Float32Array, Int32Array, Int64Array
     from agentrl.core.tokens import Completion
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,6 +36,8 @@ _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _FLOAT32 = 1
 _NO_LOGPROB = -99999.0
 """Log-probability of an empty cell among the likeliest tokens, in the protocol."""
+NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
+"""Why a request with a project is refused."""
 MAX_FIELDS = 1 << 17
 """Maximum number of fields in a body, with those of its parts. A row of the SDK has about 40."""
 
@@ -103,6 +105,17 @@ def _text(value: Any, name: str) -> str:
         return str(_bytes(value, name), "utf-8")
     except UnicodeDecodeError:
         raise RequestRefusedError(f"{name}: not text in UTF-8") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClientRow:
+    """A row that a client trains on: after each input token, one target."""
+
+    token_ids: Int32Array
+    targets: Int64Array
+    """Token whose log-probability is computed after each input token; need not be the next input token."""
+    columns: Mapping[str, Float32Array] = field(default_factory=dict)
+    """Further inputs of the loss by name, one number per target."""
 
 
 @dataclass(slots=True)

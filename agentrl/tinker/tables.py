@@ -22,14 +22,14 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, InputError, JournalError
 from agentrl.core.files import remove_staging_directories, remove_whole
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.requests import ClientRequest
 from agentrl.observe.run_directory import RunDirectory
+from agentrl.tinker import messages
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
-    from agentrl.learn.client_training import ClientTrainer
+    from agentrl.tinker.trainer import ClientTrainer
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
 """Kinds of saved weights, as they stand in `tinker://` paths: with optimizer state, to sample from, to download."""

@@ -21,7 +21,17 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from agentrl.app.tinker_tables import (
+from agentrl.core.clock import Clock
+from agentrl.core.errors import InputError, TrainerError
+from agentrl.core.files import remove_whole, rename_durably, staging_directory
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.journal.port import StepRow
+from agentrl.journal.requests import ClientRequest, RequestLog
+from agentrl.journal.store import SqliteJournal
+from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.versions import record_published_version
+from agentrl.tinker import messages
+from agentrl.tinker.tables import (
     EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
     WEIGHTS,
@@ -30,16 +40,6 @@ from agentrl.app.tinker_tables import (
     UnpublishedSteps,
     sampler_id_of,
 )
-from agentrl.core.clock import Clock
-from agentrl.core.errors import InputError, TrainerError
-from agentrl.core.files import remove_whole, rename_durably, staging_directory
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
-from agentrl.gateway import tinker_messages as messages
-from agentrl.journal.port import StepRow
-from agentrl.journal.requests import ClientRequest, RequestLog
-from agentrl.journal.store import SqliteJournal
-from agentrl.observe.run_directory import RunDirectory
-from agentrl.orchestrator.versions import record_published_version
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class ModelTraining:
         return Outcome("protobuf", body)
 
     def _optim_step(self, model: ClientModel, content: messages.OptimStep) -> float:
-        from agentrl.learn.client_training import AdamSettings
+        from agentrl.tinker.trainer import AdamSettings
 
         adam = content.adam_params
         norm = model.base.trainer.optim_step(

@@ -2,10 +2,9 @@
 
 A client's model is an adapter on a base model, or trains all its weights. Its requests are executed by their sequence
 numbers in one thread; owners take turns, and so do the models of each, by the tokens that they trained on
-(`tinker_shares`). The journal decides everything: a request
-is in it before the client knows its id, and a result before the client can see it. What is in memory follows from it:
-`tinker_tables` holds what clients have, `tinker_training` their models, `tinker_samples` samples, and `tinker_checks`
-refuses bad requests.
+(`shares.py`). The journal decides everything: a request is in it before the client knows its id, and a result before
+the client can see it. What is in memory follows from it: `tables.py` holds what clients have, `model_training.py` their
+models, `samples.py` samples, and `checks.py` refuses bad requests.
 
 Invariants: an acknowledged step is part of every later version, once; what another owner has does not exist; a result
 never changes.
@@ -27,23 +26,6 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import check_local_models
 from agentrl.app.plan import with_chosen_settings
-from agentrl.app.tinker_answers import checkpoint_list, describe_model, describe_session, model_info, page, weights_info
-from agentrl.app.tinker_checks import check_labels, check_request
-from agentrl.app.tinker_samples import ClientSampler, SamplingSource, recorded_samples
-from agentrl.app.tinker_shares import TrainingTurns
-from agentrl.app.tinker_tables import (
-    CREATES,
-    EXTERNAL_WEIGHTS,
-    IMMEDIATE,
-    RECORDED,
-    SAMPLER_WEIGHTS,
-    BaseModel,
-    ClientModel,
-    ClientTables,
-    sequence_number,
-)
-from agentrl.app.tinker_training import ModelTraining
-from agentrl.config.server import ServerConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import (
     AgentRLError,
@@ -54,10 +36,27 @@ from agentrl.core.errors import (
     format_foreign_error,
 )
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.gateway import tinker_messages as messages
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.requests import ClientRequest, RequestLog, RequestResult
 from agentrl.observe.run_directory import RunDirectory
+from agentrl.tinker import messages
+from agentrl.tinker.answers import checkpoint_list, describe_model, describe_session, model_info, page, weights_info
+from agentrl.tinker.checks import check_labels, check_request
+from agentrl.tinker.config import ServerConfig
+from agentrl.tinker.model_training import ModelTraining
+from agentrl.tinker.samples import ClientSampler, SamplingSource, recorded_samples
+from agentrl.tinker.shares import TrainingTurns
+from agentrl.tinker.tables import (
+    CREATES,
+    EXTERNAL_WEIGHTS,
+    IMMEDIATE,
+    RECORDED,
+    SAMPLER_WEIGHTS,
+    BaseModel,
+    ClientModel,
+    ClientTables,
+    sequence_number,
+)
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
@@ -75,7 +74,7 @@ MIN_KEY = 24
 
 
 class TinkerService:
-    """Executes the requests of clients; `gateway.tinker.TinkerServer` is its HTTP side.
+    """Executes the requests of clients. Refusals are `InputError` or `RequestRefusedError`.
 
     Args:
         config: configuration of the server.
@@ -180,7 +179,10 @@ class TinkerService:
     # --- accepting ----------------------------------------------------------------------------------------------------
 
     async def accept(self, owner: str, route: str, request: Any, body: bytes) -> Mapping[str, Any]:
-        """Accept a request; see `gateway.tinker.TinkerBackend`."""
+        """Accept a request of `messages.FUTURES`; return its id and other data of the promise.
+
+        Once this returns, the request survives any crash.
+        """
         subject, sequence = self._place(owner, route, request)
         request_id = f"{subject}:{sequence}"
         known = self._receiving.get(request_id) or self._log.request(request_id)
@@ -210,7 +212,7 @@ class TinkerService:
         return promise
 
     async def refuse(self, owner: str, model_id: str, sequence: int, reason: str) -> None:
-        """Use up the sequence number of a refused request; see `gateway.tinker.TinkerBackend`.
+        """Use up the sequence number of a refused request: its client's next ones have the numbers after it.
 
         The reason is queued like a request, and fails with it in its turn.
         """
@@ -281,7 +283,7 @@ class TinkerService:
     # --- results ------------------------------------------------------------------------------------------------------
 
     async def retrieve(self, owner: str, request_id: str, seconds: float) -> RequestResult | None:
-        """Return the result of a request; see `gateway.tinker.TinkerBackend`."""
+        """Return the result of a request; None if there is none after some seconds."""
         receiving = self._receiving.get(request_id)
         if owner != (self._log.owner(request_id) if receiving is None else receiving.owner):
             raise RequestRefusedError(f"there is no request {request_id[:100]!r}", "model")
@@ -415,7 +417,7 @@ class TinkerService:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     async def answer(self, owner: str, question: str, request: Any) -> Mapping[str, Any]:  # noqa: C901, PLR0912
-        """Answer a request that needs no wait; see `gateway.tinker.TinkerBackend`."""
+        """Answer a request that needs no wait."""
         match question:
             case "create_session":
                 self.tables.check_room(owner, "sessions")
@@ -530,7 +532,7 @@ class TinkerService:
         return await self._record_answer(owner, "set_checkpoint_ttl", model.id, int(now * 1e6), content, {})
 
     def archive(self, owner: str, model_id: str, checkpoint: str) -> Path:
-        """Return the directory of saved weights; see `gateway.tinker.TinkerBackend`."""
+        """Return the directory of saved weights, in PEFT's format."""
         kind = EXTERNAL_WEIGHTS if checkpoint.startswith(f"{EXTERNAL_WEIGHTS}/") else SAMPLER_WEIGHTS
         saved = self.tables.saved_of(owner, f"tinker://{model_id}/{checkpoint}", kind)
         assert saved.weights is not None
@@ -602,10 +604,10 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
 
 def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) -> dict[str, BaseModel]:
     """Load the base models for training, with their tokenizers."""
-    from agentrl.learn.client_training import ClientTrainer
     from agentrl.learn.ranks import rank_device
     from agentrl.rollout.chat.chat_format import read_tokenizer
     from agentrl.rollout.chat.chat_template import stop_token_ids
+    from agentrl.tinker.trainer import ClientTrainer
 
     device = rank_device(0, stays_on_cpu=plan.stays_on_cpu)
     return {
