@@ -127,8 +127,8 @@ def _frame_class(library: str | None) -> Callable[[dict[str, list[Any]]], Any]:
             continue
         # A column may begin with many nulls or whole numbers.
         return partial(frame, strict=False, infer_schema_length=None) if name == "polars" else frame
-    wanted = library or " or ".join(FRAME_LIBRARIES)
-    raise ImportError(f"a data frame needs {wanted}; install it with: pip install {library or FRAME_LIBRARIES[0]}")
+    wanted, package = library or " or ".join(FRAME_LIBRARIES), library or FRAME_LIBRARIES[0]
+    raise ImportError(f"a data frame needs {wanted}; install it with: pip install {package}")
 
 
 class RecordedRun:
@@ -262,7 +262,7 @@ class RecordedRun:
 
     def _turns(self, view: EpisodeView) -> Iterator[EpisodeTurn]:
         conversation = build_conversation(self._reader, view)
-        key = {"episode": view.summary.episode, "attempt": view.summary.attempt}
+        key: dict[str, Any] = {"episode": view.summary.episode, "attempt": view.summary.attempt}
         self._report(conversation.problems, **key)
         for act in conversation.acts:
             if isinstance(act, PolicyTurn):
@@ -270,11 +270,13 @@ class RecordedRun:
 
     def _rewards(self, view: EpisodeView) -> Iterator[EpisodeReward]:
         conversation = build_conversation(self._reader, view)
-        key = {"episode": view.summary.episode, "attempt": view.summary.attempt}
+        key: dict[str, Any] = {"episode": view.summary.episode, "attempt": view.summary.attempt}
         self._report(conversation.problems, **key)
         for act in conversation.acts:
             if isinstance(act, RewardAct):
-                fields = {name: getattr(act, name) for name in ("seat", "index", "name", "value", "weight", "turn")}
+                fields: dict[str, Any] = {
+                    name: getattr(act, name) for name in ("seat", "index", "name", "value", "weight", "turn")
+                }
                 yield EpisodeReward(**fields, **key)
 
     def _tokens(self, view: EpisodeView, read: Any) -> Iterator[RowToken]:
