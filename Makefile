@@ -105,6 +105,7 @@ wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an em
 
 docs-config: $(DEV_STAMP)  ## write the pages of docs/ that come from the code, and docs/results/models.md from docs/families.json
 	@$(BIN)/python -m docs.generators.configuration > docs/reference/.configuration.md && mv docs/reference/.configuration.md docs/reference/configuration.md
+	@$(BIN)/python -m docs.generators.combinations > docs/reference/.combinations.md && mv docs/reference/.combinations.md docs/reference/combinations.md
 	@$(BIN)/python -m docs.generators.metrics > docs/reference/.metrics.md && mv docs/reference/.metrics.md docs/reference/metrics.md
 	@$(BIN)/python -m docs.generators.commands > docs/reference/.cli.md && mv docs/reference/.cli.md docs/reference/cli.md
 	@$(BIN)/python -m docs.generators.families > docs/results/.models.md && mv docs/results/.models.md docs/results/models.md

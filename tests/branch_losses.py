@@ -19,8 +19,8 @@ import torch
 
 import agentrl
 from agentrl.app.plan import resolve
+from agentrl.config.algorithms import LOSSES
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import GROUPINGS
 from agentrl.core.errors import ConfigError, LossError
 from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion, VersionSpan

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import agentrl
-from agentrl.app.policies import check_roulette
+from agentrl.app.plan import check_trees
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import ConfigError
@@ -429,7 +429,7 @@ def is_refused(case: Case) -> bool:
     """Whether the case's settings are refused with roulette before a run."""
     try:
         config = config_of(case)
-        check_roulette(Enumerated, config.credit, config.trainer.loss, config.scorers)
+        check_trees(Enumerated, config, config.trained)
     except ConfigError:
         return True
     return False
@@ -458,7 +458,7 @@ def _run(case: Case, outcomes: Sequence[Outcome]) -> SmallRun:
         tasks=[agentrl.Task(id="t", data={})],
     )
     forced = SimpleNamespace(**{**vars(ids), "random_stream": ForcedDraw})
-    checks = nullcontext() if case.is_checked else patch("agentrl.app.plan.check_roulette")
+    checks = nullcontext() if case.is_checked else patch("agentrl.app.plan.check_trees")
     with patch("agentrl.rollout.branching.ids", forced), checks:
         simulate(run.run, seed=0, max_steps=1 << 40)
     return run

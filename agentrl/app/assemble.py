@@ -103,7 +103,7 @@ class RunParts:
     recorded_turns: Sequence[GroupStart] = ()
     """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
-    """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
+    """Advantage estimator, if it takes a `Group`; see `load_user_functions`."""
     role_means: Mapping[SeatRole, Sequence[MeanAtStep]] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
     running_best: BestRunningMean = NOT_MEASURED

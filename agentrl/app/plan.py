@@ -18,27 +18,29 @@ from agentrl.app.engines import check_vllm_usable, installed_version
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
     adapter_slots_needed,
-    check_branches,
     check_context_ranks,
     check_expert_adapters,
     check_fill,
     check_held,
     check_names,
     check_quantized_models,
-    check_roulette,
+    check_tree_declarations,
     check_vllm_models,
     group_demands,
     seats_by_episode_kind,
     split_group_warnings,
+    tree_parts,
 )
+from agentrl.app.user_functions import load_declarations
 from agentrl.config.devices import device_plan
 from agentrl.config.plans import EnginePlan, RolloutPlan, TrainerPlan
 from agentrl.config.policies import PolicyConfig
-from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
+from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig, run_parts
 from agentrl.core import machine
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
 from agentrl.core.model_layers import check_slot_layers
+from agentrl.core.parts import check_compatible
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment
@@ -111,6 +113,23 @@ class RunPlan:
         return [*split_groups, *misspelled_attributes(self.environment)]
 
 
+def check_trees(root: type[Environment], config: RunConfig, learners: Mapping[str, PolicyConfig]) -> None:
+    """Refuse settings under which branches, probes or roulette of an environment would bias training.
+
+    Args:
+        root: the environment.
+        config: configuration of the run.
+        learners: policies that learn in this environment.
+
+    Raises:
+        ConfigError: the message names the declaration and the setting.
+    """
+    check_tree_declarations(root)
+    if trees := list(tree_parts(root)):
+        declarations = load_declarations(config.trainer.loss, config.credit.advantage, config.scorers)
+        check_compatible([*trees, *run_parts(config, learners, declarations)])
+
+
 def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     """Make the plan of a run, and check what its sections and its environment need of each other. Imports no torch.
 
@@ -118,7 +137,6 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
         ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
     """
     assignment, trained, size = config.seat_assignment, config.trained, config.credit.group_size
-    credit, loss, scorers = config.credit, config.trainer.loss, config.scorers
     kinds = {
         root: list(seats_by_episode_kind(root, seat_prefix(environment, root)))
         for root in root_environments(environment)
@@ -128,8 +146,7 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     for root in kinds:
         holders = assignment.policies_of(kinds[root][0].seats)
         learners = {name: policy for name, policy in trained.items() if name in holders}
-        check_branches(root, learners, credit, loss, scorers, on_cluster=config.on_cluster)
-        check_roulette(root, credit, loss, scorers)
+        check_trees(root, config, learners)
     by_root = {
         root: group_demands(kinds[root], assignment, size, root.branches, trained)
         for root in trained_root_environments(environment)

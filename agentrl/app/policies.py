@@ -19,23 +19,31 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from agentrl.app.model_files import model_paths
+from agentrl.config.combinations import (
+    ADAPTERS,
+    BRANCHES,
+    CAPTURED_FILTERS,
+    CAPTURED_ROUTING,
+    PROBES,
+    REFRESHES,
+    ROULETTE,
+    running_engine_part,
+)
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.run import RunConfig, adapter_settings
-from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, LossConfig, ModelConfig, SamplingConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import ModelConfig, SamplingConfig
 from agentrl.core import machine
-from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, read_whole, sha256_of
 from agentrl.core.model_layers import config_parts
+from agentrl.core.parts import Part, check_compatible
 from agentrl.core.ports import ChatFormat, EngineCapabilities
 from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.core.weight_deltas import WeightDeltaError, digest_of_version
-from agentrl.credit.estimators import advantage_declaration
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import root_environments
@@ -153,166 +161,42 @@ def check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int
         )
 
 
-TREE_ADVANTAGES = ("leave_one_out", "none")
-"""Built-in estimators that have a form for trees."""
-
-
-def _has_tree_form(advantage: str) -> bool:
-    """Whether an estimator can be used with branches."""
-    if advantage in ADVANTAGE_NAMES:
-        return advantage in TREE_ADVANTAGES
-    return declaration_of(find_function("advantage", advantage, key="credit.advantage")[1]).over == "tree"
-
-
-def loss_declaration(loss: LossConfig) -> FunctionDeclaration:
-    """Return what a run's loss declares.
+def check_tree_declarations(root: type[Environment]) -> None:
+    """Refuse branches, probes and roulette where episodes cannot have them.
 
     Raises:
-        ConfigError: there is no such loss.
+        ConfigError: the message names the declaration.
     """
-    return LOSSES.get(loss.name) or declaration_of(find_function("loss", loss.name, key="trainer.loss.name")[1])
-
-
-WITHIN_TURN: tuple[Grouping, ...] = ("token", "turn")
-"""Groupings that `ctx.branch` leaves whole; of a conversation, a branch has only the end."""
-
-
-def check_branches(
-    root: type[Environment],
-    learners: Mapping[str, PolicyConfig],
-    credit: CreditConfig,
-    loss: LossConfig,
-    scorers: Mapping[str, ScorerConfig],
-    *,
-    on_cluster: bool,
-) -> None:
-    """Refuse settings under which branches would be trained with a bias, or not at all.
-
-    Raises:
-        ConfigError: the message names the setting.
-    """
-    for environment in [root, *(child for child, _ in _descendants(root))]:
+    children = [child for child, _ in _descendants(root)]
+    for environment in [root, *children]:
         for kind, number in (("branches", environment.branches), ("probes", environment.probes)):
             if number < 0:
                 raise ConfigError(f"{environment.__name__}.{kind} is {number}; it must not be negative")
-    if any(child.branches or child.probes for child, _ in _descendants(root)):
+    if any(child.branches or child.probes for child in children):
         raise ConfigError(
             f"{root.__name__} spawns episodes with branches, and only episodes that a group starts with may branch: "
             "set branches = 0 and probes = 0 in the child environment"
         )
-    if not (root.branches or root.probes):
-        return
     if root.probes and child_environments(root):
         raise ConfigError(
             f"{root.__name__} declares probes = {root.probes} and child episodes in fan_out. Children of a probe would "
             "be trained: set probes = 0, or remove fan_out"
         )
-    declaration = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
-    advantage = credit.advantage.name
-    full = [name for name, policy in learners.items() if policy.served_adapter is None and policy.max_staleness]
-    several = f"seats of the policies {' and '.join(sorted(learners))}"
-    mark = loss_declaration(loss)
-    grouping = mark.grouping(loss.options)
-    reasons = {
-        f"credit.advantage = {advantage!r}": (
-            not _has_tree_form(advantage),
-            "set 'leave_one_out' or 'none', or mark your function with @agentrl.advantage(over=\"tree\")",
-        ),
-        f"credit.release = {credit.release!r}": (
-            credit.release != "group",
-            "a tree is released whole: set 'group'",
-        ),
-        f"trainer.loss.name = {loss.name!r}": (
-            bool(root.branches) and (mark.divergence or grouping not in WITHIN_TURN),
-            f"it weighs a token by others of the same {grouping}, and a branch has only the end of a conversation: "
-            "set a loss that groups by token or turn (docs/reference/algorithms.md), such as 'truncated'"
-            if grouping not in WITHIN_TURN
-            else "a branch point would multiply the weight of the tokens behind it: set a loss that learns from "
-            "advantages",
-        ),
-        f"trainer.loss.normalizer = {loss.normalizer!r}": (
-            bool(root.branches) and loss.normalizer_grouping not in WITHIN_TURN,
-            "a branch has only the end of a conversation: set it to the sampled tokens of a typical episode",
-        ),
-        several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
-        "full weights at max_staleness above 0": (
-            bool(full),
-            f"the engine serves one version of full weights: set {adapter_settings(learners, sorted(full)[:1])}, or "
-            "max_staleness = 0",
-        ),
-        "a scorer with per = 'group'": (
-            any(scorer.per == "group" for scorer in scorers.values()),
-            "its judge would compare branches with whole episodes: set per = 'episode'",
-        ),
-        "cluster.address": (
-            on_cluster,
-            "workers on other machines cannot read the turns before a branch: remove it",
-        ),
-    }
-    for setting, (is_refused, remedy) in reasons.items():
-        if is_refused:
-            raise ConfigError(
-                f"{root.__name__} declares {declaration}, which cannot be combined with {setting}; {remedy}"
-            )
-
-
-def check_roulette(
-    root: type[Environment], credit: CreditConfig, loss: LossConfig, scorers: Mapping[str, ScorerConfig]
-) -> None:
-    """Refuse settings under which `ctx.roulette` would change the expected gradient.
-
-    Raises:
-        ConfigError: the message names the setting.
-    """
-    if any(child.roulette for child, _ in _descendants(root)):
+    if any(child.roulette for child in children):
         raise ConfigError(
             f"{root.__name__} spawns episodes with roulette, whose weighted rewards it would read: set roulette = "
             "False in the child environment"
         )
-    if not root.roulette:
-        return
-    advantage = credit.advantage
-    reasons = {
-        f"trainer.loss.name = {loss.name!r}": (
-            not loss_declaration(loss).linear,
-            "its gradient is not linear in the advantages: set 'truncated', or mark your function with "
-            "@agentrl.loss(linear=True) if on policy, the derivative by a log-probability is the advantage times a "
-            "constant",
-        ),
-        f"trainer.loss.normalizer = {loss.normalizer!r}": (
-            loss.normalizer_grouping not in WITHIN_TURN,
-            "a stopped conversation is shorter, so its tokens would weigh more: set it to the sampled tokens of a "
-            "typical episode",
-        ),
-        f"credit.advantage = {advantage.name!r}": (
-            not advantage_declaration(advantage.name, advantage.options).linear,
-            "its advantages are not linear in the rewards: set 'leave_one_out', or mark your function with "
-            "@agentrl.advantage(linear=True) if a member's advantage is its reward times a constant, minus something "
-            "that its own reward does not change",
-        ),
-        "credit.dynamic_sampling = true": (
-            credit.dynamic_sampling,
-            "survivors and stopped episodes differ in reward where whole episodes do not: set it to false",
-        ),
-        **{
-            f"scorers.{name}.per = 'group'": (
-                scorer.per == "group" and scorer.credit != "note" and not _scores_members_alone(name, scorer),
-                "its scores compare conversations of which some were stopped: set per = 'episode', or mark your "
-                "function with @agentrl.scorer(linear=True) if a member's score does not depend on the others",
-            )
-            for name, scorer in scorers.items()
-        },
-    }
-    for setting, (is_refused, remedy) in reasons.items():
-        if is_refused:
-            raise ConfigError(f"{root.__name__} declares roulette, which cannot be combined with {setting}: {remedy}")
 
 
-def _scores_members_alone(name: str, scorer: ScorerConfig) -> bool:
-    """Whether a scorer of groups declares that a member's score does not depend on the others."""
-    if not scorer.function:
-        return False
-    return declaration_of(find_function("scorer", scorer.function, key=f"scorers.{name}.function")[1]).linear
+def tree_parts(root: type[Environment]) -> Iterator[Part]:
+    """Yield the declarations of an environment that other parts of a run must fit."""
+    if root.branches:
+        yield BRANCHES._replace(setting=f"{root.__name__}.branches = {root.branches}")
+    elif root.probes:
+        yield PROBES._replace(setting=f"{root.__name__}.probes = {root.probes}")
+    if root.roulette:
+        yield ROULETTE._replace(setting=f"{root.__name__}.roulette = True")
 
 
 def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:
@@ -354,15 +238,10 @@ def check_engine_capabilities(plan: EnginePlan, capabilities: EngineCapabilities
     """
     adapters = adapter_slots_needed({name: policy for base in plan.bases for name, policy in base.policies.items()})
     refreshes = {plan.refresh[name] for base in plan.bases for name in base.trained}
-    needs = {
-        **{f"engine.refresh = {refresh!r}": refresh in capabilities.refresh for refresh in sorted(refreshes)},
-        "engine.capture_routing": capabilities.expert_routing or not plan.engine.capture_routing,
-        "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not plan.filtered,
-        f"{adapters} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= adapters,
-    }
-    for need, is_available in needs.items():
-        if not is_available:
-            raise ConfigError(f"the engine {capabilities.name!r} does not support {need}")
+    parts = [REFRESHES[refresh] for refresh in sorted(refreshes)]
+    parts += [CAPTURED_ROUTING] * plan.engine.capture_routing + [CAPTURED_FILTERS] * bool(plan.filtered)
+    parts.append(ADAPTERS._replace(setting=f"{adapters} {ADAPTERS.setting}"))
+    check_compatible([*parts, running_engine_part(capabilities, adapters)])
 
 
 def check_names(seats: Iterable[str], environment: type[Environment], known_names: Sequence[str]) -> None:

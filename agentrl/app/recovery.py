@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.plan import RunPlan
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
-from agentrl.app.scoring import find_scorer_codes
+from agentrl.app.user_functions import UserFunctions
+from agentrl.config.algorithms import ADVANTAGES
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, CreditConfig, TrainerConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
-from agentrl.core.errors import ConfigError, EngineError, JournalError, RunDirectoryError, StorageError
+from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.machine import library_versions
 from agentrl.core.ports import Trainer
@@ -47,7 +45,6 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
-from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.release import reward_history_from_journal, root_tasks_of
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
@@ -278,7 +275,7 @@ class ResumeCheckpoint:
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
             num_proposals=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in plan.trained.items()},
-            with_history=config.credit.advantage.name not in ADVANTAGE_NAMES,
+            with_history=config.credit.advantage.name not in ADVANTAGES,
             weights=config.credit.reward_weights,
         )
 
@@ -620,60 +617,6 @@ class UserCodeDigests(NamedTuple):
                 continue  # its code is in no file, for example typed in a shell
         labels = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
         return UserCodeDigests(digests, environments, labels)
-
-
-class UserFunctions(NamedTuple):
-    """The user's loss, advantage and scorers, loaded once, so that the recorded code is the code that runs."""
-
-    codes: Sequence[tuple[Kind, FunctionCode]]
-    """Kind and code of the functions that are not built in."""
-    estimator: AdvantageEstimator | None
-    """Advantage estimator, if it takes a `Group`."""
-
-
-def load_user_functions(
-    trainer: TrainerConfig, credit: CreditConfig, scorers: Mapping[str, ScorerConfig]
-) -> UserFunctions:
-    """Load the user's loss, advantage and scorers, if the run has them, and check the options of any.
-
-    Raises:
-        ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
-            does not fit `credit.turn_credit`.
-    """
-    codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(scorers).values()]
-    loss, advantage = trainer.loss, credit.advantage
-    if loss.name not in LOSSES:
-        code, function = find_function("loss", loss.name, key="trainer.loss.name")
-        codes.append(("loss", code))
-        check_options(function, loss.options, "trainer.loss")
-        if credit.release != "group" and declaration_of(function).grouping(loss.options) == "group":
-            raise ConfigError(
-                f"credit.release = {credit.release!r} cannot be combined with trainer.loss.name = {loss.name!r}: it "
-                "compares the members of a group in one step, and late ones have none there. Set another loss, or "
-                "credit.release = 'group'"
-            )
-    elif loss.options:
-        from agentrl.learn.losses import make_loss
-
-        make_loss(trainer)
-    if advantage.name in REWARD_ESTIMATORS:
-        return UserFunctions(codes, None)
-    user_function = None
-    if advantage.name not in ADVANTAGE_NAMES:
-        code, user_function = find_function("advantage", advantage.name, key="credit.advantage")
-        codes.append(("advantage", code))
-    estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
-    at_end_of_group = {
-        "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
-        "credit.dynamic_sampling = true drops groups when they end": credit.dynamic_sampling,
-    }
-    reasons = [reason for reason, is_selected in at_end_of_group.items() if is_selected]
-    if reasons and estimator.mark.over == "step":
-        raise ConfigError(
-            f"{reasons[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
-            "be combined: remove the first, or choose an advantage over the group"
-        )
-    return UserFunctions(codes, estimator)
 
 
 def _file_of(definition: Any) -> str:

@@ -27,9 +27,9 @@ from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.scoring import RecordedScorer
+from agentrl.config.algorithms import LOSSES
 from agentrl.config.plans import TrainerPlan
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSSES
 from agentrl.core import event_loop, ids
 from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (

@@ -35,7 +35,7 @@ from agentrl.app.policies import (
 from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
-from agentrl.app.recovery import UserCodeDigests, load_user_functions
+from agentrl.app.recovery import UserCodeDigests
 from agentrl.app.resume import ReopenedRun, reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
@@ -49,6 +49,7 @@ from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.run_tasks import RunTasks
 from agentrl.app.stops import cancel_run_on_signal
 from agentrl.app.supervisor import RunSetup, run_guarding_event_loop, supervise
+from agentrl.app.user_functions import load_user_functions
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.devices import device_plan
 from agentrl.config.load import (
@@ -197,7 +198,7 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
         configured = sources.configured(config)
         _check_free(path)
     functions = load_user_functions(
-        config.trainer, config.credit, config.scorers
+        config.trainer, config.credit, config.scorers, config.trained
     )  # imports torch only to check the options of a built-in loss
     source = await asyncio.to_thread(_training_tasks, config.environment, config.seed, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(

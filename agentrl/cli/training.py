@@ -75,11 +75,11 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     from agentrl.app.model_files import model_paths
     from agentrl.app.plan import resolve, with_chosen_engine
     from agentrl.app.recipes import with_learning_rates
-    from agentrl.app.recovery import load_user_functions
     from agentrl.app.run_parts import environment_of
     from agentrl.app.scoring import expected_scores
+    from agentrl.app.user_functions import load_user_functions
 
-    load_user_functions(config.trainer, config.credit, config.scorers)
+    load_user_functions(config.trainer, config.credit, config.scorers, config.trained)
     with contextlib.suppress(ImportError):  # nothing that finds models on the hub is installed
         check_hub_models(model_paths(config), before)
     config, line = with_chosen_engine(config, before)

@@ -30,9 +30,9 @@ from agentrl.cluster.session import (
     process_scheduling_strategy,
     shorten_ray_error,
 )
+from agentrl.config.algorithms import LOSSES
 from agentrl.config.devices import Node
 from agentrl.config.plans import TrainerPlan
-from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError

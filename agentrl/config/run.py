@@ -14,6 +14,31 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ValidationError, field_validator
 
+from agentrl.config.combinations import (
+    ADAPTER,
+    BEST_EVALUATION,
+    CLUSTER,
+    DETERMINISTIC,
+    EVALUATION,
+    FILTERED_ENDPOINT,
+    FULL_WEIGHTS,
+    MERGED_ADAPTER,
+    MIXED_FILTERS,
+    NO_HELD_OUT_TASKS,
+    PAST_POLICY,
+    REFRESHES,
+    REMOTE_POLICY,
+    REPLICAS,
+    SCHEDULE,
+    SEVERAL_LEARNERS,
+    START_FROM,
+    SYNCHRONOUS,
+    UNLOADED,
+    VLLM,
+    Declarations,
+    credit_parts,
+    scorer_parts,
+)
 from agentrl.config.fields import (
     Episodes,
     Fixed,
@@ -44,7 +69,6 @@ from agentrl.config.policies import (
 )
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
-    LOSSES,
     BestConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -53,7 +77,6 @@ from agentrl.config.sections import (
     EnvironmentConfig,
     EvaluationConfig,
     JournalConfig,
-    LossConfig,
     ModelConfig,
     SamplingConfig,
     SandboxConfig,
@@ -63,6 +86,7 @@ from agentrl.core import machine
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.files import count_parameters
 from agentrl.core.ids import is_safe_name
+from agentrl.core.parts import Part, Property, check_compatible
 from agentrl.core.records import REWARD
 
 if TYPE_CHECKING:
@@ -163,12 +187,9 @@ class RunConfig(Section):
             if not is_safe_name(name):
                 raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
         _check_steps(self.steps, self.policies, self.trained)
-        _check_loss(self.trainer.loss, self.credit, self.trained)
         for name in self.scorers:
-            _check_judge(name, self.scorers[name], self.policies, deterministic=self.deterministic)
-        _check_scorers(self.scorers, self.credit, on_cluster=self.on_cluster)
-        _check_release(self.credit, self.trainer.loss, self.trained, deterministic=self.deterministic)
-        _check_recorded_turns(self.environment, self.credit, on_cluster=self.on_cluster)
+            _check_judge(name, self.scorers[name], self.policies)
+        _check_scorers(self.scorers, self.credit)
         _check_seats(self.seats, self.policies)
         self._check_models()
         for name in self.policies:
@@ -185,13 +206,11 @@ class RunConfig(Section):
                     f"set: set policies.{name}.max_lag, such as 4, or remove over_lag"
                 )
         _check_freeze(self.freeze, self.trained)
-        _check_best_metric(self.best, self.evaluation, self.policies, self.trained)
-        _check_full_weights(self.trained, self.engine, deterministic=self.deterministic)
-        if self.deterministic:
-            self._check_deterministic()
-        _check_engine(self.engine, self.trained, deterministic=self.deterministic)
-        if self.engine.kind == "vllm":
-            self._check_vllm()
+        _check_best_metric(self.best, self.policies, self.trained)
+        try:
+            check_compatible(run_parts(self, self.trained))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
     def _check_models(self) -> None:
         local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
@@ -212,7 +231,7 @@ class RunConfig(Section):
 
     def _check_sampling(self, name: str) -> None:
         try:
-            sampling = self.sampling_of(name)
+            self.sampling_of(name)
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             key = ".".join(map(str, detail["loc"]))
@@ -220,56 +239,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"policies.{name}.sampling.{key}: {problem if detail['type'] == 'extra_forbidden' else detail['msg']}"
             ) from None
-        if isinstance(self.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
-            raise ValueError(
-                f"policies.{name}: the chat completions API has neither top_k nor min_p; set both to 0 in "
-                f"policies.{name}.sampling"
-            )
-
-    def _check_deterministic(self) -> None:
-        """Refuse settings that would make a run depend on more than its configuration, or make batches differ by
-        policy."""
-        conflicts = {
-            **{f"policies.{name}.kind = 'past'": True for name in self.of_kind(OpponentPoolPolicy)},
-            **{f"policies.{name}.kind = 'remote'": True for name in self.of_kind(RemotePolicy)},
-            "freeze": bool(self.freeze),
-            "max_in_flight = 'auto'": self.max_in_flight == "auto",
-            "steps as a table": isinstance(self.steps, dict),
-            "best.stop_at": self.best.stop_at is not None,
-            "best.stop_fall": self.best.stop_fall is not None,
-            **{f"seats.{seat} as a list": isinstance(holder, tuple) for seat, holder in self.seats.items()},
-        }
-        for feature, is_set in conflicts.items():
-            if is_set:
-                raise ValueError(f"deterministic = true cannot be combined with {feature}: remove one of the two")
-
-    def _check_vllm(self) -> None:
-        full = [name for name, policy in self.trained.items() if policy.served_adapter is None]
-        if self.deterministic:
-            raise ValueError(
-                "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
-                "remove that, or set engine.vllm = false for the embedded engine"
-            )
-        filtered_policies, policies = self.filtered, [name for base in self.bases for name in base.policies]
-        if filtered_policies and (unfiltered_policies := [name for name in policies if name not in filtered_policies]):
-            raise ValueError(
-                "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a "
-                f"filter that is the whole vocabulary: set a filter for {', '.join(unfiltered_policies)} too, or for "
-                "no policy, or set engine.vllm = false for the embedded engine"
-            )
-        for base in self.bases:
-            if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
-                raise ValueError(
-                    "vLLM serves one version of full weights, and "
-                    f"{', '.join(sorted(base.policies.keys() - set(full)))} plays earlier ones: set "
-                    f"{adapter_settings(self.trained, full_policies)}, or set engine.vllm = false for the embedded "
-                    "engine"
-                )
-        if full and self.evaluation.every:
-            raise ValueError(
-                "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: "
-                f"set evaluation.every = 0, or {adapter_settings(self.trained, full[:1])}"
-            )
 
     def with_functions(
         self,
@@ -574,7 +543,7 @@ def _check_steps(steps: int | Mapping[str, int], policies: Collection[str], trai
         )
 
 
-def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPolicy], *, deterministic: bool) -> None:
+def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPolicy]) -> None:
     """Check that a judge is a policy whose weights or endpoint are known without a seat."""
     judge = scorer.judge
     if not judge:
@@ -591,24 +560,9 @@ def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPoli
             f"scorers.{name}.judge = {judge!r}: {problem}; a judge is a policy with kind = 'remote', 'frozen', "
             f"'past' or 'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
         )
-    if isinstance(policy, RemotePolicy) and not scorer.votes:
-        raise ValueError(
-            f"scorers.{name}.votes = 0 needs log-probabilities, which an endpoint does not give: set votes = 1 or "
-            "more, or name a frozen policy as the judge"
-        )
-    if isinstance(policy, PolicyConfig) and not scorer.votes:
-        raise ValueError(
-            f"scorers.{name}.votes = 0 would not record which version of {judge!r} judged, since {judge!r} learns: set "
-            "votes = 1 or more, or name a frozen policy as the judge"
-        )
-    if isinstance(policy, PolicyConfig) and deterministic:
-        raise ValueError(
-            f"deterministic = true cannot be combined with scorers.{name}.judge = {judge!r}, which learns while it "
-            "judges: name a frozen policy"
-        )
 
 
-def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig, *, on_cluster: bool) -> None:
+def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig) -> None:
     """Check the names of scorers, which are names of rewards, and which answers when one fails."""
     weights = credit.reward_weights
     for name, scorer in scorers.items():
@@ -624,17 +578,6 @@ def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig, *,
         if weights and name not in weights and scorer.credit != "note":
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
-            )
-        if scorer.per == "group" and credit.release != "group":
-            raise ValueError(
-                f"credit.release = {credit.release!r} credits members before their group is complete, and "
-                f"scorers.{name} (per = 'group') scores complete groups: set credit.release = 'group', or per = "
-                "'episode'"
-            )
-        if scorer.reward_model and on_cluster:
-            raise ValueError(
-                f"scorers.{name}.reward_model runs on the run's machine, which workers on other machines cannot reach; "
-                "remove cluster.address, or serve the model behind an endpoint and name it as a judge"
             )
         chain = [name]
         while (fallback := scorers[chain[-1]].on_failure) != "drop":
@@ -653,85 +596,6 @@ def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig, *,
                     f"scorers.{chain[-1]}.on_failure = {fallback!r}: {' → '.join([*chain, fallback])} is a circle"
                 )
             chain.append(fallback)
-
-
-def _check_loss(loss: LossConfig, credit: CreditConfig, trained: Collection[str]) -> None:
-    """Check that the loss learns from the advantages that the credit section makes."""
-    advantage = credit.advantage.name
-    if credit.dynamic_sampling and loss.name == "distillation":
-        raise ValueError(
-            "credit.dynamic_sampling = true would drop episodes from which distillation learns whatever their "
-            "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
-        )
-    if advantage == "role_mean" and loss.name == "dpo":
-        raise ValueError(
-            "trainer.loss.name = 'dpo' prefers the better members of a group, and with credit.advantage = 'role_mean' "
-            "members of equal reward can differ in advantage: set advantage = 'leave_one_out'"
-        )
-    if advantage == "gae" and len(trained) > 1:
-        raise ValueError(
-            f"credit.advantage = 'gae' has values for one policy, and {', '.join(trained)} learn: set kind = "
-            "'frozen' for all but one, or advantage = 'role_mean' or 'leave_one_out'"
-        )
-    if advantage == "gae" and loss.name in ("distillation", "dpo"):
-        raise ValueError(
-            f"credit.advantage = 'gae' with trainer.loss.name = {loss.name!r}: that loss does not learn from "
-            "advantages, so values would serve nothing. Set advantage = 'none' or 'leave_one_out', or another loss"
-        )
-
-
-def _check_release(
-    credit: CreditConfig, loss: LossConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool
-) -> None:
-    """Check that the step does not depend on which members of a group end first."""
-    if credit.release == "group":
-        return
-    for feature, reason in _not_with_release(credit, loss, trained, deterministic=deterministic):
-        raise ValueError(
-            f"credit.release = {credit.release!r} cannot be combined with {feature}: {reason}, or "
-            "credit.release = 'group'"
-        )
-
-
-def _not_with_release(
-    credit: CreditConfig, loss: LossConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
-    if loss.normalizer_grouping == "agent":
-        why = "the divisor would depend on who ended first, and short members would weigh more"
-        yield (
-            f"trainer.loss.normalizer = {loss.normalizer!r}",
-            f"{why}. Set it to the sampled tokens of a typical episode",
-        )
-    if loss.name in LOSSES and LOSSES[loss.name].groups == "group":
-        why = "it compares the members of a group in one step, and late ones have none there"
-        yield f"trainer.loss.name = {loss.name!r}", f"{why}. Set another loss"
-    if deterministic:
-        yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
-    if credit.release == "late":
-        for learner, policy in trained.items():
-            if policy.max_staleness == 0:
-                why = "each step then waits for all running episodes, so none can be late"
-                yield f"policies.{learner}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
-    if loss.normalizer == "tokens":
-        why = "the tokens of a step depend on who ended first, and short members would weigh more"
-        yield "trainer.loss.normalizer = 'tokens'", f"{why}. Set it to the sampled tokens of a typical episode"
-
-
-def _check_recorded_turns(environment: EnvironmentConfig, credit: CreditConfig, *, on_cluster: bool) -> None:
-    """Check that turns before a recorded turn can be context."""
-    if environment.start_from is None:
-        return
-    if on_cluster:
-        raise ValueError(
-            "environment.start_from reads the journal of another run, which workers on other machines cannot: remove "
-            "cluster.address, or environment.start_from"
-        )
-    if credit.advantage.name == "gigpo":
-        raise ValueError(
-            "environment.start_from cannot be combined with credit.advantage = 'gigpo', which would compare the states "
-            "of recorded turns, the same in every member of a group, with those of new turns: set 'leave_one_out'"
-        )
 
 
 def _check_seats(seats: Mapping[str, str | Sequence[str]], policies: Mapping[str, AnyPolicy]) -> None:
@@ -772,48 +636,98 @@ def _check_freeze(freeze: Sequence[tuple[str | tuple[str, ...], int]], trained: 
             )
 
 
-def _check_best_metric(
-    best: BestConfig, evaluation: EvaluationConfig, policies: Collection[str], trained: Mapping[str, PolicyConfig]
-) -> None:
-    """Check that the best metric is measured."""
+def _check_best_metric(best: BestConfig, policies: Collection[str], trained: Mapping[str, PolicyConfig]) -> None:
+    """Check that the best metric is of a policy that learns."""
     policy = best.metric.removeprefix("-").partition("/")[0]
     if policy in policies and policy not in trained:
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
             f"{', '.join(trained) or 'none'}"
         )
-    if best.measured(trained)[1].startswith("evaluation/") and not evaluation.tasks:
-        raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks and evaluation.every")
 
 
-def _check_full_weights(trained: Mapping[str, PolicyConfig], engine: EngineConfig, *, deterministic: bool) -> None:
-    for name, policy in trained.items():
-        if policy.served_adapter is None and engine.refresh in ("episode", "lazy"):
-            raise ValueError(
-                f"engine.refresh = {engine.refresh!r} needs adapters, because an engine holds one version of "
-                f"full weights. Set {adapter_settings(trained, [name])}, or refresh = 'auto', 'token' or 'turn'"
-            )
-        if deterministic and policy.served_adapter is None and policy.max_staleness:
-            raise ValueError(
-                f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
-                "holds one version of them, and each batch is sampled by one version. Set that, or "
-                f"{adapter_settings(trained, [name])}"
-            )
+# --- the parts that must fit each other -------------------------------------------------------------------------------
 
 
-def _check_engine(engine: EngineConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> None:
-    if engine.keep_kv and engine.kind == "vllm" and all(policy.served_adapter for policy in trained.values()):
-        raise ValueError(
-            "engine.refresh = 'token_keep_kv': vLLM never reuses the KV cache of one adapter for another, so a turn "
-            "that continues under a newer adapter is recomputed. Set engine.refresh = 'token'"
-        )
-    if engine.replicas > 1 and deterministic:
-        raise ValueError(
-            "deterministic = true needs engine.replicas = 0 or 1, because the composition of a batch must not vary"
-        )
+def run_parts(
+    config: RunConfig, learners: Mapping[str, PolicyConfig], declarations: Declarations = UNLOADED
+) -> Iterator[Part]:
+    """Yield the parts of a run.
+
+    Args:
+        config: configuration of the run.
+        learners: policies that learn, of the run or of one environment.
+        declarations: what the user's functions declare.
+
+    Raises:
+        ConfigError: an option of the loss selects no grouping.
+    """
+    yield from credit_parts(config.credit, config.trainer.loss, declarations)
+    yield from _policy_parts(config, learners)
+    yield from scorer_parts(config.scorers, config.policies, declarations.linear_scorers)
+    if config.environment.start_from is not None:
+        yield START_FROM
+    if config.on_cluster:
+        yield CLUSTER
+    if config.deterministic:
+        yield DETERMINISTIC
+    yield from _schedule_parts(config)
+    if config.best.metric and config.best.measured(config.trained)[1].startswith("evaluation/"):
+        yield BEST_EVALUATION._replace(setting=f"best.metric = {config.best.metric!r}")
+    if not config.evaluation.tasks:
+        yield NO_HELD_OUT_TASKS
+    yield from _engine_parts(config)
 
 
-def adapter_settings(trained: Mapping[str, PolicyConfig], policies: Sequence[str]) -> str:
-    """Return the settings with which engines would serve adapters of these policies."""
-    settings = {name: "lora" if trained[name].lora is None else "lora.merge = false" for name in policies}
-    return " and ".join(f"policies.{name}.{setting}" for name, setting in settings.items())
+def _policy_parts(config: RunConfig, learners: Mapping[str, PolicyConfig]) -> Iterator[Part]:
+    on_vllm = config.engine.kind == "vllm"
+    if len(learners) > 1:
+        names = " and ".join(f"policies.{name}" for name in sorted(learners))
+        yield SEVERAL_LEARNERS._replace(setting=f"{names}, which learn")
+    for name, policy in learners.items():
+        if policy.served_adapter is not None:
+            yield ADAPTER.named(name)
+        else:
+            part = FULL_WEIGHTS if policy.lora is None else MERGED_ADAPTER
+            gives = {Property.STABLE_VERSION: not policy.max_staleness, Property.KEEPS_VERSIONS: not on_vllm}
+            yield part.named(name, *(item for item, applies in gives.items() if applies))
+        if not policy.max_staleness:
+            yield SYNCHRONOUS.named(name)
+    for name, pool in config.of_kind(OpponentPoolPolicy).items():
+        is_full = pool.of in config.trained and config.trained[pool.of].served_adapter is None
+        yield PAST_POLICY.named(name, *([] if on_vllm and is_full else [Property.KEEPS_VERSIONS]))
+    for name in config.of_kind(RemotePolicy):
+        yield REMOTE_POLICY.named(name)
+        sampling = config.sampling_of(name)
+        if sampling.top_k or sampling.min_p:
+            yield FILTERED_ENDPOINT.named(name)
+
+
+def _schedule_parts(config: RunConfig) -> Iterator[Part]:
+    is_set = {
+        "freeze": bool(config.freeze),
+        "max_in_flight = 'auto'": config.max_in_flight == "auto",
+        "steps as a table": isinstance(config.steps, dict),
+        "best.stop_at": config.best.stop_at is not None,
+        "best.stop_fall": config.best.stop_fall is not None,
+    }
+    lists = [f"seats.{seat} as a list" for seat, holder in config.seats.items() if isinstance(holder, tuple)]
+    for setting in (*(name for name in is_set if is_set[name]), *lists):
+        yield SCHEDULE._replace(setting=setting)
+
+
+def _engine_parts(config: RunConfig) -> Iterator[Part]:
+    engine = config.engine
+    if engine.refresh != "auto":
+        yield REFRESHES[engine.refresh]
+    if engine.kind == "vllm":
+        only_adapters = all(policy.served_adapter is not None for policy in config.trained.values())
+        yield VLLM if only_adapters else VLLM._replace(gives=VLLM.gives | {Property.KEEPS_KV})
+        local = [name for base in config.bases for name in base.policies]
+        if config.filtered and (unfiltered := [name for name in local if name not in config.filtered]):
+            names = " and ".join(f"policies.{name}" for name in unfiltered)
+            yield MIXED_FILTERS._replace(setting=f"top_k, top_p or min_p for all policies but {names}")
+    if engine.replicas > 1:
+        yield REPLICAS._replace(setting=f"engine.replicas = {engine.replicas}")
+    if config.evaluation.every:
+        yield EVALUATION._replace(setting=f"evaluation.every = {config.evaluation.every}")

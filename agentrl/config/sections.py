@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
+from agentrl.config.algorithms import ADVANTAGES, LOSSES, NORMALIZERS
 from agentrl.config.fields import (
     Code,
     Episodes,
@@ -33,7 +34,7 @@ from agentrl.config.fields import (
     check_function_name,
     resolve_package_directory,
 )
-from agentrl.core.custom_functions import FunctionDeclaration, Grouping, Kind
+from agentrl.core.custom_functions import Grouping, Kind
 from agentrl.core.json_data import copy_json
 
 
@@ -225,37 +226,6 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-_BY_TOKEN = FunctionDeclaration("loss", groups="token", linear=True)
-_BY_CONVERSATION = FunctionDeclaration("loss", groups="agent", linear=True)
-_BY_STEP = FunctionDeclaration("loss", groups="step")
-LOSSES: dict[str, FunctionDeclaration] = {
-    **dict.fromkeys(("truncated", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
-    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level", linear=True),
-    "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level", linear=True),
-    **dict.fromkeys(("off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
-    "gspo": _BY_CONVERSATION._replace(linear=False),  # gives a token the mean advantage of its conversation
-    **dict.fromkeys(("m2po", "kl_cov"), _BY_STEP._replace(linear=True)),
-    "clip_cov": _BY_STEP,
-    "distillation": FunctionDeclaration("loss", groups="token", reference=True, divergence=True),
-    "dpo": FunctionDeclaration("loss", groups="group", reference=True),
-}
-"""The built-in losses (`learn.losses`), keyed by name, with what each groups by and reads. Refusals, the exchange
-between ranks and the table in docs/reference/algorithms.md follow from it. Losses by token without a reference have no
-gradient where the advantage is 0."""
-NORMALIZERS: dict[str, Grouping] = {"tokens": "token", "sequences": "agent"}
-"""Divisors of the loss that are no number, with the tokens on which a token's weight depends, apart from a factor that
-all tokens of the step share."""
-ADVANTAGE_NAMES = (
-    *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
-    *("max_rl", "pass_at_k", "best_of_n", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
-    "gae",
-)
-"""Names of the built-in advantage estimators (`credit.advantages`)."""
-
-GROUPLESS_ADVANTAGES = ("role_mean", "none", "reinforce_plus_plus", "gae")
-"""Estimators that need no group."""
-
-
 class FunctionConfig(Section):
     """A function by its name; every further key is an argument of the function."""
 
@@ -284,7 +254,7 @@ class AdvantageConfig(FunctionConfig):
     "pass_at_k", k = 4 }`, which may change on resume."""
 
     kind = "advantage"
-    built_in = ADVANTAGE_NAMES
+    built_in = tuple(ADVANTAGES)
     name: Free[Code[str]] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
     `role_mean` compares with the policy's mean reward in that seat, for zero-sum games; `none` uses the raw reward. See
@@ -352,7 +322,7 @@ class CreditConfig(Section):
     @property
     def compares_turns(self) -> bool:
         """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
-        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGE_NAMES
+        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGES
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -375,61 +345,6 @@ class CreditConfig(Section):
                 "penalty as a negative reward with a positive weight"
             )
         return weights
-
-    def check(self) -> None:
-        name = self.advantage.name
-        if self.turn_credit == "to_go" and name == "role_mean":
-            raise ValueError(
-                "turn_credit = 'to_go' compares the turns of a group: set advantage = 'leave_one_out', or turn_credit "
-                "= 'sum'"
-            )
-        if self.turn_credit == "to_go" and name == "gigpo":
-            raise ValueError(
-                "advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set turn_credit "
-                "= 'sum'"
-            )
-        if self.dynamic_sampling and name in GROUPLESS_ADVANTAGES:
-            raise ValueError(
-                "dynamic_sampling = true drops groups whose rewards are all equal: set an advantage that compares "
-                "within the group, such as 'leave_one_out', or dynamic_sampling = false"
-            )
-        if self.group_size == 1 and name in ADVANTAGE_NAMES and name not in GROUPLESS_ADVANTAGES:
-            raise ValueError(
-                f"group_size = 1 with advantage = {name!r}: an episode without others to compare it with teaches "
-                "nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
-            )
-        if self.release != "group":
-            self._check_release()
-
-    def _check_release(self) -> None:
-        """Check that no credit of a released member depends on members of its group that are still running."""
-        name = self.advantage.name
-        feature = why = ""
-        if self.dynamic_sampling:
-            feature = "dynamic_sampling = true"
-            why = "members are trained before it is known whether their group has a signal. Set it to false"
-        elif name not in ("leave_one_out", "role_mean", "none", "gae"):
-            feature = f"advantage = {name!r}"
-            reasons = {
-                "group_std": "who ends first depends on what it does, so to divide by the spread of the first ones is "
-                "biased",
-                "group_mean": "a mean that counts the member itself differs for early and late ones, which is biased",
-            }
-            why = reasons.get(
-                name,
-                "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased",
-            )
-            why += ". Set advantage = 'leave_one_out'"
-        elif self.turn_credit == "to_go" and name != "gae":
-            feature = "turn_credit = 'to_go'"
-            why = "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
-        elif self.release == "late" and name != "leave_one_out":
-            feature = f"advantage = {name!r}"
-            why = "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'"
-        if feature:
-            raise ValueError(
-                f"release = {self.release!r} cannot be combined with {feature}: {why}, or release = 'group'"
-            )
 
 
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -29,6 +29,7 @@ from types import CodeType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.parts import Need, Property
 
 Kind = Literal["loss", "advantage", "scorer"]
 Grouping = Literal["token", "turn", "row", "agent", "episode", "group", "step"]
@@ -62,6 +63,12 @@ class FunctionDeclaration(NamedTuple):
     linear: bool = False
     """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs: for advantages and
     scorers of groups, in the rewards; for losses, on policy, in the advantages."""
+    gives: frozenset[Property] = frozenset()
+    """Properties of a built-in function that do not follow from the other fields."""
+    lacks: frozenset[Property] = frozenset()
+    """Properties that most functions of its kind have, and this one has not."""
+    needs: tuple[Need, ...] = ()
+    """What a built-in function needs of other parts of the run."""
 
     def grouping(self, options: Mapping[str, Any]) -> Grouping:
         """Return the tokens on which a token's loss depends under these options.

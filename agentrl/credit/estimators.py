@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.config.algorithms import ADVANTAGES
 from agentrl.core.custom_functions import FunctionDeclaration, check_options, declaration_of, find_function
 from agentrl.core.errors import GroupTooSmallError, InputError
 from agentrl.credit.advantages.best_of_n import best_of_n
@@ -31,14 +32,14 @@ REWARD_ESTIMATORS: dict[str, AdvantageFunction] = {
 step (`baselines.RoleMeans`), `gae` in the trainer (`generalized_advantages`)."""
 
 
-GROUP_ESTIMATORS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Sequence[float]]], FunctionDeclaration]] = {
-    "max_rl": (max_rl, FunctionDeclaration("advantage")),
-    "pass_at_k": (pass_at_k, FunctionDeclaration("advantage")),
-    "best_of_n": (best_of_n, FunctionDeclaration("advantage")),
-    "gigpo": (gigpo, FunctionDeclaration("advantage")),
-    "reinforce_plus_plus": (reinforce_plus_plus, FunctionDeclaration("advantage", over="step")),
-    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, FunctionDeclaration("advantage", over="step")),
-    "gdpo": (gdpo, FunctionDeclaration("advantage", over="step")),
+GROUP_ESTIMATORS: dict[str, Callable[..., Sequence[float] | Sequence[Sequence[float]]]] = {
+    "max_rl": max_rl,
+    "pass_at_k": pass_at_k,
+    "best_of_n": best_of_n,
+    "gigpo": gigpo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gdpo": gdpo,
 }
 """Estimators that take a `Group`, like users' own."""
 
@@ -126,20 +127,6 @@ def _is_finite_number(number: Any) -> bool:
     return not isinstance(number, bool) and isinstance(number, int | float) and math.isfinite(number)
 
 
-def advantage_declaration(name: str, options: Mapping[str, Any]) -> FunctionDeclaration:
-    """Return the declaration of the estimator that `credit.advantage` names.
-
-    Raises:
-        ConfigError: there is no such estimator, or its options do not fit.
-    """
-    if name not in REWARD_ESTIMATORS:
-        return make_advantage_estimator(name, options).mark
-    declaration = declaration_of(REWARD_ESTIMATORS[name])
-    # `gae` can replace later rewards by values, which do not weigh more after `ctx.roulette`.
-    reads_values = options.get("trace_decay", 1.0) != 1.0 or options.get("bootstrap", False)
-    return declaration._replace(linear=declaration.linear and not reads_values)
-
-
 def make_advantage_estimator(
     name: str, options: Mapping[str, Any], user_function: Callable[..., Any] | None = None
 ) -> AdvantageEstimator:
@@ -153,9 +140,9 @@ def make_advantage_estimator(
     Raises:
         ConfigError: there is no such estimator, or its options do not fit.
     """
-    function, mark = GROUP_ESTIMATORS.get(name, (None, None))
-    if function is None or mark is None:
-        function = user_function or find_function("advantage", name, key="credit.advantage")[1]
-        mark = declaration_of(function)
+    function = GROUP_ESTIMATORS.get(name) or user_function
+    if function is None:
+        function = find_function("advantage", name, key="credit.advantage")[1]
+    mark = ADVANTAGES.get(name) or declaration_of(function)
     check_options(function, options, "credit.advantage")
     return AdvantageEstimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)

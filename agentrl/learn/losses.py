@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agentrl.config.sections import LOSSES
+from agentrl.config.algorithms import LOSSES
 from agentrl.core.custom_functions import (
     FunctionCode,
     FunctionDeclaration,

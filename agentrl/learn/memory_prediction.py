@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agentrl.config.algorithms import LOSSES
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
-from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.tokens import TrainingSample

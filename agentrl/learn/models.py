@@ -34,6 +34,7 @@ from transformers import AttentionInterface
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.config.combinations import COMPILED, DISPATCHED, OFFLOADED, SHARDED
 from agentrl.config.fields import hub_commit
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
@@ -42,6 +43,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.machine import finds_compiler
 from agentrl.core.model_layers import SELECTED_KEYS
+from agentrl.core.parts import check_compatible
 from agentrl.core.tokens import TrainingSample
 from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
@@ -753,6 +755,8 @@ def _dispatched_experts(
     if not experts:
         refusal = f"{type(model).__name__} has no experts whose weights lie in one tensor"
     elif trainer.sharding == "offload":
+        if choice == "dispatched":
+            check_compatible([DISPATCHED, OFFLOADED])
         refusal = "trainer.sharding is 'offload', and each rank computes experts where their weights are"
     elif any(count % ranks for count in counts):
         refusal = f"{ranks} ranks do not divide {' or '.join(map(str, sorted(counts)))} experts"
@@ -844,10 +848,7 @@ def _check_compilable(*, sharded: bool) -> None:
         ConfigError: the message says what to change.
     """
     if sharded:
-        raise ConfigError(
-            "trainer.compile = true compiles whole layers, and the ranks hold shards of them: set trainer.sharding = "
-            "'none', or compile = false"
-        )
+        check_compatible([COMPILED, SHARDED])
     if not finds_compiler():
         raise ConfigError(
             "trainer.compile = true needs a C compiler, and there is none: apt install g++, or set compile = false"

@@ -32,11 +32,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.config.combinations import CONTEXT_RANKS, WHOLE_ROWS
 from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
-from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
+from agentrl.core.errors import NonFiniteError, StorageError, SupersededVersionError, TrainerError
 from agentrl.core.files import ReadBytes, read_bytes
+from agentrl.core.parts import check_compatible
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
@@ -165,14 +167,6 @@ class PolicyTrainer:
             self._references = load_references(self._plan, models, device, mesh)
         self._check_context(models)
         for name, policy in self._plan.policies.items():
-            if self._loss.needs_reference and models[name].kind == "full" and not policy.reference:
-                raise ConfigError(
-                    f"the loss {self._loss.name} with trainer.loss.kl = {self._plan.trainer.loss.kl} needs a "
-                    f"reference model, and policies.{name} trains all weights, so there is no frozen base to serve as "
-                    f"one: set policies.{name}.reference, or choose a loss without a reference and kl = 0"
-                )
-            if self._loss.name == "distillation" and not policy.reference:
-                raise ConfigError(f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference")
             optimizer, steps = self._plan.trainer.optimizer, self._plan.steps[name]
             self._learners[name] = Learner(
                 name, models[name], policy, optimizer, steps=steps, gae=self._gae, device=device
@@ -276,14 +270,17 @@ class PolicyTrainer:
         """Refuse to divide the tokens of models that compute whole rows.
 
         Raises:
-            ConfigError: there are context ranks, and a policy's model does.
+            ConfigError: there are context ranks, and a policy's model computes whole rows.
         """
-        for name, model in models.items():
-            if self._context is not None and model.unshared:
-                raise ConfigError(
-                    f"trainer.context_ranks = {self._context.size} divides the tokens of prefix trees, and policy "
-                    f"{name!r} computes every row whole because of {model.unshared}: set context_ranks = 1"
-                )
+        if self._context is None:
+            return
+        ranks = CONTEXT_RANKS._replace(setting=f"trainer.context_ranks = {self._context.size}")
+        rows = [
+            WHOLE_ROWS._replace(setting=f"policies.{name}, which computes every row whole because of {model.unshared}")
+            for name, model in models.items()
+            if model.unshared
+        ]
+        check_compatible([ranks, *rows])
 
     @property
     def _context_size(self) -> int:

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
+from agentrl.config.algorithms import LOSSES
+from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.custom_functions import GROUPINGS, FunctionDeclaration, Grouping, find_function
 from agentrl.core.errors import AgentRLError, GroupTooSmallError, LossError, Unscorable, describe_user_code_error
 from agentrl.core.records import (

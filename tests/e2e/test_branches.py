@@ -10,13 +10,11 @@ import pytest
 
 import agentrl
 from agentrl.cli.main import main
-from agentrl.core.errors import ConfigError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from tests.contract.test_engine_vllm_process import needs_vllm
 from tests.journal_oracle import judge
 from tests.markdown_pages import ROOT, python_of
-from tests.support import user_functions
 from tests.support.branching_calculator import BranchingCalculator, ProbingCalculator, ResamplingCalculator
 
 pytestmark = [pytest.mark.e2e]
@@ -145,22 +143,3 @@ def test_probes_are_played_in_worker_processes_and_never_trained(
     assert main(["episode", "replay", str(run), probes[0]]) == 0
     assert main(["run", "ledger", str(run)]) == 0
     assert "probe" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("setting", "changes"),
-    [
-        ("credit.advantage = 'group_std'", {"credit": {"group_size": 4, "advantage": "group_std"}}),
-        (
-            'over="tree"',
-            {"credit": {"group_size": 4, "advantage": f"{Path(user_functions.__file__).resolve()}:centred"}},
-        ),
-        ("credit.release = 'late'", {"credit": {"group_size": 4, "release": "late"}}),
-        ("trainer.loss.normalizer = 'sequences'", {"trainer": {"loss": {"normalizer": "sequences"}}}),
-        ("full weights at max_staleness above 0", {"policies": {"solver": {"step_size": 32}}}),
-    ],
-)
-def test_settings_that_would_be_biased_are_refused(tmp_path: Path, setting: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="declares branches = 3, which cannot be combined with") as refused:
-        agentrl.train(config(tmp_path, "run", **changes), environment=BranchingCalculator, quiet=True)
-    assert setting in str(refused.value)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import agentrl
-from agentrl.app.policies import check_roulette
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES
+from agentrl.app.plan import check_trees
+from agentrl.config.algorithms import ADVANTAGES, LOSSES
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import ScoreCredit, ScoreOf
 from tests.enumeration import Case, Play, Program, config_of, is_refused, plain, relative_error, trained, uniform
@@ -318,7 +318,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gigpo": [{}, {"divide_by_std": True}],
 }
 """Options of estimators that are tried, besides none."""
-ESTIMATORS = [{"name": name, **options} for name in ADVANTAGE_NAMES for options in OPTIONS.get(name, [{}])]
+ESTIMATORS = [{"name": name, **options} for name in ADVANTAGES for options in OPTIONS.get(name, [{}])]
 SCORER_KINDS = [
     {"per": per, "credit": credit, **function}
     for per in get_args(ScoreOf)
@@ -400,25 +400,6 @@ def test_a_loss_is_refused_with_roulette_if_it_is_not_linear_on_policy(name: str
     assert is_refused(combined(0.4, trainer={"loss": {"name": name, "normalizer": 64}})) != is_linear
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"credit": {"dynamic_sampling": True}}, "credit.dynamic_sampling = true: survivors and stopped"),
-        ({"trainer": {"loss": {"normalizer": "sequences"}}}, "normalizer = 'sequences': a stopped conversation is sho"),
-        ({"credit": {"advantage": "group_std"}}, "credit.advantage = 'group_std': its advantages are not linear"),
-        (
-            {"credit": {"advantage": {"name": "gae", "bootstrap": True}}},
-            "credit.advantage = 'gae': its advantages are not linear",
-        ),
-        ({"trainer": {"loss": {"name": "dpo"}}}, "trainer.loss.name = 'dpo': its gradient is not linear"),
-        ({"scorer": {"per": "group", "function": "ranked"}}, "scorers.scorer.per = 'group': its scores compare"),
-    ],
-)
-def test_what_cannot_be_combined_with_roulette_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"Enumerated declares roulette, which cannot be combined with .*{message}"):
-        trained(replace(combined(0.4, **settings), is_checked=True))
-
-
 class Stopping(agentrl.Environment):
     """A child that may be stopped."""
 
@@ -438,4 +419,4 @@ class Parent(Stopping):
 def test_children_with_roulette_are_refused() -> None:
     config = config_of(FAST["plain"])
     with pytest.raises(ConfigError, match="Parent spawns episodes with roulette"):
-        check_roulette(Parent, config.credit, config.trainer.loss, config.scorers)
+        check_trees(Parent, config, config.trained)

@@ -64,7 +64,6 @@ def test_steps_by_policy(tmp_path: Path) -> None:
     for override, message in (
         ("steps={ a = 3 }", "steps: the number for b is missing; the table must have all trained policies: a, b"),
         ("steps.c=1", "steps.c: there is no policy 'c'; the trained ones are: a, b"),
-        ("deterministic=true", "deterministic = true cannot be combined with steps as a table"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             load(path, [override])
@@ -199,7 +198,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("engine.kv_memory=5", "unknown key engine.kv_memory; there are: vllm"),
         ("engine.threads=5", "unknown key engine.threads"),
         ("trainer.optimizer.beta1=0.5", "unknown key trainer.optimizer.beta1"),
-        ("engine.refresh=lazy", "Set policies.policy.lora, or refresh = 'auto', 'token' or 'turn'"),
+        ("engine.refresh=lazy", "Set policies.policy.lora, or set engine.refresh = 'auto', 'token' or 'turn'"),
         ("engine.capture_routing=5", "engine.capture_routing = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
         ("seats.solver=nobody", "no policy 'nobody'"),
@@ -284,18 +283,13 @@ def test_refresh_is_by_kind_of_policy_unless_it_is_set(tmp_path: Path) -> None:
     for refresh in ("token", "turn"):
         config = load(write(tmp_path, mixed), [f"engine.refresh={refresh}"])
         assert {config.refresh_of(name) for name in config.trained} == {refresh}
-    for refresh in ("lazy", "episode"):
-        with pytest.raises(ConfigError, match=rf"engine\.refresh.*{refresh}"):
-            load(write(tmp_path, mixed), [f"engine.refresh={refresh}"])
 
 
-def test_kept_kv_is_a_token_refresh_and_refused_where_none_would_be_kept(tmp_path: Path) -> None:
+def test_kept_kv_is_a_token_refresh(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["engine.refresh=token_keep_kv"])
     assert config.engine.keep_kv
     assert {config.refresh_of(name) for name in config.trained} == {"token"}
     overrides = ["policies.policy.lora.rank=4", "engine.vllm={}"]
-    with pytest.raises(ConfigError, match=r"engine\.refresh"):
-        load(write(tmp_path), [*overrides, "engine.refresh=token_keep_kv"])
     assert not load(write(tmp_path), [*overrides, "engine.refresh=token"]).engine.keep_kv
 
 
@@ -344,50 +338,12 @@ def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, ch
         check_settings_unchanged(before, now)
 
 
-def test_vllm_is_refused_for_a_deterministic_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"deterministic.*engine\.vllm"):
-        load(write(tmp_path), ["engine.vllm={}", "deterministic=true", "policies.policy.lora={}"])
-
-
 def test_on_vllm_all_policies_filter_or_none_does(tmp_path: Path) -> None:
     policies = "[policies.a.sampling]\ntop_p = 0.9\n[policies.a.lora]\n[policies.b.lora]\n[seats]\nx = ['a', 'b']\n"
     path = write(tmp_path, f"{BASE}[engine.vllm]\n{policies}")
-    with pytest.raises(ConfigError, match="filter for b"):
+    with pytest.raises(ConfigError, match=r"policies\.b"):
         load(path)
     assert load(path, ["policies.b.sampling.top_k=5", "engine.capture_routing=true"]).filtered == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["credit.release=late", "credit.advantage=group_std"], "spread"),
-        (["credit.release=episode", "credit.advantage=group_mean"], "mean"),
-        (["credit.release=late", "credit.advantage=none"], "wait"),
-        (
-            ["credit.release=late", "trainer.loss.name=dpo", "trainer.loss.normalizer=8"],
-            "compares the members of a group",
-        ),
-        (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups"),
-        (["credit.release=late", "policies.policy.max_staleness=0"], "late"),
-        (["credit.release=late", "deterministic=true"], "machine"),
-        (["credit.release=late", "trainer.loss.normalizer=tokens"], "tokens of a step"),
-        (
-            ["credit.release=episode", "trainer.loss.normalizer=sequences"],
-            "divisor",
-        ),
-    ],
-)
-def test_release_in_parts_is_refused_where_it_would_be_biased(
-    tmp_path: Path, overrides: list[str], reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        load(write(tmp_path), overrides)
-    assert "release = 'group'" in str(caught.value)
-
-
-def test_dpo_needs_an_advantage_that_orders_a_group_by_reward(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="role_mean"):
-        load(write(tmp_path), ["credit.advantage=role_mean", "trainer.loss.name=dpo"])
 
 
 def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:

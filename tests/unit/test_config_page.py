@@ -12,6 +12,7 @@ import agentrl
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError
+from docs.generators.combinations import combinations_page
 from docs.generators.commands import render_commands_page
 from docs.generators.configuration import configuration_page, documented_keys
 
@@ -20,6 +21,11 @@ def test_the_page_is_up_to_date(repository: Path) -> None:
     assert (repository / "docs/reference/configuration.md").read_text(encoding="utf-8") == configuration_page(), (
         "run `make docs-config`"
     )
+
+
+def test_the_page_of_combinations_is_up_to_date(repository: Path) -> None:
+    page = (repository / "docs/reference/combinations.md").read_text(encoding="utf-8")
+    assert page == combinations_page(), "run `make docs-config`"
 
 
 def test_the_page_of_the_command_line_is_up_to_date(repository: Path) -> None:

@@ -456,14 +456,6 @@ BASE = {
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"policies": {"solver": {}, "other": {}}},
-            "one policy, .*solver, other",
-        ),
-        ({"trainer": {"loss": {"name": "distillation"}}}, "'distillation'"),
-        ({"trainer": {"loss": {"name": "dpo"}}}, "'dpo'"),
-        ({"credit": {"advantage": GAE, "dynamic_sampling": True}}, "group"),
-        ({"credit": {"advantage": GAE, "release": "late"}}, "release = 'episode'"),
         ({"credit": {"advantage": {"name": "gae", "discount": 1.5}}}, "gae, discount"),
         ({"credit": {"advantage": {"name": "gae", "trace_decay": -0.1}}}, "gae, trace_decay"),
         ({"credit": {"advantage": {"name": "gae", "value_learning_rate": 0}}}, "value_learning_rate"),
@@ -473,7 +465,7 @@ BASE = {
         ),
     ],
 )
-def test_what_cannot_be_combined_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_options_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
     RunConfig.model_validate(BASE)
     with pytest.raises(ValueError, match=reason):
         RunConfig.model_validate(BASE | change)

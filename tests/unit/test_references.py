@@ -211,13 +211,6 @@ def test_a_reference_is_counted_in_the_memory(models: tuple[Path, Path]) -> None
     )
 
 
-def test_distillation_without_a_teacher_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policies\.policy\.reference"):
-        steps(config_of(models[0], ""), tmp_path)
-    with pytest.raises(ConfigError, match=r"policies\.policy\.reference"):
-        steps(config_of(models[0], "", name="ppo"), tmp_path)
-
-
 def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     import json
     import shutil

@@ -231,8 +231,6 @@ def test_a_reward_model_is_paid_by_difference_unless_it_scores_episodes_or_the_u
     model = {"reward_model": "prm", "unscorable": 0.0}
     config = config_for(scorers={name: {**model, **section} for name, section in sections.items()})
     assert [scorer.credit for scorer in config.scorers.values()] == ["difference", "reward", "reward"]
-    with pytest.raises(ValueError, match=r"scorers\.a\.reward_model runs on the run's machine"):
-        config_for(scorers={"a": model}, cluster={"address": "10.0.0.1:6379"})
 
 
 def test_scorers_may_come_and_go_between_two_lives_unless_weights_must_not_depend_on_them() -> None:

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
-from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSSES
+from agentrl.config.algorithms import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, Unit
@@ -205,26 +203,6 @@ def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
     assert [unit.credits[0].advantage for unit in credits.credited("p", units)] == [0.5, -1.0, -0.5, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("credit", "reason"),
-    [
-        ({"release": "late", "advantage": "x.py:f"}, "baseline"),
-        ({"release": "late", "advantage": "max_rl"}, "baseline"),
-    ],
-)
-def test_an_advantage_that_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
-
-
-@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", f"{SCRIPT}:over_the_step"])
-def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> None:
-    credit = {"advantage": advantage, "turn_credit": "to_go"}
-    config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
-    with pytest.raises(ConfigError, match="group"):
-        load_user_functions(config.trainer, config.credit, config.scorers)
-
-
 def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text(
@@ -370,8 +348,7 @@ def test_the_page_has_every_option_with_its_default() -> None:
         for line in (ROOT / "docs/reference/algorithms.md").read_text(encoding="utf-8").splitlines()
         if line[:3] == "| `"
     ]
-    functions = BUILT_IN | {name: function for name, (function, _) in GROUP_ESTIMATORS.items()}
-    for name, function in functions.items():
+    for name, function in (BUILT_IN | GROUP_ESTIMATORS).items():
         row = next(row for row in rows if f"`{name}`" in row.split(" | ")[0])
         shown = row.split(" | ")[2] if name in BUILT_IN else row
         for option in list(inspect.signature(function).parameters.values())[1:]:

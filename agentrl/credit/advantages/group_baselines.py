@@ -7,11 +7,9 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from agentrl.core.custom_functions import advantage
 from agentrl.credit.group import Advantage, nothing_to_compare
 
 
-@advantage(linear=True)
 def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i - mean of the rewards in the other episodes (RLOO, arXiv:2402.14740).
 
@@ -39,7 +37,6 @@ def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None 
     return [Advantage(r - baseline[e], baseline[e]) for e, r in zip(episodes, rewards, strict=True)]
 
 
-@advantage(linear=True)
 def group_mean(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i - mean(R), the reward itself included (Dr. GRPO, arXiv:2503.20783)."""
     if nothing_to_compare(rewards, range(len(rewards)) if episodes is None else episodes):
@@ -48,7 +45,6 @@ def group_mean(rewards: Sequence[float], episodes: Sequence[Hashable] | None = N
     return [Advantage(reward - mean, mean) for reward in rewards]
 
 
-@advantage
 def group_std(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-6) (GRPO, arXiv:2402.03300); 0 if all rewards are equal.
 
@@ -66,7 +62,6 @@ def group_std(rewards: Sequence[float], episodes: Sequence[Hashable] | None = No
     return [Advantage(a.value / (std + 1e-6), a.baseline) for a in centered]
 
 
-@advantage(linear=True)
 def no_baseline(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:
     """A_i = R_i (REINFORCE)."""
     return [Advantage(reward, 0.0) for reward in rewards]

@@ -1,0 +1,83 @@
+"""The user's loss, advantage and scorers of a run, loaded once, and the combinations that their declarations allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from agentrl.app.scoring import find_scorer_codes
+from agentrl.config.algorithms import ADVANTAGES, LOSSES
+from agentrl.config.combinations import UNLOADED, Declarations, credit_parts, reference_parts
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.scorers import ScorerConfig
+from agentrl.config.sections import AdvantageConfig, CreditConfig, LossConfig, TrainerConfig
+from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
+from agentrl.core.parts import check_compatible
+from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
+
+
+class UserFunctions(NamedTuple):
+    """The user's loss, advantage and scorers, loaded once, so that the recorded code is the code that runs."""
+
+    codes: Sequence[tuple[Kind, FunctionCode]]
+    """Kind and code of the functions that are not built in."""
+    estimator: AdvantageEstimator | None
+    """Advantage estimator, if it takes a `Group`."""
+
+
+def load_user_functions(
+    trainer: TrainerConfig,
+    credit: CreditConfig,
+    scorers: Mapping[str, ScorerConfig],
+    trained: Mapping[str, PolicyConfig],
+) -> UserFunctions:
+    """Load the user's loss, advantage and scorers, if the run has them, and check the options of any.
+
+    Raises:
+        ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or its declaration
+            does not fit other settings, or a policy lacks the reference that the loss reads.
+    """
+    codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(scorers).values()]
+    loss, advantage, declarations = trainer.loss, credit.advantage, UNLOADED
+    if loss.name not in LOSSES:
+        code, function = find_function("loss", loss.name, key="trainer.loss.name")
+        codes.append(("loss", code))
+        check_options(function, loss.options, "trainer.loss")
+        declarations = declarations._replace(loss=declaration_of(function))
+    elif loss.options:
+        from agentrl.learn.losses import make_loss
+
+        make_loss(trainer)
+    estimator = user_function = None
+    if advantage.name not in ADVANTAGES:
+        code, user_function = find_function("advantage", advantage.name, key="credit.advantage")
+        codes.append(("advantage", code))
+        declarations = declarations._replace(advantage=declaration_of(user_function))
+    if advantage.name not in REWARD_ESTIMATORS:
+        estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
+    check_compatible([*credit_parts(credit, loss, declarations), *reference_parts(loss, trained)])
+    return UserFunctions(codes, estimator)
+
+
+def load_declarations(
+    loss: LossConfig, advantage: AdvantageConfig, scorers: Mapping[str, ScorerConfig]
+) -> Declarations:
+    """Load what the user's loss, advantage and scorers of groups declare.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    declarations = UNLOADED
+    if loss.name not in LOSSES:
+        function = find_function("loss", loss.name, key="trainer.loss.name")[1]
+        declarations = declarations._replace(loss=declaration_of(function))
+    if advantage.name not in ADVANTAGES:
+        function = find_function("advantage", advantage.name, key="credit.advantage")[1]
+        declarations = declarations._replace(advantage=declaration_of(function))
+    functions = {
+        name: find_function("scorer", scorer.function, key=f"scorers.{name}.function")[1]
+        for name, scorer in scorers.items()
+        if scorer.per == "group" and scorer.function
+    }
+    linear = {name for name, function in functions.items() if declaration_of(function).linear}
+    return declarations._replace(linear_scorers=linear)
