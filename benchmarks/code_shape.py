@@ -28,6 +28,9 @@ reason, an advice, … (`PROSE`), or of the text of an exception. A cause is a v
 Texts of other libraries, and old records, are read in the functions of `FOREIGN_TEXTS`.
 `reports_with_many_fields`: classes named `…Report` or `…Result` with more than `MAX_REPORT_FIELDS` fields. A report is
 a list of parts, each with its findings.
+`refusal_places`: functions that refuse a combination of settings: one raises what `compatible` finds, and each further
+one has a `ConfigError` or `ValueError` that names settings of two sections in one text. Those of `OTHER_REFUSALS`
+compare numbers, names or files. A text that is put together elsewhere is not seen.
 `column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
 without kinds of `Tokens` and `DECLARATIONS`. One is the table.
 
@@ -42,6 +45,7 @@ import contextlib
 import dis
 import inspect
 import io
+import itertools
 import os
 import re
 import signal
@@ -86,6 +90,7 @@ FIGURES = (
     "column_lists",
     "reports_with_many_fields",
     "decisions_from_prose",
+    "refusal_places",
 )
 
 TURNS = 4
@@ -151,6 +156,16 @@ FOREIGN_TEXTS: Mapping[str, str] = {
     "agentrl.testing.execution:missing_awaits": "Python's",
 }
 """Functions that look for words in texts which are not ours, and whose texts these are."""
+OTHER_REFUSALS: Mapping[str, str] = {
+    "agentrl.app.policies:check_fill": "a group that does not fit a step",
+    "agentrl.app.policies:check_quantized_models": "what a model's files can do",
+    "agentrl.cluster.trainer_pool:refuse_monkeypatches": "changed functions of this process",
+    "agentrl.config.run:RunConfig._check_models": "a policy without a model",
+    "agentrl.config.run:RunConfig.check_turns_fit": "turns longer than a context",
+    "agentrl.config.run:_check_scorers": "a table that lacks a name of another",
+}
+"""Functions whose errors name settings of two sections, and what they refuse instead of a combination."""
+SECTIONS = frozenset(key.partition(".")[0] for key in documented_keys() if "." in key) | {"deterministic"}
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
@@ -583,6 +598,38 @@ def decisions_from_prose(modules: Sequence[Module]) -> list[str]:
     return found
 
 
+def refusal_places(modules: Sequence[Module]) -> list[str]:
+    """Functions that refuse a combination of two settings."""
+    found = []
+    for module in modules:
+        for name, function in _functions(module.tree):
+            place = f"{module.name}:{name}"
+            calls: dict[str, list[ast.Call]] = defaultdict(list)
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    calls[node.func.id].append(node)
+            errors = calls["ConfigError"] + calls["ValueError"]
+            names_two = any(len(_sections_in(error)) > 1 for error in errors) and place not in OTHER_REFUSALS
+            found += [f"{place}, line {function.lineno}"] * (names_two or bool(errors and calls["compatible"]))
+    return found
+
+
+def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """The outermost functions and the methods of a module, with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{owner}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{owner}{node.name}", node
+
+
+def _sections_in(node: ast.Call) -> set[str]:
+    """The sections whose settings the text of an error names."""
+    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    words = re.findall(r"(?<![\w.])(\w+)(?:\.(?=[a-z*])| = )|\b(policies|scorers)\.$", "\n".join(texts), re.MULTILINE)
+    return SECTIONS.intersection(itertools.chain.from_iterable(words))
+
+
 def _nodes_by_function(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr]]:
     """The expressions of a module, each with the qualified name of the function that it stands in."""
     for node in ast.iter_child_nodes(tree):
@@ -677,6 +724,7 @@ def source_figures() -> dict[str, list[str] | int]:
         "column_lists": column_lists(modules),
         "reports_with_many_fields": reports_with_many_fields(modules),
         "decisions_from_prose": decisions_from_prose(modules),
+        "refusal_places": refusal_places(modules),
     }
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from benchmarks.code_shape import (
     MAX_REPORT_FIELDS,
+    OTHER_REFUSALS,
     PACKAGE,
     Module,
     decisions_from_prose,
     modules_of,
+    refusal_places,
     reports_with_many_fields,
 )
 
@@ -81,3 +83,26 @@ def test_a_planted_report_with_many_fields_is_found(name: str, fields: int, is_f
 
 def test_no_report_has_many_fields() -> None:
     assert reports_with_many_fields(modules_of(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "count"),
+    [
+        ("raise ValueError('engine.replicas above 1: set deterministic = false')", 1),
+        ("raise ConfigError(f'credit.release = {release!r}: set policies.{name}.max_staleness = 1')", 1),
+        ("for refusal in compatible(parts):\n        raise ConfigError(str(refusal))", 1),
+        ("return [each.why for each in compatible(parts)]", 0),
+        ("raise ValueError('credit.group_size = 1: set credit.advantage')", 0),
+        ("raise ValueError('the policies. credit is due')", 0),
+        ("raise InputError('give model.path, or policies.NAME.model')", 0),
+    ],
+)
+def test_a_planted_refusal_of_a_combination_is_found(statement: str, count: int) -> None:
+    assert len(refusal_places(planted(f"def check(release, name, parts):\n    {statement}\n"))) == count
+
+
+def test_combinations_are_refused_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each exception is one."""
+    monkeypatch.setattr("benchmarks.code_shape.OTHER_REFUSALS", {})
+    places = {place.partition(",")[0] for place in refusal_places(modules_of(PACKAGE))}
+    assert places == {*OTHER_REFUSALS, "agentrl.core.parts:check_compatible"}
