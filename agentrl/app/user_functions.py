@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from agentrl.app.scoring import find_scorer_codes
 from agentrl.config.algorithms import ADVANTAGES, LOSSES
-from agentrl.config.combinations import UNLOADED, Declarations, credit_parts, reference_parts
+from agentrl.config.combinations import UNLOADED, Declarations, credit_parts, learner_parts
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import AdvantageConfig, CreditConfig, LossConfig, TrainerConfig
@@ -55,7 +55,7 @@ def load_user_functions(
         declarations = declarations._replace(advantage=declaration_of(user_function))
     if advantage.name not in REWARD_ESTIMATORS:
         estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
-    check_compatible([*credit_parts(credit, loss, declarations), *reference_parts(loss, trained)])
+    check_compatible([*credit_parts(credit, loss, declarations), *learner_parts(loss, trained)])
     return UserFunctions(codes, estimator)
 
 

@@ -43,6 +43,20 @@ ADAPTER = Part(
     gives=frozenset({Property.SEVERAL_VERSIONS, Property.STABLE_VERSION, Property.KEEPS_VERSIONS}),
 )
 SYNCHRONOUS = Part("staleness", "policies.NAME.max_staleness = 0", "set policies.NAME.max_staleness = 1 or more")
+MASKED_LAG = Part(
+    "bound on lag",
+    "policies.NAME.over_lag = 'mask'",
+    "set policies.NAME.over_lag = 'wait'",
+    needs=(
+        Need(
+            "loss",
+            Property.WITHIN_TURN,
+            "it weighs a token by others of its conversation or step, of which only the newer ones are left",
+            "set a loss that groups by token or turn (docs/reference/algorithms.md), such as 'truncated', or "
+            "policies.NAME.over_lag = 'wait'",
+        ),
+    ),
+)
 WITHOUT_REFERENCE = Part("reference", "policies.NAME without a reference", "set policies.NAME.reference")
 KL = Part("divergence", "trainer.loss.kl above 0", "set trainer.loss.kl = 0", needs=(NEEDS_REFERENCE,))
 SEVERAL_LEARNERS = Part("learners", "several trained policies", "bind the seats to one trained policy")
@@ -445,13 +459,15 @@ def credit_parts(credit: CreditConfig, loss: LossConfig, declarations: Declarati
     yield RELEASES[credit.release]
 
 
-def reference_parts(loss: LossConfig, trained: Mapping[str, PolicyConfig]) -> Iterator[Part]:
-    """Yield the references of the policies that learn, and the divergence from them."""
+def learner_parts(loss: LossConfig, trained: Mapping[str, PolicyConfig]) -> Iterator[Part]:
+    """Yield what a loss meets in the policies that learn: references, the divergence from them, and masked tokens."""
     if loss.kl:
         yield KL._replace(setting=f"trainer.loss.kl = {loss.kl}")
     for name, policy in trained.items():
         if not policy.reference:
             yield WITHOUT_REFERENCE.named(name, *([Property.FROZEN_REFERENCE] if policy.lora is not None else []))
+        if policy.masks_beyond is not None:
+            yield MASKED_LAG.named(name)
 
 
 def scorer_parts(

@@ -23,6 +23,7 @@ PartKind = Literal[
     "group size",
     "weights",
     "staleness",
+    "bound on lag",
     "reference",
     "learners",
     "policy",
