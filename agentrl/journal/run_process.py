@@ -100,6 +100,12 @@ class RunLock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child forked just now still has a copy of the descriptor
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; another process that has a copy of it keeps the lock. Idempotent."""
+        if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -169,7 +175,7 @@ async def retry_until_writer_exits(take: Callable[[], T], tell: Callable[[str], 
 def _forget_in_child() -> None:
     """Drop the locks in a forked child, which may outlive the run and would keep other processes out of it."""
     for lock in list(_open_locks):
-        lock.release()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
