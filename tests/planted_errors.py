@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.core.errors import ModelError
-from agentrl.learn.models import why_unshared
+from agentrl.learn.forward_check import why_unshared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -461,6 +461,8 @@ def token_logprobs(  # noqa: PLR0913
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------
 
+FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
+"""Errors raised by models in unsupported forward passes."""
 ATTENTION = "agentrl_tree"
 """Name under which `learn.models` registers `tree_attention` with transformers."""
 

@@ -110,6 +110,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def gather_float32(parameter: Tensor) -> Tensor:
+    """Return a whole parameter in float32."""
+    return gather_tensor(parameter, torch.float32).float()
+
+
 def shard_tensor(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; without communication."""
     dimension = mesh.ndim - 1

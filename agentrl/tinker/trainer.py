@@ -27,8 +27,9 @@ from agentrl.core import ids
 from agentrl.core.errors import ConfigError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import TrainingSample
+from agentrl.learn.adapters import ROUTERS
 from agentrl.learn.learner import Learner
-from agentrl.learn.models import ROUTERS, LoadedBase, PolicyModel
+from agentrl.learn.models import LoadedBase, PolicyModel
 from agentrl.learn.packing import pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.step_columns import TokenColumns

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentrl.core.errors import ConfigError
-from agentrl.learn import models
+from agentrl.learn import layers, models
 from tests.learn_cases import run_config, write_model
 
 
@@ -34,7 +34,7 @@ def test_steps_are_the_same_and_no_length_is_compiled_anew(repository: Path, opt
 
 def test_what_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.sharding = 'none'"):
-        models._check_compilable(sharded=True)
-    monkeypatch.setattr(models, "finds_compiler", lambda: False)
+        layers.check_compilable(sharded=True)
+    monkeypatch.setattr(layers, "finds_compiler", lambda: False)
     with pytest.raises(ConfigError, match=r"apt install g\+\+"):
         models.load_models(run_config(write_model(tmp_path / "model"), compile=True).trainer_plan, torch.device("cpu"))

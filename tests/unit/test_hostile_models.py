@@ -16,7 +16,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.forward import check_slots_match_forward
 from agentrl.engines.models import read_meta_model, read_model
-from agentrl.learn.models import why_unshared
+from agentrl.learn.forward_check import why_unshared
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from tests.default_starts import write_model
 from tests.learn_cases import run_config

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.learn import fused
+from agentrl.learn.adapters import AdaptedLinear
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
-from agentrl.learn.models import _AdaptedLinear
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
 
@@ -164,7 +164,7 @@ def test_another_activation_is_not_taken_for_silu() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adapted_layer_computes_what_peft_does_by_matrix_products_alone(bias: bool) -> None:
     torch.manual_seed(0)
-    layer = _AdaptedLinear(torch.nn.Linear(12, 10, bias=bias), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
+    layer = AdaptedLinear(torch.nn.Linear(12, 10, bias=bias), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
     layer.base_layer.requires_grad_(False)
     torch.nn.init.normal_(layer.lora_B["one"].weight)
     inputs = torch.randn(2, 5, 12, requires_grad=True)
@@ -186,7 +186,7 @@ def test_an_adapted_layer_computes_what_peft_does_by_matrix_products_alone(bias:
 def test_the_output_of_an_adapted_layer_may_be_changed_in_place() -> None:
     """As Llama 4 and Gemma 3n do."""
     torch.manual_seed(0)
-    layer = _AdaptedLinear(torch.nn.Linear(12, 10), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
+    layer = AdaptedLinear(torch.nn.Linear(12, 10), "one", r=4, lora_alpha=10, config=peft.LoraConfig(r=4))
     layer.base_layer.requires_grad_(False)
     torch.nn.init.normal_(layer.lora_B["one"].weight)
     inputs, leaves = torch.randn(2, 5, 12), [layer.lora_A["one"].weight, layer.lora_B["one"].weight]

@@ -24,7 +24,8 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.model_layers import check_slot_layers
 from agentrl.engines.embedded.forward import load_model
 from agentrl.engines.models import check_sparse_attention, read_meta_model, read_model
-from agentrl.learn.models import load_models, why_unshared
+from agentrl.learn.forward_check import why_unshared
+from agentrl.learn.models import load_models
 from agentrl.learn.recurrence import RecurrencePlan
 from benchmarks.families import shape_digest, vllm_classes
 from docs.generators.families import families_page

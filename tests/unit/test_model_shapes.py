@@ -16,7 +16,8 @@ from agentrl.core.tokens import TrainingSample
 from agentrl.engines.embedded.forward import check_slots_match_forward, load_model
 from agentrl.engines.models import kv_bytes_per_token, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
-from agentrl.learn.models import load_models, why_unshared
+from agentrl.learn.forward_check import why_unshared
+from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
 

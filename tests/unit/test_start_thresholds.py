@@ -31,7 +31,8 @@ from agentrl.core.tokens import TrainingSample
 from agentrl.engines.embedded.forward import check_slots_match_forward, prepare_for_sampling
 from agentrl.engines.models import check_cost, check_lengths, configured_integers, longest_context
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.models import load_models, why_unshared
+from agentrl.learn.forward_check import why_unshared
+from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
 from tests.model_families import (
