@@ -439,7 +439,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_env(commands)
     _add_serve(commands)
     _add_doctor(commands)
-    text = "print instructions for coding agents: write an environment, train, read episodes, mend, compare"
+    text = "print instructions for coding agents: write an environment, train, read episodes, fix, compare"
     _add_command(commands, "skill", text, "skill:print_skill", reads=True)
     return top
 

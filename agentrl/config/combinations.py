@@ -55,6 +55,11 @@ MASKED_LAG = Part(
             "set a loss that groups by token or turn (docs/reference/algorithms.md), such as 'truncated', or "
             "policies.NAME.over_lag = 'wait'",
         ),
+        Need(
+            "normalizer",
+            Property.WITHIN_TURN,
+            "the tokens that are left of a conversation would weigh more",
+        ),
     ),
 )
 WITHOUT_REFERENCE = Part("reference", "policies.NAME without a reference", "set policies.NAME.reference")

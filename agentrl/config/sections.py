@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
-from agentrl.config.algorithms import ADVANTAGES, LOSSES, NORMALIZERS
+from agentrl.config.algorithms import ADVANTAGES, LOSSES
 from agentrl.config.fields import (
     Code,
     Episodes,
@@ -34,7 +34,7 @@ from agentrl.config.fields import (
     check_function_name,
     resolve_package_directory,
 )
-from agentrl.core.custom_functions import Grouping, Kind
+from agentrl.core.custom_functions import Kind
 from agentrl.core.json_data import copy_json
 
 
@@ -368,11 +368,6 @@ class LossConfig(FunctionConfig):
     """Weight of the KL divergence from the reference (`policies.NAME.reference`)."""
     kl_estimator: Free[KLEstimator] = "k3"
     """Estimator of a token's KL divergence (Schulman 2020; docs/reference/algorithms.md)."""
-
-    @property
-    def normalizer_grouping(self) -> Grouping:
-        """The tokens on which a token's weight depends, apart from a factor that all tokens of the step share."""
-        return "token" if isinstance(self.normalizer, int) else NORMALIZERS[self.normalizer]
 
     @property
     def tokens_per_unit(self) -> int:

@@ -80,11 +80,18 @@ class RowToken(EpisodeToken, frozen=True, kw_only=True):
 class Records(Generic[RecordT]):
     """Records of a run, read from its journal each time they are iterated."""
 
-    def __init__(self, kind: type[RecordT], read: Callable[[], Iterable[RecordT]]) -> None:
+    def __init__(
+        self,
+        kind: type[RecordT],
+        read: Callable[[], Iterable[RecordT]],
+        check_open: Callable[[], None] = lambda: None,
+    ) -> None:
         self._kind = kind
         self._read = read
+        self._check_open = check_open
 
     def __iter__(self) -> Iterator[RecordT]:
+        self._check_open()
         return iter(self._read())
 
     def frame(self, library: Literal["pandas", "polars"] | None = None) -> Any:
@@ -99,22 +106,26 @@ class Records(Generic[RecordT]):
             ImportError: the library is not installed.
         """
         frame = _frame_class(library)
-        names = self._kind.__struct_fields__
-        columns: dict[str, list[Any]] = {name: [] for name in names if name not in _BY_NAME}
-        by_name: dict[str, list[Any]] = {}
-        length = 0
-        for record in self:
-            for name in names:
-                value = getattr(record, name)
-                if name not in _BY_NAME:
-                    columns[name].append(value if isinstance(value, _PLAIN) else encode_json(value).decode())
-                    continue
-                for key, item in value.items():
-                    by_name.setdefault(_BY_NAME[name].format(key), [None] * length).append(item)
-            length += 1
-            for values in by_name.values():
-                values.extend([None] * (length - len(values)))
-        return frame(columns | {name: values for name, values in by_name.items() if name not in columns})
+        columns: dict[str, list[Any]] = {name: [] for name in self._kind.__struct_fields__ if name not in _BY_NAME}
+        for length, record in enumerate(self):
+            for name, value in _cells(record).items():
+                columns.setdefault(name, [None] * length).append(value)
+            for values in columns.values():
+                values.extend([None] * (length + 1 - len(values)))
+        return frame(columns)
+
+
+def _cells(record: msgspec.Struct) -> dict[str, Any]:
+    """Return the values of a record by column of a frame; a field comes before a value by name."""
+    cells: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if name in _BY_NAME:
+            by_name |= {_BY_NAME[name].format(key): item for key, item in value.items()}
+        else:
+            cells[name] = value if isinstance(value, _PLAIN) else encode_json(value).decode()
+    return by_name | cells
 
 
 def _frame_class(library: str | None) -> Callable[[dict[str, list[Any]]], Any]:
@@ -132,8 +143,8 @@ def _frame_class(library: str | None) -> Callable[[dict[str, list[Any]]], Any]:
 
 
 class RecordedRun:
-    """A run as data, from its directory. It reads only, also while the run is written; use it in a `with` statement, or
-    call `close`.
+    """A run as data, from its directory, also while the run is written; use it in a `with` statement, or call `close`.
+    Only `match` writes something: its index, `search.db` in the run's directory.
 
     A filter (`where`) and words (`match`) choose episodes as the options of `agentrl episode list` do. Episodes come in
     the order of admission. One that cannot be read is left out of turns, rewards and tokens, and named in `problems`.
@@ -141,6 +152,7 @@ class RecordedRun:
 
     def __init__(self, path: str | Path) -> None:
         self._reader = RunReader(path)
+        self._is_closed = False
         self.problems: list[str] = []
         """What could not be read so far, with its episode."""
 
@@ -173,19 +185,27 @@ class RecordedRun:
 
     def close(self) -> None:
         """Close the run's files. Idempotent."""
+        self._is_closed = True
         self._reader.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InputError(f"{self.path}: the run was closed; read its records inside the `with` statement")
+
+    def _records(self, kind: type[RecordT], read: Callable[[], Iterable[RecordT]]) -> Records[RecordT]:
+        return Records(kind, read, self._check_open)
 
     def steps(self) -> Records[StepLine]:
         """Return the optimizer steps in order, including those that a rollback undid (`survives` is then False)."""
-        return Records(StepLine, lambda: step_list(self._reader))
+        return self._records(StepLine, lambda: step_list(self._reader))
 
     def metrics(self, *names: str) -> Records[MetricValue]:
         """Return the values of metrics by name, policy and step; without names, of all metrics."""
-        return Records(MetricValue, lambda: self._metrics(names))
+        return self._records(MetricValue, lambda: self._metrics(names))
 
     def evaluations(self) -> Records[EvaluationLine]:
         """Return the evaluations of each policy, with their metrics."""
-        return Records(EvaluationLine, lambda: evaluation_list(self._reader))
+        return self._records(EvaluationLine, lambda: evaluation_list(self._reader))
 
     def episode(self, episode: str, attempt: int | None = None) -> ExportedEpisode:
         """Return an episode with its whole content, as in `agentrl run export --to jsonl`: agents, rows of tokens with
@@ -212,20 +232,20 @@ class RecordedRun:
         Raises:
             InputError: when they are iterated, if the filter or a field cannot be read.
         """
-        return Records(EpisodeLine, lambda: self._episodes(where, match, fields))
+        return self._records(EpisodeLine, lambda: self._episodes(where, match, list(dict.fromkeys(fields))))
 
     def turns(self, where: str = "", *, match: str = "") -> Records[EpisodeTurn]:
         """Return the turns of all policies, episode by episode, in the order in which they were recorded."""
-        return Records(EpisodeTurn, lambda: self._of_episodes(where, match, self._turns))
+        return self._records(EpisodeTurn, lambda: self._of_episodes(where, match, self._turns))
 
     def rewards(self, where: str = "", *, match: str = "") -> Records[EpisodeReward]:
         """Return the components of rewards, episode by episode."""
-        return Records(EpisodeReward, lambda: self._of_episodes(where, match, self._rewards))
+        return self._records(EpisodeReward, lambda: self._of_episodes(where, match, self._rewards))
 
     def tokens(self, where: str = "", *, match: str = "") -> Records[RowToken]:
         """Return the tokens of all rows, episode by episode, with their versions and what a step made of them."""
         read = lru_cache(4)(read_step_rows)  # neighboring episodes were mostly trained in neighboring steps
-        return Records(RowToken, lambda: self._of_episodes(where, match, lambda view: self._tokens(view, read)))
+        return self._records(RowToken, lambda: self._of_episodes(where, match, lambda view: self._tokens(view, read)))
 
     def _metrics(self, names: tuple[str, ...]) -> Iterator[MetricValue]:
         unknown = set(names) - set(self._reader.metric_names()) if names else ()

@@ -55,12 +55,12 @@ DRIFT_TEXTS = {
 
 def conversation_page(view: ConversationView) -> TerminalPage:
     """Make a page about an episode: its header, then the acts of each agent in order."""
-    page = summary_page(view)
+    page = _summary_page(view)
     page.line()
     if view.note:
         page.line((view.note, "dim"))
     page.add(
-        events_page(
+        _events_page(
             acts_with_weight_updates(view),
             selected_event=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
         )
@@ -75,7 +75,7 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     return page
 
 
-def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | None = None) -> TerminalPage:
+def _events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | None = None) -> TerminalPage:
     """Make a page with the acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = TerminalPage(), ""
     for event in events:
@@ -105,7 +105,7 @@ def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | N
     return page
 
 
-def summary_page(view: ConversationView) -> TerminalPage:
+def _summary_page(view: ConversationView) -> TerminalPage:
     """Make a page with an episode's identity and outcome."""
     page, line = TerminalPage(), view.summary
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")

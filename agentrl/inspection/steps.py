@@ -151,7 +151,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
         input_digest=row["input_digest"],
         columns_file=row["columns_file"],
         metrics=_metrics(row["metrics"], problems),
-        fed=[_consumed_row(unit, columns.get(unit["episode"], [])) for unit in units],
+        fed=[_consumed_row(unit, columns.get(unit["episode"], []) if columns else None) for unit in units],
         problems=problems,
     )
 
@@ -193,8 +193,8 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
     return columns
 
 
-def _consumed_row(unit: Row, rows: list[StepRow]) -> ConsumedTrajectory:
-    columns = [row.columns for row in rows]
+def _consumed_row(unit: Row, rows: list[StepRow] | None) -> ConsumedTrajectory:
+    columns = [row.columns for row in rows or ()]
     ratios = [
         math.exp(min(now - then, 80.0))
         for part in columns
@@ -210,9 +210,11 @@ def _consumed_row(unit: Row, rows: list[StepRow]) -> ConsumedTrajectory:
         reward=unit["reward"],
         baseline=unit["baseline"],
         advantage=unit["advantage"],
-        tokens=sum(len(part["position"]) for part in columns) if columns else None,
+        tokens=sum(len(part["position"]) for part in columns) if rows is not None else None,
         mean_ratio=sum(ratios) / len(ratios) if ratios else None,
-        largest_lag=max((lag for part in columns for lag in part["lag"].tolist()), default=-1) if columns else None,
+        largest_lag=max((lag for part in columns for lag in part["lag"].tolist()), default=-1)
+        if rows is not None
+        else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks before a run trains: whether prefix trees, padded rows and compiled attention compute what the model does."""
+"""Checks, when a model is loaded, whether prefix trees and padded rows compute what the model itself does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from agentrl.core.errors import ModelError
 from agentrl.core.model_layers import SELECTED_KEYS
@@ -46,17 +45,13 @@ from agentrl.learn.recurrence import follow_trees
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from agentrl.learn.models import PolicyModel
 
 _CHECK_LENGTH = 11
 """Number of tokens at the end of each row of the check whose log-probabilities are compared."""
-_REASON_LENGTH = 300
+REASON_LENGTH = 300
 """Maximum number of characters of an error that is shown as a reason."""
 SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
-_ROUNDED_TOLERANCE = 0.1
-"""Largest mean difference in log-probabilities between two kernels in 16 bits, in nats: rounding makes about .01, a
-token that sees another's context about 1."""
 
 
 def why_unshared(model: PreTrainedModel, max_context: int) -> str:
@@ -146,7 +141,7 @@ def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]
         return [_CheckStage(tuple({*_SHORT_ROWS, *lengths}), _all_layers, min(tokens, _LARGEST_PACKING))]
     try:
         with with_few_layers(model), torch.no_grad(), computing_in_float32(model, gather_float32):
-            (row,) = _check_rows(model, [max(_SHORT_ROWS)])
+            (row,) = check_rows(model, [max(_SHORT_ROWS)])
             _reference_logprobs(model, row)
             few_tokens = affordable_tokens(model, max_context, passes)
     except FORWARD_ERRORS:  # layers of some models need others
@@ -170,7 +165,7 @@ def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) ->
         ModelError: the model cannot be forwarded, by itself or over padded rows.
     """
     attention = native_attention(model)
-    rows = _check_rows(model, stage.lengths, many=_head_size(model) < _WIDE_HEAD)
+    rows = check_rows(model, stage.lengths, many=_head_size(model) < _WIDE_HEAD)
     fillers = _filler_rows(model, stage)
     on_device = 1 << 30
     if compiles_attention(model.device) and is_shared:
@@ -197,7 +192,7 @@ def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) ->
                     logprobs = token_logprobs(model, batch, shared=is_shared).logprob
                 except Exception as error:
                     if is_shared:  # of the architecture, or of the attention kernel's compiler; the start names it
-                        return _Mismatch(f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}")
+                        return _Mismatch(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON_LENGTH]}")
                     raise ModelError(f"{kind} cannot be forwarded by the trainer: {error!r}") from error
                 for sample, at, logprob in zip(batch.sample, batch.position, logprobs.tolist(), strict=True):
                     row = packed[sample]
@@ -276,46 +271,10 @@ def _filler_rows(model: PreTrainedModel, stage: _CheckStage) -> list[TrainingSam
     while short and missing > 0:
         lengths.append(short[len(lengths) % len(short)])
         missing -= lengths[-1]
-    return _check_rows(model, lengths, seed=1) if lengths else []
+    return check_rows(model, lengths, seed=1) if lengths else []
 
 
-def why_compiled_attention_fails(model: PolicyModel) -> str:
-    """Return why attention as a step on CUDA computes it, compiled and in the model's dtype, cannot replace the unfused
-    attention that `why_unshared` has checked; empty if it can. Compiling takes seconds."""
-    try:
-        with torch.no_grad():
-            unfused = _check_logprobs(model, share=True)
-        compiled = _check_logprobs(model, share=True)
-        compiled.sum().backward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - of the attention kernel's compiler
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
-    finally:
-        for parameter in model.parameters.values():
-            parameter.grad = None
-    difference = float((compiled.detach() - unfused).abs().mean())
-    allowed = SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE
-    return "" if difference <= allowed else f"log-probabilities of the compiled attention differ by {difference:.2g}"
-
-
-@torch.no_grad()
-def rows_are_exact(model: PolicyModel) -> bool:
-    """Whether padded rows reproduce the prefix tree, which `why_unshared` has checked, in the model's dtype."""
-    try:
-        difference = float((_check_logprobs(model, share=True) - _check_logprobs(model, share=False)).abs().mean())
-    except FORWARD_ERRORS:
-        return False
-    return difference <= (SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE)
-
-
-def _check_logprobs(model: PolicyModel, *, share: bool) -> Tensor:
-    """Compute the log-probabilities of a few rows that share a prefix."""
-    (batch,) = pack(_check_rows(model.model, [12, 13, 15, 140]), max_tokens=1 << 30, share=share)
-    return model.token_logprobs(batch).logprob
-
-
-def _check_rows(
+def check_rows(
     model: PreTrainedModel, lengths: Sequence[int], *, many: bool = False, seed: int = 0
 ) -> list[TrainingSample]:
     """Make random rows, every other one of which begins like the first; the last tokens of each are trained, or with

@@ -49,8 +49,8 @@ from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.context import ContextGroup
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, compiles_attention
-from agentrl.learn.forward_check import rows_are_exact, why_compiled_attention_fails
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
+from agentrl.learn.kernel_check import rows_are_exact, why_compiled_attention_fails
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums

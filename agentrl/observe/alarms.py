@@ -115,6 +115,8 @@ REPEATED_SHARE = 0.5
 """Share of repeated proposals at which an alarm is raised."""
 STRUCTURE_ENTROPY = 0.2
 """Entropy of structures in nats below which 19 of 20 proposals have the same structure."""
+MASKED_SHARE = 0.25
+"""Share of sampled tokens that are not trained from which on slow episodes are hardly learned from."""
 GATE_SHARE = 0.5
 """Share of proposals accepted by the gate below which most proposals are wasted."""
 MIN_PROPOSALS = 32
@@ -884,6 +886,16 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"reward, or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long"
         },
         _selection_bias,
+    ),
+    MetricRule(
+        "masked",
+        f"in each step, {MASKED_SHARE:.0%} or more of the sampled tokens are beyond `max_lag` and not trained "
+        '(`over_lag = "mask"`)',
+        metric="staleness/masked",
+        at_least=MASKED_SHARE,
+        text="{mean:.0%} of the sampled tokens of the last {steps} were beyond max_lag and not trained",
+        advice="raise policies.NAME.max_lag, lower policies.NAME.max_staleness, or set credit.release = 'late', with "
+        "which a slow episode does not make its group old",
     ),
     MetricRule(
         "gate_closed",

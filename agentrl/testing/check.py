@@ -482,9 +482,7 @@ async def _check_episode(
     script = random_policy(environment)
 
     def on_progress(part: str) -> None:
-        subject.on_progress(
-            "playing episodes, and resuming each after kills", f"episode {number + 1}, task {task.id!r}: {part}"
-        )
+        subject.on_progress(_PLAYING, f"episode {number + 1}, task {task.id!r}: {part}")
 
     on_progress("playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.

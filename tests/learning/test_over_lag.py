@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl.app.replays import recompute_step_loss, replay_step
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.steps import step_list
+from agentrl.inspection.steps import step_list, step_view
 from tests.journal_oracle import judge
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -65,6 +65,9 @@ def test_old_tokens_are_left_out_and_each_step_is_rebuilt_with_the_same_input(tm
     try:
         lines = step_list(reader)
         assert [replay_step(reader, line).text for line in lines] == [""] * 12
+        fed = [row for line in lines for row in step_view(reader, line.step).fed]
+        assert sum(row.tokens or 0 for row in fed) == sum(line.tokens for line in lines)
+        assert max(-1 if row.largest_lag is None else row.largest_lag for row in fed) <= 1
         last = next(line for line in reversed(lines) if masked[line.step - 1])
         again = recompute_step_loss(reader, last)
         assert again.same, again

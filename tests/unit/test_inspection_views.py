@@ -34,12 +34,12 @@ from agentrl.inspection.render import (
     step_table,
 )
 from agentrl.inspection.render_episode import (
+    _events_page,
+    _summary_page,
     conversation_page,
     difference_page,
-    events_page,
     fork_tree_page,
     reasons_page,
-    summary_page,
     tokens_page,
 )
 from agentrl.inspection.statistics import run_state, run_statistics
@@ -126,7 +126,7 @@ def test_a_long_result_of_an_effect_is_shown_with_its_last_line() -> None:
         level="",
         seconds=1.0,
     )
-    lines = shown(events_page([act])).rstrip().split("\n")
+    lines = shown(_events_page([act])).rstrip().split("\n")
     assert lines[0].endswith('effect harness → {"error": "exit status 1"} [idempotent, 1.000 s]')
     assert [line.strip() for line in lines[1:4]] == ["output", "Traceback (most recent call last):", "…"]
     assert lines[4:] == [f"    {line}" for line in [*frames, "KeyError: 'the cause'"][-len(lines[4:]) :]]
@@ -193,7 +193,7 @@ def test_the_location_of_a_tools_exception_is_shown() -> None:
         location="trail.py:25 in look",
     )
     for observation in (act.observation, f"{act.observation}\nagain"):
-        page = shown(events_page([msgspec.structs.replace(act, observation=observation)]))
+        page = shown(_events_page([msgspec.structs.replace(act, observation=observation)]))
         assert "[error at trail.py:25 in look, 0.000 s]" in page
 
 
@@ -227,7 +227,7 @@ def test_a_dropped_episode_has_the_length_of_its_conversation(reader: RunReader)
     view = read_conversation(reader, line.episode)
     turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
     length = f"{plural(len(turns), 'turn')} and {plural(sum(act.tokens for act in turns), 'token')} before the failure"
-    assert length in shown(summary_page(view))
+    assert length in shown(_summary_page(view))
 
 
 def test_a_parked_episode_says_so(reader: RunReader) -> None:

@@ -255,6 +255,7 @@ PROPOSING = {
 @pytest.mark.parametrize(
     ("name", "changes", "advice"),
     [
+        ("masked", {"staleness__masked": 0.3}, "max_lag"),
         ("gate_closed", {"gate__acceptance": 0.3}, "valid proposals"),
         ("proposals_alike", {"proposals__structure_entropy": 0.1}, "entropy_bonus = 0.04"),
         ("proposals_repeat", {"proposals__repeated": 0.6}, "refuse them at the gate"),

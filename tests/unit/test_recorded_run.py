@@ -109,6 +109,28 @@ def test_a_frame_has_a_line_per_record(library: Any) -> None:
     assert late[0] is None or late[0] != late[0]
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_reward_that_is_also_a_chosen_field_has_one_column(run: RecordedRun, library: Any) -> None:
+    pytest.importorskip(library)
+    fields = ["reward/proposer", "reward/proposer", "data.level"]
+    episodes = list(run.episodes(fields=fields))
+    frame = run.episodes(fields=fields).frame(library)
+    assert len(frame) == len(episodes)
+    assert list(frame.columns).count("reward/proposer") == 1
+    values = [value if value == value else None for value in frame["reward/proposer"].to_list()]
+    assert values == pytest.approx([episode.rewards.get("proposer") for episode in episodes])
+
+
+def test_records_of_a_closed_run_say_so(sample_run: Path) -> None:
+    with agentrl.open_run(sample_run) as run:
+        steps = run.steps()
+        assert list(steps)
+    with pytest.raises(agentrl.AgentRLError, match="was closed"):
+        list(steps)
+    with pytest.raises(agentrl.AgentRLError, match="was closed"):
+        run.steps().frame("polars")
+
+
 @pytest.mark.parametrize("kind", ["steps", "metrics", "evaluations", "episodes", "turns", "rewards", "tokens"])
 def test_each_kind_of_record_has_a_frame(run: RecordedRun, kind: str) -> None:
     pytest.importorskip("polars")
