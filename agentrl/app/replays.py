@@ -421,8 +421,16 @@ def replay_steps(
     policy: str | None = None,
     on_progress: Callable[[str, float], None] = lambda part, share: None,
 ) -> list[StepReplayResult]:
-    """Rebuild every step of a run, or of one policy; raises as `step_list`."""
-    lines, results = step_list(reader, policy), list[StepReplayResult]()
+    """Rebuild every step of a run, or of one policy.
+
+    Raises:
+        InputError: as `step_list`.
+        JournalError: as `step_list`, or the record of a step is damaged.
+    """
+    problems: list[str] = []
+    lines, results = step_list(reader, policy, problems=problems), list[StepReplayResult]()
+    if problems:
+        raise JournalError(f"{reader.path}: {'; '.join(problems)}; name a step to rebuild another")
     for line in lines:
         on_progress(f"{len(results):,} of {plural(len(lines), 'step')}", len(results) / len(lines))
         results.append(replay_step(reader, line))
@@ -621,14 +629,32 @@ def _close(then: float | None, now: float) -> bool:
 def _step_inputs(reader: RunReader, turns: TurnLogReader, line: StepLine) -> Iterator[TrainingSample]:
     prefixes, routing = ForkPrefixes(reader.journal), RoutingReader(read_locally(reader.journal))
     batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
-    policy = reader.log.config(line.lineage).get("policies", {}).get(line.policy, {})
-    masks_beyond = policy.get("max_lag") if policy.get("over_lag") == "mask" else None
+    masks_beyond = _masks_beyond(reader, line)
     for unit in batch.units:
         key = AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         rows = assemble_trajectories(entries, line.policy, prefixes.of(entries))
         samples = unit_samples(unit, *routing.attach([unit], [rows]))
         yield from without_stale_tokens(samples, started_from, masks_beyond)[0]
+
+
+def _masks_beyond(reader: RunReader, line: StepLine) -> int | None:
+    """Return the recorded `PolicyConfig.masks_beyond` of a step's policy.
+
+    Raises:
+        JournalError: the recorded value is no number of steps.
+    """
+    policies = reader.log.config(line.lineage).get("policies")
+    policy = policies.get(line.policy) if isinstance(policies, dict) else None
+    if not isinstance(policy, dict) or policy.get("over_lag") != "mask":
+        return None
+    max_lag = policy.get("max_lag")
+    if type(max_lag) is not int or max_lag < 0:
+        raise JournalError(
+            f"{reader.path}: policies.{line.policy}.max_lag of the recorded configuration is no number of steps; the "
+            "journal is damaged"
+        )
+    return max_lag
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:

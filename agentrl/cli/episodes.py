@@ -268,8 +268,16 @@ def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection import steps
     from agentrl.inspection.render import step_table
 
-    lines = steps.step_list(reader, options.policy)
-    return RunAnswer(lines, lambda: step_table(lines))
+    problems: list[str] = []
+    lines = steps.step_list(reader, options.policy, problems=problems)
+
+    def page() -> TerminalPage:
+        table = step_table(lines)
+        for problem in problems:
+            table.line(f"left out: {problem}")
+        return table
+
+    return RunAnswer(lines, page)
 
 
 @make_run_command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from msgspec.structs import asdict
 from agentrl.core.errors import InputError, JournalError
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, build_conversation
 from agentrl.inspection.export.episodes import ExportedEpisode, encode_json, read_episode
-from agentrl.inspection.reader import EpisodeLine, EpisodeView, RunReader
+from agentrl.inspection.reader import EpisodeLine, EpisodeView, RunReader, convert_damage_errors
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import EvaluationLine, StepLine, evaluation_list, step_list
 from agentrl.inspection.tokens import EpisodeToken, read_step_rows, tokens_from_view
@@ -84,15 +85,15 @@ class Records(Generic[RecordT]):
         self,
         kind: type[RecordT],
         read: Callable[[], Iterable[RecordT]],
-        check_open: Callable[[], None] = lambda: None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._kind = kind
         self._read = read
-        self._check_open = check_open
+        self._reading = reading
 
     def __iter__(self) -> Iterator[RecordT]:
-        self._check_open()
-        return iter(self._read())
+        with self._reading():
+            yield from self._read()
 
     def frame(self, library: Literal["pandas", "polars"] | None = None) -> Any:
         """Return a data frame with a line per record and a column per field.
@@ -188,16 +189,20 @@ class RecordedRun:
         self._is_closed = True
         self._reader.close()
 
-    def _check_open(self) -> None:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Refuse a closed run, and name damage to the journal that breaks the code in the context."""
         if self._is_closed:
             raise InputError(f"{self.path}: the run was closed; read its records inside the `with` statement")
+        with convert_damage_errors(self._reader.log):
+            yield
 
     def _records(self, kind: type[RecordT], read: Callable[[], Iterable[RecordT]]) -> Records[RecordT]:
-        return Records(kind, read, self._check_open)
+        return Records(kind, read, self._reading)
 
     def steps(self) -> Records[StepLine]:
         """Return the optimizer steps in order, including those that a rollback undid (`survives` is then False)."""
-        return self._records(StepLine, lambda: step_list(self._reader))
+        return self._records(StepLine, lambda: step_list(self._reader, problems=self.problems))
 
     def metrics(self, *names: str) -> Records[MetricValue]:
         """Return the values of metrics by name, policy and step; without names, of all metrics."""
@@ -219,7 +224,8 @@ class RecordedRun:
             InputError: there is no such episode.
             JournalError: its records are damaged.
         """
-        return read_episode(self._reader, self._reader.episode(episode, attempt), read_step_rows)
+        with self._reading():
+            return read_episode(self._reader, self._reader.episode(episode, attempt), read_step_rows)
 
     def episodes(self, where: str = "", *, match: str = "", fields: Sequence[str] = ()) -> Records[EpisodeLine]:
         """Return the summaries of episodes.

@@ -92,23 +92,26 @@ def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
     ]
 
 
-def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
-    """List the steps of a run in the order in which they were taken, including those that a rollback undid.
+def step_list(reader: RunReader, policy: str | None = None, *, problems: list[str] | None = None) -> list[StepLine]:
+    """List the steps of a run in the order in which they were taken, including those that a rollback undid. A step
+    whose record is damaged is left out, and described in `problems`.
 
     Raises:
         InputError: there is no such policy, or it does not learn.
         JournalError: the journal is damaged.
     """
-    return _lines(reader, policy=policy)
+    return _lines(reader, problems, policy=policy)
 
 
-def _lines(reader: RunReader, **key: str | int | None) -> list[StepLine]:
+def _lines(reader: RunReader, problems: list[str] | None = None, **key: str | int | None) -> list[StepLine]:
     """Return the steps whose columns have the given values; None: any."""
     columns = [name for name, value in key.items() if value is not None]
     condition, values = " AND ".join(["1", *(f"{name} = ?" for name in columns)]), [key[name] for name in columns]
-    rows = verified_control_rows(
-        reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values
-    )
+    damaged: list[str] = []
+    order = "ORDER BY stepped_at, policy, lineage, step"
+    rows = verified_control_rows(reader.log, "steps", f"{condition} {order}", *values, problems=damaged)
+    if problems is not None:
+        problems.extend(problem for problem in damaged if problem not in problems)
     if (policy := key["policy"]) is not None and not rows:
         learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learners and policy not in learners:

@@ -669,7 +669,11 @@ class PolicyTrainer:
             tokens=int(total["tokens"]),
             seconds=step.seconds + self._clock.monotonic() - start_s,
             metrics=_metrics(
-                total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
+                total,
+                self._loss,
+                learning_rate=learner.rate(step_id),
+                routed=learner.model.replay is not None,
+                masks=self._plan.policies[policy].masks_beyond is not None,
             )
             | {"zero_gradient": float(grad_norm == 0.0)}
             | {"shares_prefixes": _tree_share(total, learner.model)}
@@ -903,7 +907,9 @@ def _tree_share(total: Mapping[str, float], model: PolicyModel) -> float:
     return total["tree_tokens"] / tokens if tokens else float(model.shared_prefixes)
 
 
-def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:
+def _metrics(
+    total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool, masks: bool
+) -> dict[str, float]:
     """Compute a step's metrics from its sums over all ranks."""
     metrics = {
         "learning_rate": learning_rate,
@@ -916,8 +922,8 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         metrics["measured_share"] = total["measured_tokens"] / total["tokens"]
     if num_tokens := total["measured_tokens"]:
         metrics |= {"entropy": total["entropy"] / num_tokens, "kept_mass": total["kept_mass"] / num_tokens}
-    if total["stale_tokens"]:
-        metrics["staleness/masked"] = total["stale_tokens"] / (total["stale_tokens"] + total["tokens"])
+    if masks:
+        metrics["staleness/masked"] = total["stale_tokens"] / max(total["stale_tokens"] + total["tokens"], 1.0)
     if routed:
         metrics["lost_routing"] = total["lost_routing"]
         if total["forwarded_tokens"]:

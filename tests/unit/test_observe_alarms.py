@@ -255,7 +255,6 @@ PROPOSING = {
 @pytest.mark.parametrize(
     ("name", "changes", "advice"),
     [
-        ("masked", {"staleness__masked": 0.3}, "max_lag"),
         ("gate_closed", {"gate__acceptance": 0.3}, "valid proposals"),
         ("proposals_alike", {"proposals__structure_entropy": 0.1}, "entropy_bonus = 0.04"),
         ("proposals_repeat", {"proposals__repeated": 0.6}, "refuse them at the gate"),
@@ -268,6 +267,12 @@ def test_a_collapse_of_what_is_proposed_is_the_run_s(name: str, changes: dict[st
     assert (alarm.name, alarm.policy) == (name, "")
     assert name in MEANINGS
     assert advice in alarm.advice
+
+
+def test_masked_tokens_are_said_from_a_quarter_on() -> None:
+    (alarm,) = find_alarms(a_run(5, before=10, staleness__masked=0.3))
+    assert (alarm.name, alarm.policy) == ("masked", "solver")
+    assert names(a_run(5, before=10, staleness__masked=0.2)) == []
 
 
 def test_children_that_nobody_proposed_may_all_succeed() -> None:

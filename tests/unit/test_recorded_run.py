@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sqlite3
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 import agentrl
+from agentrl.app.replays import replay_steps
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.recorded_run import RecordedRun, Records
 
@@ -107,6 +109,35 @@ def test_a_frame_has_a_line_per_record(library: Any) -> None:
     late = frame["late"].to_list()
     assert late[1] == 2.0
     assert late[0] is None or late[0] != late[0]
+
+
+def damaged(sample_run: Path, to: Path, statement: str) -> Path:
+    shutil.copytree(sample_run, to, symlinks=True)
+    with sqlite3.connect(to / "journal" / "control.db") as database:
+        assert database.execute(statement).rowcount == 1
+    return to
+
+
+def test_a_step_whose_record_is_damaged_is_named(sample_run: Path, tmp_path: Path) -> None:
+    path = damaged(
+        sample_run,
+        tmp_path / "run",
+        "UPDATE steps SET tokens = tokens + 1 WHERE stepped_at = (SELECT max(stepped_at) FROM steps)",
+    )
+    with agentrl.open_run(sample_run) as whole, agentrl.open_run(path) as run:
+        assert len(list(run.steps())) == len(list(whole.steps())) - 1
+        assert len(run.problems) == 1
+    with pytest.raises(agentrl.AgentRLError, match="does not match its checksum"):
+        replay_steps(RunReader(path))
+
+
+@pytest.mark.parametrize("change", ["step = 'many'", "name = x'00ff'", "policy = x'00'"])
+def test_values_of_another_type_are_damage_and_no_bug(sample_run: Path, tmp_path: Path, change: str) -> None:
+    path = damaged(sample_run, tmp_path / "run", f"UPDATE metrics SET {change} WHERE rowid = 3")
+    with agentrl.open_run(path) as run:
+        for records in (run.metrics(), run.evaluations()):
+            with contextlib.suppress(agentrl.AgentRLError):
+                list(records)
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])

@@ -16,7 +16,7 @@ import agentrl
 from agentrl.app import replays
 from agentrl.app.forks import fork
 from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tasks
-from agentrl.app.replays import ReplayResult, replay
+from agentrl.app.replays import ReplayResult, replay, replay_step
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
@@ -24,6 +24,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
+from agentrl.inspection.steps import step_list
 from agentrl.rollout import runner
 from agentrl.testing import sample_environment
 from agentrl.testing.sample_run import sample_run_factories
@@ -469,3 +470,27 @@ def test_a_step_that_begins_at_itself_is_damaged(sample_run: Path, monkeypatch: 
     monkeypatch.setattr(replays, "find_checkpoint_of", lambda *_: None)
     with contextlib.closing(RunReader(sample_run)) as reader, pytest.raises(JournalError, match="begins at solver@"):
         replays._kept_checkpoint(reader, version, 0)
+
+
+@pytest.mark.parametrize(
+    ("policies", "is_damage"),
+    [
+        (["solver"], False),
+        ({"solver": "many"}, False),
+        ({"solver": {"over_lag": "mask", "max_lag": "many"}}, True),
+        ({"solver": {"over_lag": "mask", "max_lag": [1]}}, True),
+        ({"solver": {"over_lag": "mask", "max_lag": -1.5}}, True),
+        ({"solver": {"over_lag": "mask"}}, True),
+        ({"solver": {"over_lag": "mask", "max_lag": 4}}, False),
+    ],
+)
+def test_a_recorded_bound_that_is_no_number_of_steps_is_damage(
+    sample_run: Path, policies: object, is_damage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(sample_run)
+    line = next(line for line in step_list(reader) if line.policy == "solver")
+    monkeypatch.setattr(type(reader.log), "config", lambda self, lineage=None: {"policies": policies})
+    result = replay_step(reader, line)
+    reader.close()
+    assert result.identical != is_damage
+    assert ("max_lag" in result.text) == is_damage
