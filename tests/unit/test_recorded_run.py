@@ -118,6 +118,7 @@ def damaged(sample_run: Path, to: Path, statement: str) -> Path:
     return to
 
 
+@pytest.mark.damages_journal
 def test_a_step_whose_record_is_damaged_is_named(sample_run: Path, tmp_path: Path) -> None:
     path = damaged(
         sample_run,
@@ -131,6 +132,7 @@ def test_a_step_whose_record_is_damaged_is_named(sample_run: Path, tmp_path: Pat
         replay_steps(RunReader(path))
 
 
+@pytest.mark.damages_journal
 @pytest.mark.parametrize("change", ["step = 'many'", "name = x'00ff'", "policy = x'00'"])
 def test_values_of_another_type_are_damage_and_no_bug(sample_run: Path, tmp_path: Path, change: str) -> None:
     path = damaged(sample_run, tmp_path / "run", f"UPDATE metrics SET {change} WHERE rowid = 3")
