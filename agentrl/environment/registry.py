@@ -225,8 +225,8 @@ def _import_module(location: str, where: str) -> Any:
     except AgentRLError:
         raise
     except (Exception, SystemExit) as error:
-        reason = describe_missing_package(error) or f"{type(error).__name__}: {error}"
-        raise EnvironmentDefinitionError(f"{where}: cannot import {location}: {reason}{_raised_at(error)}") from error
+        reason = describe_missing_package(error) or f"{type(error).__name__}: {error}{_raised_at(error)}"
+        raise EnvironmentDefinitionError(f"{where}: cannot import {location}: {reason}") from error
 
 
 def _load(reference: str, where: str) -> type[Environment]:
