@@ -968,8 +968,8 @@ def _row_digest(
         counts_of_turn, ids = recorded.get("kept", bytes(size))[:size], recorded.get("kept", b"")[size:]
         ages = [_lag(version, started) for start, stop, version in spans_of_turn for _ in range(start, stop)]
         trained = bytes(
-            count != -1 and (bound is None or age <= bound)
-            for (count,), age in zip(struct.iter_unpack("<i", counts_of_turn), ages, strict=True)
+            count != -1 and (bound is None or number >= len(ages) or ages[number] <= bound)
+            for number, (count,) in enumerate(struct.iter_unpack("<i", counts_of_turn))
         )
         advantage = struct.pack("<f", by_turn[min(turn[5], len(by_turn) - 1)])
         tokens += context + sampled

@@ -22,6 +22,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, Trajectory, TrajectoryCredit, Unit
 from agentrl.core.tokens import ExpertRouting, TrainingSample
 from agentrl.credit.advantages.gae import generalized_advantages
+from agentrl.learn.learner import Learner
 from agentrl.learn.packing import pack
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import make_rows, read_step_file, run_config, write_model
@@ -130,10 +131,11 @@ class Replaced(PolicyTrainer):
 
     by_hand: dict[tuple[str, int, int], float]
 
-    def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
-        found = super()._read_share(units)
+    def _read_share(self, learner: Learner, units: Sequence[Unit]) -> tuple[list[TrainingSample], int] | None:
+        found = super()._read_share(learner, units)
         assert found is not None
-        return [
+        samples, num_stale = found
+        replaced = [
             msgspec.structs.replace(
                 sample,
                 advantages=np.array(
@@ -144,8 +146,9 @@ class Replaced(PolicyTrainer):
                     np.float32,
                 ),
             )
-            for sample in found
+            for sample in samples
         ]
+        return replaced, num_stale
 
 
 def config_of(model: Path, advantage: Any = GAE, **trainer: Any) -> RunConfig:
