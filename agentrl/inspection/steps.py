@@ -111,7 +111,7 @@ def _lines(reader: RunReader, problems: list[str] | None = None, **key: str | in
     order = "ORDER BY stepped_at, policy, lineage, step"
     rows = verified_control_rows(reader.log, "steps", f"{condition} {order}", *values, problems=damaged)
     if problems is not None:
-        problems.extend(problem for problem in damaged if problem not in problems)
+        problems[:] = dict.fromkeys([*problems, *damaged])
     if (policy := key["policy"]) is not None and not rows:
         learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learners and policy not in learners:

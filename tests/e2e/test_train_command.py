@@ -194,7 +194,7 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
         (["--environment.id=calculater"], "did you mean 'calculator'"),
         (["--resume"], "nothing to resume"),
         (["--credit.group_size=512"], "group_size"),
-        (["--engine.refresh=lazy"], "needs adapters"),
+        (["--engine.refresh=lazy"], "one version of full weights"),
     ],
 )
 def test_bad_input_is_one_clear_message(

@@ -233,8 +233,8 @@ def test_content_cannot_pass_for_another_conversation() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"credit": {"group_size": 4, "release": "late"}}, "'late' credits members before their group is complete"),
-        ({"credit": {"group_size": 4, "release": "episode"}}, "set credit.release = 'group'"),
+        ({"credit": {"group_size": 4, "release": "late"}}, "members are credited before their group is complete"),
+        ({"credit": {"group_size": 4, "release": "episode"}}, "Set credit.release = 'group'"),
         ({"scorers": {"ranked": scorer("ranked", per="group", credit="difference")}}, "set per = 'turn'"),
         (
             {

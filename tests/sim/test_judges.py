@@ -368,7 +368,7 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
     [
         ({"judge": "nobody"}, r"scorers\.helpful\.judge = 'nobody': there is no such policy; .*there are: critic"),
         ({"judge": "bot"}, r"kind is 'bot'; a judge is a policy with kind = 'remote', 'frozen', 'past' or 'trained'"),
-        ({"judge": "far", "votes": 0}, r"votes = 0 needs log-probabilities, which an endpoint does not give"),
+        ({"judge": "far", "votes": 0}, r"votes = 0 .* log-probabilities, which an endpoint does not give"),
         ({"votes": 0, "answer": {}}, "votes = 0 computes the probabilities of answers: set answer"),
         ({"rubric": ""}, "a judge needs a rubric"),
         ({"rubric": "rubrics/helpful.md"}, "names a file, which only a TOML file may do"),
@@ -394,13 +394,13 @@ def test_what_cannot_judge_is_refused(changes: dict[str, Any], message: str) -> 
 
 def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() -> None:
     policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
-    with pytest.raises(ValueError, match=r"scorers\.helpful\.judge = 'guesser', which learns while it judges"):
+    with pytest.raises(ValueError, match=r"judge of scorers\.helpful that learns"):
         config_for(**config(judge="guesser") | {"policies": policies, "deterministic": True})
 
 
 def test_a_judge_that_learns_votes() -> None:
     policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
-    with pytest.raises(ValueError, match="votes = 0 would not record which version of 'guesser' judged"):
+    with pytest.raises(ValueError, match="votes = 0 .* version that judged would not be recorded"):
         config_for(**config(judge="guesser", votes=0) | {"policies": policies})
 
 

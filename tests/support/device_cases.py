@@ -32,7 +32,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample, TrajectoryRow
 from agentrl.engines.embedded import forward as engine_forward
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.learn import forward, learner, losses, models, trainer
+from agentrl.learn import forward, forward_check, learner, losses, models, trainer
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, VOCABULARY, Episodes, make_rows, make_samples, run_config, write_model
@@ -507,7 +507,7 @@ def compiled_kernels() -> dict[str, float]:
         on_accelerator() as device,
         _replaced(forward, "compiles_attention", lambda _: on_card),
         _replaced(trainer, "compiles_attention", lambda _: on_card),
-        _replaced(models, "compiles_attention", lambda _: on_card),
+        _replaced(forward_check, "compiles_attention", lambda _: on_card),
         _replaced(forward, "_compiled_flex", lambda _: lambda: compiled),
         _replaced(forward, "_shared_memory", lambda _: lambda device: 232_448),
     ):

@@ -130,7 +130,7 @@ def test_a_discount_of_none_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("credit", "reason"),
     [
-        ({"turn_credit": "to_go"}, "discounted"),
+        ({"turn_credit": "to_go"}, "gigpo"),
         ({"release": "late"}, "baseline"),
         ({"release": "episode"}, "baseline"),
         ({"group_size": 1}, "group_size = 1"),

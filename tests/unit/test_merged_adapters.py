@@ -88,7 +88,7 @@ def test_engines_serve_full_weights(tmp_path: Path) -> None:
     assert adapter_slots_needed(config.policies) == 0
     assert config.refresh_of("policy") == "token"
     section = {**config.engine.model_dump(), "refresh": "lazy"}
-    with pytest.raises(ValueError, match=r"lazy' needs adapters.* Set policies\.policy\.lora\.merge = false"):
+    with pytest.raises(ValueError, match=r"refresh = 'lazy' .* Set policies\.policy\.lora\.merge = false"):
         RunConfig.model_validate({**config.model_dump(), "engine": section})
 
 
