@@ -400,7 +400,7 @@ def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() 
 
 def test_a_judge_that_learns_votes() -> None:
     policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
-    with pytest.raises(ValueError, match="votes = 0 .* version that judged would not be recorded"):
+    with pytest.raises(ValueError, match=r"votes = 0 .* version that judged would not be recorded"):
         config_for(**config(judge="guesser", votes=0) | {"policies": policies})
 
 

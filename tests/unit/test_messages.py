@@ -88,9 +88,7 @@ COMMANDS = {
     "train keyed.toml": Answer("policies.judge.api_key_env", "no variable NO_SUCH_KEY", "set it"),
     "train run.toml --polices.solver.step_size=4": Answer("command line", "unknown key", "did you mean policies"),
     "train run.toml --policies.solver.step_size=abc": Answer("command line", '"abc"', "a whole number"),
-    "train run.toml --credit.group_size=1": Answer(
-        "command line", "group_size = 1", "Set credit.group_size = 2 or more"
-    ),
+    "train run.toml --credit.group_size=1": Answer("command line", "group_size = 1", "group_size = 2 or more"),
     "train run.toml --policies.other.step_size=4": Answer("policies.other", "no policy 'other'", "policies: solver"),
     "train run.toml --policies.solver.kind=trainde": Answer("policies.solver", "trainde", "one of 'trained'"),
     "train run.toml --steps": Answer("--steps", "needs a value", "--steps=VALUE"),
