@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from agentrl.app.scoring import find_scorer_codes
 from agentrl.config.algorithms import ADVANTAGES, LOSSES
@@ -14,6 +14,9 @@ from agentrl.config.sections import AdvantageConfig, CreditConfig, LossConfig, T
 from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
 from agentrl.core.parts import check_compatible
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
+
+Found = tuple[FunctionCode, Callable[..., Any]]
+"""A function of the user, behind its code."""
 
 
 class UserFunctions(NamedTuple):
@@ -37,25 +40,21 @@ def load_user_functions(
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or its declaration
             does not fit other settings, or a policy lacks the reference that the loss reads.
     """
+    loss, advantage = trainer.loss, credit.advantage
+    found = _find_functions(loss, advantage)
     codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(scorers).values()]
-    loss, advantage, declarations = trainer.loss, credit.advantage, UNLOADED
-    if loss.name not in LOSSES:
-        code, function = find_function("loss", loss.name, key="trainer.loss.name")
-        codes.append(("loss", code))
-        check_options(function, loss.options, "trainer.loss")
-        declarations = declarations._replace(loss=declaration_of(function))
+    codes += [(kind, code) for kind, (code, _) in found.items()]
+    if "loss" in found:
+        check_options(found["loss"][1], loss.options, "trainer.loss")
     elif loss.options:
         from agentrl.learn.losses import make_loss
 
         make_loss(trainer)
-    estimator = user_function = None
-    if advantage.name not in ADVANTAGES:
-        code, user_function = find_function("advantage", advantage.name, key="credit.advantage")
-        codes.append(("advantage", code))
-        declarations = declarations._replace(advantage=declaration_of(user_function))
+    estimator = None
     if advantage.name not in REWARD_ESTIMATORS:
+        user_function = found["advantage"][1] if "advantage" in found else None
         estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
-    check_compatible([*credit_parts(credit, loss, declarations), *learner_parts(loss, trained)])
+    check_compatible([*credit_parts(credit, loss, _declared(found)), *learner_parts(loss, trained)])
     return UserFunctions(codes, estimator)
 
 
@@ -67,17 +66,31 @@ def load_declarations(
     Raises:
         ConfigError: there is no such function.
     """
-    declarations = UNLOADED
-    if loss.name not in LOSSES:
-        function = find_function("loss", loss.name, key="trainer.loss.name")[1]
-        declarations = declarations._replace(loss=declaration_of(function))
-    if advantage.name not in ADVANTAGES:
-        function = find_function("advantage", advantage.name, key="credit.advantage")[1]
-        declarations = declarations._replace(advantage=declaration_of(function))
     functions = {
         name: find_function("scorer", scorer.function, key=f"scorers.{name}.function")[1]
         for name, scorer in scorers.items()
         if scorer.per == "group" and scorer.function
     }
     linear = {name for name, function in functions.items() if declaration_of(function).linear}
-    return declarations._replace(linear_scorers=linear)
+    return _declared(_find_functions(loss, advantage))._replace(linear_scorers=linear)
+
+
+def _find_functions(loss: LossConfig, advantage: AdvantageConfig) -> dict[Kind, Found]:
+    """Find the user's loss and advantage, by kind; built-in ones are left out.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    found: dict[Kind, Found] = {}
+    if loss.name not in LOSSES:
+        found["loss"] = find_function("loss", loss.name, key="trainer.loss.name")
+    if advantage.name not in ADVANTAGES:
+        found["advantage"] = find_function("advantage", advantage.name, key="credit.advantage")
+    return found
+
+
+def _declared(found: Mapping[Kind, Found]) -> Declarations:
+    marks = {kind: declaration_of(function) for kind, (_, function) in found.items()}
+    return UNLOADED._replace(
+        loss=marks.get("loss", UNLOADED.loss), advantage=marks.get("advantage", UNLOADED.advantage)
+    )

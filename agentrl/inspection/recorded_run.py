@@ -155,7 +155,7 @@ class RecordedRun:
         self._reader = RunReader(path)
         self._is_closed = False
         self.problems: list[str] = []
-        """What could not be read so far, with its episode."""
+        """What could not be read so far, with its episode if it is of one."""
 
     def __enter__(self) -> RecordedRun:
         return self
@@ -202,7 +202,7 @@ class RecordedRun:
 
     def steps(self) -> Records[StepLine]:
         """Return the optimizer steps in order, including those that a rollback undid (`survives` is then False)."""
-        return self._records(StepLine, lambda: step_list(self._reader, problems=self.problems))
+        return self._records(StepLine, self._steps)
 
     def metrics(self, *names: str) -> Records[MetricValue]:
         """Return the values of metrics by name, policy and step; without names, of all metrics."""
@@ -282,9 +282,17 @@ class RecordedRun:
                 continue
             yield from records
 
+    def _steps(self) -> list[StepLine]:
+        problems: list[str] = []
+        steps = step_list(self._reader, problems=problems)
+        self._add_problems(problems)
+        return steps
+
     def _report(self, problems: list[str], episode: str, attempt: int) -> None:
-        named = (f"{episode}.{attempt}: {problem}" for problem in problems)
-        self.problems = list(dict.fromkeys([*self.problems, *named]))
+        self._add_problems(f"{episode}.{attempt}: {problem}" for problem in problems)
+
+    def _add_problems(self, problems: Iterable[str]) -> None:
+        self.problems = list(dict.fromkeys([*self.problems, *problems]))
 
     def _turns(self, view: EpisodeView) -> Iterator[EpisodeTurn]:
         conversation = build_conversation(self._reader, view)

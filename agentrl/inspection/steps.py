@@ -93,7 +93,7 @@ def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
 
 
 def step_list(reader: RunReader, policy: str | None = None, *, problems: list[str] | None = None) -> list[StepLine]:
-    """List the steps of a run in the order in which they were taken, including those that a rollback undid. A step
+    """List the steps of a run in the order in which they were taken, including steps undone by a rollback. A step
     whose record is damaged is left out, and described in `problems`.
 
     Raises:
@@ -107,11 +107,8 @@ def _lines(reader: RunReader, problems: list[str] | None = None, **key: str | in
     """Return the steps whose columns have the given values; None: any."""
     columns = [name for name, value in key.items() if value is not None]
     condition, values = " AND ".join(["1", *(f"{name} = ?" for name in columns)]), [key[name] for name in columns]
-    damaged: list[str] = []
     order = "ORDER BY stepped_at, policy, lineage, step"
-    rows = verified_control_rows(reader.log, "steps", f"{condition} {order}", *values, problems=damaged)
-    if problems is not None:
-        problems[:] = dict.fromkeys([*problems, *damaged])
+    rows = verified_control_rows(reader.log, "steps", f"{condition} {order}", *values, problems=problems)
     if (policy := key["policy"]) is not None and not rows:
         learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learners and policy not in learners:

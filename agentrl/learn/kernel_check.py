@@ -31,8 +31,11 @@ def why_compiled_attention_fails(model: PolicyModel) -> str:
         for parameter in model.parameters.values():
             parameter.grad = None
     difference = float((compiled.detach() - unfused).abs().mean())
-    allowed = SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE
-    return "" if difference <= allowed else f"log-probabilities of the compiled attention differ by {difference:.2g}"
+    return (
+        ""
+        if difference <= _tolerance(model)
+        else f"log-probabilities of the compiled attention differ by {difference:.2g}"
+    )
 
 
 @torch.no_grad()
@@ -42,7 +45,11 @@ def rows_are_exact(model: PolicyModel) -> bool:
         difference = float((_check_logprobs(model, share=True) - _check_logprobs(model, share=False)).abs().mean())
     except FORWARD_ERRORS:
         return False
-    return difference <= (SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE)
+    return difference <= _tolerance(model)
+
+
+def _tolerance(model: PolicyModel) -> float:
+    return SHARING_TOLERANCE if model.model.dtype == torch.float32 else _ROUNDED_TOLERANCE
 
 
 def _check_logprobs(model: PolicyModel, *, share: bool) -> Tensor:
