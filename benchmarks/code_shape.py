@@ -29,8 +29,8 @@ Texts of other libraries, and old records, are read in the functions of `FOREIGN
 `reports_with_many_fields`: classes named `…Report` or `…Result` with more than `MAX_REPORT_FIELDS` fields. A report is
 a list of parts, each with its findings.
 `refusal_places`: functions that refuse a combination of settings: one raises what `compatible` finds, and each further
-one has a `ConfigError` or `ValueError` that names settings of two sections in one text. Those of `OTHER_REFUSALS`
-compare numbers, names or files. A text that is put together elsewhere is not seen.
+one has a `ConfigError` or `ValueError` that names settings of two sections in one text. The functions of
+`OTHER_REFUSALS` compare numbers, names or files. A text that is put together elsewhere is not seen.
 `column_lists`: lists of three or more columns of tokens (`COLUMN_NAMES`), in displays and in the fields of classes,
 without kinds of `Tokens` and `DECLARATIONS`. One is the table.
 

@@ -42,7 +42,7 @@ def figures(quick: bool) -> dict[str, float | None]:
                 exceeded += measured.max_lag_exceeded
         for limit in () if quick else (1, 2, 4):
             found[f"{release}_max_lag_{limit}"] = fmean(rates[limit]) / fmean(rates[None])
-    if not quick:  # `rates` are those of `late`
+    if not quick:  # `rates` belongs to `late`, the last release
         masked = [lagging("late", STALENESS, seed, SHORT, "mask") for seed in range(SEEDS)]
         exceeded += sum(measured.max_lag_exceeded for measured in masked)
         found["late_mask_1"] = fmean(measured.steps_per_hour["solver"] for measured in masked) / fmean(rates[None])

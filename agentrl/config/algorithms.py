@@ -145,7 +145,7 @@ ADVANTAGES: dict[str, FunctionDeclaration] = {
             Need(
                 "learners",
                 Property.ONE_POLICY,
-                "its values are those of one policy",
+                "it estimates the values of one policy",
                 "set kind = 'frozen' for all policies but one, or credit.advantage = 'role_mean' or 'leave_one_out'",
             ),
             Need(

@@ -277,8 +277,7 @@ START_FROM = Part(
         Need(
             "advantage",
             Property.IGNORES_STATES,
-            "it would compare the states of recorded turns, the same in every member of a group, with those of new "
-            "turns",
+            "it compares the states of turns, and recorded turns have the same states in every member of a group",
         ),
     ),
 )

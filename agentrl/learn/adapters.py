@@ -16,16 +16,10 @@ from torch import Tensor, nn
 from agentrl.config.policies import LoraConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.engines.experts import adaptable_experts
-from agentrl.engines.models import (
-    computing_in_float32,
-)
-from agentrl.engines.weights.reading import (
-    adaptable_layers,
-)
+from agentrl.engines.models import computing_in_float32
+from agentrl.engines.weights.reading import adaptable_layers
 from agentrl.learn.experts import ParamWrapper
-from agentrl.learn.forward import (
-    FORWARD_ERRORS,
-)
+from agentrl.learn.forward import FORWARD_ERRORS
 from agentrl.learn.ranks import gather_float32
 
 if TYPE_CHECKING:
@@ -84,7 +78,7 @@ def adapter_targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTr
     """Return the layers that get an adapter.
 
     Raises:
-        ConfigError: there are none, or a named layer cannot be trained and served; the message lists those that can.
+        ConfigError: there are none, or a named layer cannot be trained and served; the message lists the possible ones.
     """
     kind, names = type(model).__name__, [name for name, _ in model.named_modules()]
     if not can:

@@ -13,12 +13,8 @@ from agentrl.config.combinations import COMPILED, SHARDED
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import finds_compiler
 from agentrl.core.parts import check_compatible
-from agentrl.engines.models import (
-    outermost_layers,
-)
-from agentrl.learn.forward import (
-    RoutingReplay,
-)
+from agentrl.engines.models import outermost_layers
+from agentrl.learn.forward import RoutingReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

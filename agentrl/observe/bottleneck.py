@@ -113,7 +113,7 @@ class ActivityClock:
         self._change(begun, 1, now)
 
     def _change(self, activity: Activity, by: int, now: float) -> None:
-        # Called some twenty times in an episode, so without calls of its own.
+        # Called about twenty times per episode, so it makes no calls of its own.
         try:
             tally = self._tallies[activity]
         except KeyError:

@@ -144,7 +144,7 @@ class Subject:
     """Runs a coroutine in the check's event loop."""
     tasks: list[Task] = field(default_factory=list)
     played: list[tuple[Task, ExecutedEpisode]] = field(default_factory=list)
-    """Episodes of the random policy, without those that failed."""
+    """Episodes of the random policy that did not fail, with their tasks."""
     format_episodes: list[ExecutedEpisode] = field(default_factory=list)
     """Episodes that compare unreadable replies with readable ones."""
     has_won_demonstration: bool = False

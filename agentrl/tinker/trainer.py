@@ -2,7 +2,7 @@
 losses chosen by the client.
 
 Clients send rows, each with a target per token, and decide when to step. Losses are sums over tokens, not means, as the
-protocol defines them. The optimizers and models are those of `agentrl.learn`; here a row becomes a packed micro-batch.
+protocol defines them. Optimizers and models come from `agentrl.learn`; this module packs rows into micro-batches.
 
 Invariants: a call that fails leaves the accumulated gradient as it was; equal calls in equal order give equal weights,
 bit for bit, on one device.
