@@ -14,7 +14,6 @@ from agentrl.app.policies import (
     pinned_policy_step_lags,
     rollout_settings,
 )
-from agentrl.app.recovery import ResumeState
 from agentrl.app.scoring import NO_SCORES, kept_scores, make_scorers, with_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.plans import RolloutPlan
@@ -25,7 +24,7 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, EpisodeHost, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, WeightsRef
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
@@ -33,6 +32,7 @@ from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
 from agentrl.journal.run_log import RunJournal
 from agentrl.observe.bottleneck import ActivityClock
@@ -50,7 +50,7 @@ from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.loop import Orchestrator, RunStop, TrainingLoopSettings
-from agentrl.orchestrator.metrics import selection_bias_by_policy
+from agentrl.orchestrator.metrics import SelectionBiasTracker
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
 from agentrl.orchestrator.scheduler import (
     BoundedStaleness,
@@ -89,17 +89,16 @@ class RunParts:
     observer: Observer
     clock: Clock
     tasks: TaskSource
+    past: PastRun
+    """What the run did before, as `store` records it."""
+    is_current_task: Callable[[Task], bool] = lambda task: True
+    """Whether a recorded task still has the same data."""
     held_out: Sequence[HeldOutSplit] = ()
     checkpoints: CheckpointWriter | None = None
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Starting version of each policy; (0, 0) where absent."""
-    parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
-    """Version from which each (policy, lineage) except the first started."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
-    resume_state: ResumeState = field(default_factory=ResumeState)
-    published: Callable[[PolicyVersion], WeightsRef | None] = lambda version: None
-    """Finds the weights of a version that an earlier start of the run published."""
     recorded_turns: Sequence[GroupStart] = ()
     """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
@@ -116,8 +115,6 @@ class RunParts:
     """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
-    code_changes: int = 0
-    """Number of resumes that found changed environment code."""
 
 
 def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
@@ -130,16 +127,14 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     check_engine_capabilities(plan.engine, parts.served.engine.capabilities)
     max_in_flight, admission = _admission(plan, parts.served.engine)
     condition, activity, size = ChangeCondition(), ActivityClock(parts.clock), config.credit.group_size
-    stop, resume_state = RunStop(condition), parts.resume_state
+    stop = RunStop(condition)
     buffer = _buffer(trained, config.credit, parts, deterministic=config.deterministic)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
-    board = PolicyBoard(versions, trained, parts.parents)
+    board = PolicyBoard(versions, trained, parts.store.parents())
     score_limits = _score_limits(config.scorers, parts, stop)
     scoring = _group_scoring(plan.rollout, parts, buffer, condition, activity, stop, score_limits)
     in_flight = EpisodesInFlight(activity, scoring)
-    numbers = EpisodeNumbers(
-        group_size=size, next_training=resume_state.next_number, next_evaluation=resume_state.next_evaluation
-    )
+    numbers = EpisodeNumbers(group_size=size)
     reservations = ChildUnitReservations(buffer.trainable, plan.rollout.seats.policy_of)
     opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, buffer, in_flight)
     scheduler = _scheduler(
@@ -157,7 +152,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
             admission=scheduler,
         ),
         in_flight=in_flight,
-        children=ChildEpisodes(in_flight, resume_state.ended_children),
+        children=ChildEpisodes(in_flight),
         reservations=reservations,
         memory=ProposalNoveltyTracker(MEMORY_SIZE, group_size=size, visible_range=scheduler.seen()),
         admission=scheduler,
@@ -169,7 +164,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         run_name=run_argument(Path(config.directory) / config.name),
         group_scoring=scoring,
         leases=TreeLeases(
-            served=parts.served, published=parts.published, limits=lease_limits(trained), changed=condition
+            served=parts.served, published=parts.store.published, limits=lease_limits(trained), changed=condition
         ),
     )
     curriculum = Curriculum(
@@ -177,7 +172,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         seed=config.seed,
         selection=config.environment.selection,
         visible=scheduler.visible_groups,
-        results=parts.resume_state.results,
+        is_current=parts.is_current_task,
         past_starts=parts.recorded_turns,
         recorded_share=config.environment.recorded_share,
     )
@@ -219,7 +214,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         roles=RoleMeans(parts.role_means) if config.credit.advantage.name == "role_mean" else None,
         step_advantages=_step_advantages(config.credit, parts.estimator),
         tell=parts.tell,
-        code_changes=parts.code_changes,
+        code_changes=sum(bool(start.code_changed) for start in parts.store.starts()),
         admission=admission,
         limit_workers=parts.workers.limit if parts.workers is not None else lambda count: None,
     )
@@ -234,21 +229,10 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
                 *(parts.store, parts.clock, stop.fail),
             )
         )
-    # The task of a group that the journal knows is the recorded one: the source's may have changed since.
-    known = [*resume_state.unfinished, *(spec for spec, _ in resume_state.ended)]
-    recorded_starts = {
-        ids.root_episode_number(spec.episode_id) // size: GroupStart(spec.task)
-        for spec in known
-        if spec.parent_id is None and spec.fork is None
-    }
-    lost_starts = []
-    for number in resume_state.lost:
-        start = curriculum.start(number // size)
-        lost_starts.append((number, recorded_starts.get(number // size, start)))
-    dispatcher.restore(
-        *(resume_state.ended, resume_state.unfinished, lost_starts, resume_state.proposals),
-        metrics=resume_state.metrics,
-    )
+    for part in (curriculum, opponents, score_limits):
+        if part is not None:
+            part.restore(parts.past)
+    dispatcher.restore(parts.past, curriculum.start)
     return orchestrator
 
 
@@ -321,9 +305,7 @@ def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts, stop: Ru
     }
     if not limits:
         return None
-    usage = ScoreLimits(limits=limits, fail=stop.fail)
-    usage.restore(parts.store)
-    return usage
+    return ScoreLimits(limits=limits, fail=stop.fail)
 
 
 def _group_scoring(
@@ -337,8 +319,7 @@ def _group_scoring(
 ) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
     names = [name for name, scorer in plan.scorers.items() if scorer.per == "group"]
-    past_scores = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
-    if not names and not past_scores:
+    if not names and not parts.past.group_scores.keys() & parts.past.open_groups:
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
     settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
@@ -356,7 +337,6 @@ def _group_scoring(
         weights=plan.credit.reward_weights,
         run_seed=plan.seed,
         clock=parts.clock,
-        known=past_scores,
         fail=stop.fail,
         on_release=condition.notify,
         on_scores=buffer.counts.count_group_scores,
@@ -383,9 +363,6 @@ def _opponents(
         )
         for name, pool in policies.items()
     }
-    for header in parts.resume_state.against:
-        for pool in pools.values():
-            pool.count(header)
     return OpponentPools(
         pools=pools,
         versions=parts.served,
@@ -399,13 +376,10 @@ def _opponents(
 def _buffer(
     trained: Mapping[str, PolicyConfig], credit: CreditConfig, parts: RunParts, *, deterministic: bool
 ) -> EpisodeBuffer:
-    resume_state = parts.resume_state
-    step_sizes = {name: policy.step_size for name, policy in trained.items()}
     return EpisodeBuffer(
         trained,
         _release(trained, credit, parts, deterministic=deterministic),
-        resolved_before=resume_state.resolved,
-        selection_bias={**selection_bias_by_policy(step_sizes), **resume_state.selection_bias},
+        selection_bias={name: SelectionBiasTracker(policy.step_size) for name, policy in trained.items()},
         drops_no_signal=credit.dynamic_sampling,
     )
 
@@ -418,25 +392,20 @@ def _release(
         if estimator is None or estimator.mark.over == "step":
             function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]
             return WholeGroupRelease(trained, function, to_go=credit.turn_credit == "to_go")
-        # A deterministic run must not depend on the order in which episodes end, which determines this history.
-        history = None if deterministic else parts.resume_state.history
         return WholeGroupRelease(
             trained,
             estimator,
             to_go=credit.turn_credit == "to_go",
-            history=history,
+            # A deterministic run must not depend on the order in which episodes end, which determines this history.
+            uses_history=not deterministic,
             weights=credit.reward_weights,
-            root_tasks=parts.resume_state.root_tasks,
         )
     return FirstFinishersRelease(
         trained,
         GroupReleaseRule() if credit.release == "late" else GroupReleaseRule(share=0.0),
-        history=parts.resume_state.history,
         freeze=parts.store.record,
-        frozen=parts.resume_state.baselines,
         compares=credit.advantage.name == "leave_one_out",
         to_go=credit.turn_credit == "to_go",
-        root_tasks=parts.resume_state.root_tasks,
     )
 
 

@@ -17,47 +17,37 @@ import inspect
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.plan import RunPlan
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
 from agentrl.app.user_functions import UserFunctions
-from agentrl.config.algorithms import ADVANTAGES
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.machine import library_versions
 from agentrl.core.ports import Trainer
 from agentrl.core.records import (
-    EpisodeHeader,
     EpisodeSpec,
-    FrozenGroupBaselines,
-    GroupScores,
     PolicyVersion,
-    Proposal,
     dropped_header,
 )
 from agentrl.core.text import plural
-from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
-from agentrl.credit.release import reward_history_from_journal, root_tasks_of
+from agentrl.credit.baselines import MeanAtStep, SeatRole
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_entries
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
-from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
-from agentrl.orchestrator.group_scores import add_group_scores
-from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
-from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
 from agentrl.orchestrator.tree_leases import tree_holder, unfinished_tree_members
 from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean, PolicyBoard, ServedVersions, publish
 
@@ -73,7 +63,7 @@ class StartPoint:
     recovery: ResumeCheckpoint
     versions: Mapping[str, PolicyVersion]
     """First version of each policy."""
-    resume_state: ResumeState
+    past: PastRun
     record: RunStart
     """Record of the start, written to the journal before the first version is published."""
     sentences: Sequence[str]
@@ -122,7 +112,7 @@ async def find_start_point(
         tell(f"left out: {reason}")
     await asyncio.to_thread(remove_leftover_directories, directory.checkpoints, directory.versions)
     versions = recovery.first_versions(plan, store, directory.versions)
-    resume_state = recovery.resume_state(plan, store)
+    past = recovery.past_run(plan, store)
 
     def refusal_of(spec: EpisodeSpec) -> str:
         bindings = spec.seats.values()
@@ -130,14 +120,10 @@ async def find_start_point(
         unknown = {*(binding.policy for binding in bindings), *spec.pins, *pinned} - plan.settings.policies.keys()
         return refusal(spec) or (f"the configuration has no policy {min(unknown)!r}" if unknown else "")
 
-    if await _drop_refused(store, resume_state.unfinished, refusal_of, tell):
-        resume_state = recovery.resume_state(plan, store)
-    record, sentences = describe_start(
-        recovery, plan, versions, resume_state, store, code=code, changed=changed, clock=clock
-    )
-    return StartPoint(
-        recovery=recovery, versions=versions, resume_state=resume_state, record=record, sentences=sentences
-    )
+    if await _drop_refused(store, past.unfinished, refusal_of, tell):
+        past = recovery.past_run(plan, store)
+    record, sentences = describe_start(recovery, plan, versions, past, store, code=code, changed=changed, clock=clock)
+    return StartPoint(recovery=recovery, versions=versions, past=past, record=record, sentences=sentences)
 
 
 async def _drop_refused(
@@ -243,7 +229,7 @@ class ResumeCheckpoint:
         trainer: Trainer,
         served_versions: ServedVersions,
         journal: RunJournal,
-        resume_state: ResumeState,
+        past: PastRun,
     ) -> dict[str, list[PolicyVersion]]:
         """Publish and serve the first versions of the trainable policies, and serve past versions: those of opponents,
         and of unfinished trees.
@@ -252,7 +238,7 @@ class ResumeCheckpoint:
             The versions of each opponent pool, oldest first.
         """
         await serve_versions_of_trees(
-            plan.trained, served_versions, journal, resume_state, deterministic=plan.settings.deterministic
+            plan.trained, served_versions, journal, past, deterministic=plan.settings.deterministic
         )
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
@@ -265,169 +251,16 @@ class ResumeCheckpoint:
             await served_versions.make_current(weights)
         return await start_opponent_pools(plan.settings.of_kind(OpponentPoolPolicy), served_versions, older)
 
-    def resume_state(self, plan: RunPlan, journal: RunJournal) -> ResumeState:
-        """Fold the state of the run so far from its journal."""
-        versions, config = {} if self.manifest is None else self.manifest.versions, plan.settings
-        return read_resume_state(
-            journal,
-            versions,
-            group_size=config.credit.group_size,
-            opponents=config.of_kind(OpponentPoolPolicy).keys(),
-            num_proposals=None if config.deterministic else MEMORY_SIZE,
-            step_sizes={name: policy.step_size for name, policy in plan.trained.items()},
-            with_history=config.credit.advantage.name not in ADVANTAGES,
-            weights=config.credit.reward_weights,
-        )
+    def past_run(self, plan: RunPlan, journal: RunLog) -> PastRun:
+        """Read the past of the run up to this checkpoint.
 
-
-# --- remaining work in the journal ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeState:
-    """The state of a resumed run, computed from its journal."""
-
-    ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
-    """Committed episodes of groups with units that are still to be trained."""
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of these episodes, by id."""
-    resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
-    """Drop reasons of resolved units among them, keyed by (policy, episode id); None for trained units."""
-    unfinished: Sequence[EpisodeSpec] = ()
-    ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
-    """Headers of the ended children of unfinished parents, by episode id."""
-    next_number: int = 0
-    """Number of the next root training episode: a multiple of the group size."""
-    lost: Sequence[int] = ()
-    """Numbers below `next_number` of root episodes whose admission never reached the disk: their entries may be there
-    if they ran in a worker process, which does not wait for the admission."""
-    next_evaluation: int = 0
-    against: Sequence[EpisodeHeader] = ()
-    """Headers of committed episodes played against past versions."""
-    proposals: Sequence[Proposal] = ()
-    """The newest proposals that the run remembers, in order."""
-    baselines: Mapping[str, FrozenGroupBaselines] = field(default_factory=dict)
-    """Baselines by group, for groups with units that are still to be trained."""
-    group_scores: Mapping[str, Sequence[GroupScores]] = field(default_factory=dict)
-    """Scores by group, for groups with units that are still to be trained."""
-    history: RewardHistory = field(default_factory=RewardHistory)
-    """Rewards of the groups that are completely trained or dropped."""
-    root_tasks: Mapping[str, str] = field(default_factory=dict)
-    """Tasks of the root episodes of `ended` and `unfinished`, by episode id."""
-    results: Callable[[], Sequence[GroupResult]] = tuple
-    """Reads the results of the root groups that will not change, in the order of their ends."""
-    selection_bias: Mapping[str, SelectionBiasTracker] = field(default_factory=dict)
-    """Selection bias of the newest steps, by policy."""
-
-
-def read_resume_state(
-    log: RunLog,
-    consumed_through: Mapping[str, PolicyVersion],
-    *,
-    group_size: int,
-    opponents: Collection[str] = (),
-    num_proposals: int | None = None,
-    step_sizes: Mapping[str, int] | None = None,
-    with_history: bool = False,
-    weights: Mapping[str, float] | None = None,
-) -> ResumeState:
-    """Read the state from which a resumed run continues.
-
-    Args:
-        log: the run's control log.
-        consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
-        group_size: size of root groups, `credit.group_size`.
-        opponents: policies of opponent pools.
-        num_proposals: number of proposals to read; None: all.
-        step_sizes: step sizes of the policies that learn.
-        with_history: whether to read earlier groups' rewards even if no group has a recorded baseline.
-        weights: weights of named rewards.
-    """
-    log.verify()
-    next_number = -(-log.next_number("e") // group_size) * group_size
-    unfinished_specs = log.unfinished()
-    ready = list(log.ready_units(consumed_through))
-    check_tokens_not_pruned(log, ready)
-    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished_specs}
-    ended_members = tuple(log.members(open_groups))
-    baselines, group_scores = log.baselines(), log.group_scores()
-
-    open_specs = [*(spec for spec, _ in ended_members), *unfinished_specs]
-    root_tasks = root_tasks_of(open_specs)
-    roots = {ids.root_episode_id(spec.episode_id) for spec in open_specs}
-    if roots - root_tasks.keys():  # roots that ended, with children in groups that did not
-        root_tasks |= root_tasks_of(spec for spec, _ in log.members() if spec.episode_id in roots)
-
-    def members() -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        for spec, header in log.members():
-            yield spec, add_group_scores(header, group_scores.get(spec.group_id, ()), weights or {})
-
-    sizes = step_sizes or {}
-    # The selection bias is rebuilt from more episodes than are compared, because some of them are held back.
-    recent_dispatches = list(log.dispatched(4 * LENGTH_STEPS * sum(sizes.values())))
-    episode_ids = {spec.episode_id for spec, _ in (*ended_members, *recent_dispatches)}
-    drops = log.resolved_units(consumed_through, episode_ids)
-    drop_reasons = {(policy, name): reason for (name, _, policy), reason in drops.items()}
-    history = RewardHistory()
-    if baselines or with_history:
-        history = reward_history_from_journal(members(), open_groups, root_tasks)
-    return ResumeState(
-        ended=ended_members,
-        metrics=log.episode_metrics([spec.episode_id for spec, _ in ended_members]),
-        resolved=drop_reasons,
-        unfinished=unfinished_specs,
-        ended_children=log.ended_children({spec.episode_id for spec in unfinished_specs}),
-        next_number=next_number,
-        lost=log.lost_numbers("e", next_number),
-        next_evaluation=log.next_number("v"),
-        against=tuple(log.headers_against(opponents)),
-        proposals=log.proposals(num_proposals),
-        baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        group_scores={name: group_scores[name] for name in open_groups & group_scores.keys()},
-        history=history,
-        root_tasks=root_tasks,
-        results=lambda: group_results_from_journal(members(), open_groups, group_size=group_size),
-        selection_bias=selection_bias_from_journal(sizes, recent_dispatches, drop_reasons),
-    )
-
-
-def group_results_from_journal(
-    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str], *, group_size: int
-) -> list[GroupResult]:
-    """Fold the results of root groups from a journal.
-
-    Args:
-        members: every committed training episode, in order of commit.
-        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
-        group_size: size of root groups.
-    """
-    groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
-    for spec, header in members:
-        if spec.parent_id is None and spec.fork is None and spec.group_id not in open_groups:
-            # Removing and adding again keeps groups in the order in which they ended.
-            _, headers = groups.pop(spec.group_id, (spec, []))
-            groups[spec.group_id] = spec, [*headers, header]
-    return [
-        GroupResult.of(ids.root_episode_number(spec.episode_id) // group_size, spec.task, headers)
-        for spec, headers in groups.values()
-    ]
-
-
-def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
-    """Refuse to continue if tokens of episodes to be trained were pruned, because a checkpoint is missing.
-
-    Raises:
-        StorageError: tokens were pruned.
-    """
-    pruned_ids = log.pruned({spec.episode_id for spec, _ in ready})
-    pruned_episodes = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned_ids)
-    if pruned_episodes:
-        raise StorageError(
-            f"{plural(len(pruned_episodes), 'episode')} "
-            f"({', '.join(pruned_episodes[:3])}{' …' if len(pruned_episodes) > 3 else ''}) would "
-            "be trained again from this checkpoint, but their tokens were pruned after a newer one, which is missing: "
-            "restore the removed checkpoints, or start a new run"
-        )
+        Raises:
+            JournalError: the journal is damaged.
+            StorageError: tokens of episodes to be trained were pruned, because a checkpoint is missing.
+        """
+        credit = plan.settings.credit
+        versions = {} if self.manifest is None else self.manifest.versions
+        return PastRun(journal, versions, group_size=credit.group_size, reward_weights=credit.reward_weights)
 
 
 # --- the record of a start --------------------------------------------------------------------------------------------
@@ -437,7 +270,7 @@ def describe_start(
     recovery: ResumeCheckpoint,
     plan: RunPlan,
     versions: Mapping[str, PolicyVersion],
-    resume_state: ResumeState,
+    past: PastRun,
     store: SqliteJournal,
     *,
     code: UserCodeDigests,
@@ -450,7 +283,7 @@ def describe_start(
         recovery: the checkpoint from which the run resumes.
         plan: plan of the run.
         versions: first versions of the policies.
-        resume_state: unfinished work, from the journal.
+        past: unfinished work, from the journal.
         store: the run's journal.
         code: the code of environments and bots that will run.
         changed: the settings changed since the previous start.
@@ -458,7 +291,7 @@ def describe_start(
     """
     steps = {name: versions[name].step for name in plan.trained}
     newest, before = store.newest_steps(), store.starts()
-    stale = _played_by_other_code(resume_state, store, code)
+    stale = _played_by_other_code(past, store, code)
     changed_code = set(stale)
     for place, digest in code.digests.items():
         if before and digest not in (before[-1].digests_of(place) or {digest}):
@@ -482,15 +315,13 @@ def describe_start(
         sentences.append(
             f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again"
         )
-    if resume_state.unfinished:
-        sentences.append(
-            f"unfinished episodes that will continue from their recorded entries: {len(resume_state.unfinished)}"
-        )
+    if past.unfinished:
+        sentences.append(f"unfinished episodes that will continue from their recorded entries: {len(past.unfinished)}")
     for change in changed:
         suffix = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
         sentences.append(f"setting {change}{suffix}")
     sentences += _changed_libraries(before, start.libraries)
-    sentences += _contexts_beyond(changed, resume_state.unfinished, store.directory)
+    sentences += _contexts_beyond(changed, past.unfinished, store.directory)
     for function in sorted(changed_code & code.functions.keys()):
         sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
     if files := sorted(changed_code - code.functions.keys()):
@@ -565,14 +396,13 @@ def _count_steps(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
-def _played_by_other_code(
-    resume_state: ResumeState, store: SqliteJournal, code: UserCodeDigests
-) -> dict[str, list[str]]:
+def _played_by_other_code(past: PastRun, store: SqliteJournal, code: UserCodeDigests) -> dict[str, list[str]]:
     """Return the committed episodes with units to be trained that other code has played, by the current file."""
     keys, environments = [], {}
-    for spec, header in resume_state.ended:
+    resolved = past.resolved_units({spec.episode_id for spec, _ in past.ended})
+    for spec, header in past.ended:
         policies = {trajectory.policy for trajectory in header.trajectories}
-        if header.location is None or all((policy, spec.episode_id) in resume_state.resolved for policy in policies):
+        if header.location is None or all((policy, spec.episode_id) in resolved for policy in policies):
             continue
         keys.append(AttemptLocation(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
@@ -675,7 +505,7 @@ async def serve_versions_of_trees(
     trained: Mapping[str, PolicyConfig],
     served_versions: ServedVersions,
     journal: RunLog,
-    resume_state: ResumeState,
+    past: PastRun,
     *,
     deterministic: bool,
 ) -> None:
@@ -686,11 +516,11 @@ async def serve_versions_of_trees(
         trained: policies that learn.
         served_versions: table in which they are pinned.
         journal: journal of the run.
-        resume_state: unfinished work, from the journal.
+        past: unfinished work, from the journal.
         deterministic: whether versions are pinned for batches instead.
     """
-    ended_specs = (spec for spec, _ in resume_state.ended)
-    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended_specs, trained):
+    ended_specs = (spec for spec, _ in past.ended)
+    for (main_id, attempt), _, version in unfinished_tree_members(past.unfinished, ended_specs, trained):
         policy, holder = trained[version.policy], tree_holder(main_id, attempt)
         if deterministic or policy.served_adapter is None or version in served_versions.pinned_by(holder):
             continue

@@ -3,12 +3,14 @@ the previous start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from agentrl.core.errors import StorageError
 from agentrl.core.files import resume_advice
+from agentrl.core.records import Task
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks
 from agentrl.environment.task_contents import (
@@ -20,7 +22,6 @@ from agentrl.environment.task_contents import (
     task_digest,
 )
 from agentrl.orchestrator.evaluation import HeldOutSplit
-from agentrl.orchestrator.tasks import GroupResult
 
 READ_S = 5.0
 """Seconds after which no further tasks of a source are read: a run must start, however slow its sources are."""
@@ -31,7 +32,8 @@ CONSEQUENCE = (
 """What follows from a change of tasks."""
 
 
-class RunTasks(NamedTuple):
+@dataclass(frozen=True)
+class RunTasks:
     """The tasks of a run, as far as they were read."""
 
     contents: Mapping[str, SourceContents]
@@ -88,13 +90,15 @@ class RunTasks(NamedTuple):
         except OSError as error:
             raise StorageError(f"{run}: cannot be written ({error.strerror}); {resume_advice(error)}") from error
 
-    def current_results(self, results: Callable[[], Iterable[GroupResult]]) -> list[GroupResult]:
-        """Return the results of groups whose task still has the same data; a selection by results must not use
-        others."""
-        current = {
+    def is_current(self, task: Task) -> bool:
+        """Whether a recorded training task still has the same data, or belongs to no list of tasks."""
+        return self._training_digests.get(task.id) in (None, task_digest(task))
+
+    @cached_property
+    def _training_digests(self) -> Mapping[str, bytes]:
+        return {
             f"{name.removesuffix(TRAIN).removesuffix('@')}{MEMBER if '@' in name else ''}{task}": digest
             for name, each in self.contents.items()
             if name.rpartition("@")[2] == TRAIN
             for task, digest in each.digests.items()
         }
-        return [result for result in results() if current.get(result.task.id) in (None, task_digest(result.task))]

@@ -305,7 +305,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             observer.forget_after(point.record.steps)
         trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
-            plan, trainable, trainer, served_versions, store, point.resume_state
+            plan, trainable, trainer, served_versions, store, point.past
         )
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
         parts = _parts(
@@ -430,17 +430,13 @@ def _parts(
         checkpoints=CheckpointWriter(directory.checkpoints),
         versions=point.versions,
         opponents=opponents,
-        parents=store.parents(),
-        resume_state=replace(
-            point.resume_state, results=partial(setup.run_tasks.current_results, point.resume_state.results)
-        ),
-        published=store.published,
+        past=point.past,
+        is_current_task=setup.run_tasks.is_current,
         recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,
         workers=workers,
         tell=setup.observer.warn,
-        code_changes=sum(bool(start.code_changed) for start in store.starts()),
         journal_size=directory.journal_size,
         running_best=running_best,
     )

@@ -39,6 +39,7 @@ from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group, Piece
 from agentrl.credit.to_go import advantages_to_go
 from agentrl.credit.trees import AgentKey, Probed, tree_credits
+from agentrl.journal.past_run import PastRun, Resumable
 
 E = TypeVar("E", bound=Hashable)
 
@@ -99,7 +100,7 @@ class OpenGroup:
         return released
 
 
-class GroupReleasePolicy(Protocol):
+class GroupReleasePolicy(Resumable, Protocol):
     """Decides when members of a group are released to the trainer, and with which credits."""
 
     compares: bool
@@ -115,15 +116,15 @@ class GroupReleasePolicy(Protocol):
 
 
 class _RootTasks:
-    """The tasks of the root episodes of running episodes.
+    """The tasks of the root episodes of running episodes."""
 
-    Args:
-        ended: tasks of root episodes that ended in a previous attempt of the run.
-    """
-
-    def __init__(self, ended: Mapping[str, str]) -> None:
-        self._ended = ended
+    def __init__(self) -> None:
+        self._ended: Mapping[str, str] = {}
+        """Tasks of root episodes that ended in a previous attempt of the run, for their children."""
         self._tasks: dict[str, str | None] = {}
+
+    def restore(self, past: PastRun) -> None:
+        self._ended = past.root_tasks
 
     def record_start(self, spec: EpisodeSpec) -> str | None:
         """Return the id of the task of an episode's root; None if it is unknown."""
@@ -145,9 +146,8 @@ class WholeGroupRelease:
         trainable: policies whose trajectories are compared.
         advantage: estimator over the agents of one policy in one seat.
         to_go: whether a turn's reward counts for that turn and earlier turns only.
-        history: mean rewards of earlier groups, for estimators that use them; None: not used.
+        uses_history: whether the estimator may use mean rewards of earlier groups.
         weights: weights of named rewards, for estimators that use them separately.
-        root_tasks: tasks of root episodes that ended in a previous attempt of the run, for their children.
     """
 
     def __init__(
@@ -156,25 +156,30 @@ class WholeGroupRelease:
         advantage: AdvantageFunction | AdvantageEstimator,
         *,
         to_go: bool = False,
-        history: RewardHistory | None = None,
+        uses_history: bool = False,
         weights: Mapping[str, float] | None = None,
-        root_tasks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
         self._over_trees = isinstance(advantage, AdvantageEstimator) and advantage.mark.over == "tree"
         self._to_go = to_go
-        self._history = history
+        self.history = RewardHistory() if uses_history else None
+        """Mean rewards of earlier groups."""
         self._weights = weights or {}
-        self._tasks = _RootTasks(root_tasks)
+        self._tasks = _RootTasks()
         self.compares = advantage is not no_baseline
+
+    def restore(self, past: PastRun) -> None:
+        if self.history is not None:
+            self._tasks.restore(past)
+            self.history = reward_history_from_journal(past.members(), past.open_groups, past.root_tasks)
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
-        if self._history is not None:
+        if self.history is not None:
             task = self._tasks.record_start(spec)
             if not group.size:
-                group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
+                group.task, group.earlier = task, _earlier_means(self.history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release the whole group, or no member."""
@@ -222,10 +227,10 @@ class WholeGroupRelease:
             for (episode_id, t), credited in zip(members, group_credits, strict=bool(group_credits)):
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
-            if self._history is not None:
+            if self.history is not None:
                 role = SeatRole(policy, spec.environment, seat)
                 mains = [trajectory for name, trajectory in members if name not in group.branches]
-                self._history.add(group.task, [RewardInRole(role, main.reward or 0.0) for main in mains])
+                self.history.add(group.task, [RewardInRole(role, main.reward or 0.0) for main in mains])
         return group.release_ended(), credits
 
     def _tree_credits(
@@ -304,12 +309,9 @@ class FirstFinishersRelease:
     Args:
         trainable: policies whose trajectories are compared.
         rule: number of members to wait for.
-        history: mean rewards of earlier groups.
         freeze: called with every baseline set before any unit compared with it is ready.
-        frozen: baseline sets that a previous attempt of the run fixed, by group.
         compares: whether rewards are compared; if not, they are their own advantages.
         to_go: whether a turn's reward counts for that turn and earlier turns only; not if rewards are compared.
-        root_tasks: tasks of root episodes that ended in a previous attempt of the run, for their children.
     """
 
     def __init__(
@@ -317,22 +319,25 @@ class FirstFinishersRelease:
         trainable: Iterable[str],
         rule: GroupReleaseRule,
         *,
-        history: RewardHistory,
         freeze: Callable[[FrozenGroupBaselines], None],
-        frozen: Mapping[str, FrozenGroupBaselines],
         compares: bool = True,
         to_go: bool = False,
-        root_tasks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         assert not (compares and to_go), "the means of earlier groups are of whole episodes"
         self._trainable = frozenset(trainable)
         self._rule = rule
-        self._history = history
+        self.history = RewardHistory()
         self._freeze = freeze
-        self._frozen = dict(frozen)
+        self._frozen: dict[str, FrozenGroupBaselines] = {}
+        """Baseline sets that a previous attempt of the run fixed, by group."""
         self.compares = compares
         self._to_go = to_go
-        self._tasks = _RootTasks(root_tasks)
+        self._tasks = _RootTasks()
+
+    def restore(self, past: PastRun) -> None:
+        self._tasks.restore(past)
+        self._frozen = past.log.baselines()
+        self.history = reward_history_from_journal(past.members(), past.open_groups, past.root_tasks)
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
@@ -341,7 +346,7 @@ class FirstFinishersRelease:
             return
         group.task = task
         group.frozen = self._frozen.pop(spec.group_id, None)
-        group.earlier = _earlier_means(self._history, spec, task, self._trainable)
+        group.earlier = _earlier_means(self.history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release no member, or all waiting members that can be compared with the frozen baseline set."""
@@ -356,7 +361,7 @@ class FirstFinishersRelease:
             self._freeze(group.frozen)
         if not group.running:
             in_order = (committed[name] for name in sorted(committed, key=ids.episode_sort_key))
-            self._history.add(group.task, self._rewarded(spec.environment, in_order))
+            self.history.add(group.task, self._rewarded(spec.environment, in_order))
         if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
             return (), {}
         released = group.release_ended()
@@ -482,11 +487,6 @@ def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[
         for trajectory in header.trajectories
         if trajectory.policy in policies and trajectory.reward is not None
     )
-
-
-def root_tasks_of(specs: Iterable[EpisodeSpec]) -> dict[str, str]:
-    """Return the tasks of the root episodes among some, by episode id."""
-    return {spec.episode_id: spec.task.id for spec in specs if spec.parent_id is None}
 
 
 def reward_history_from_journal(

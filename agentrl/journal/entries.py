@@ -19,6 +19,7 @@ import functools
 import hashlib
 import math
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -28,9 +29,9 @@ from agentrl.core.records import REWARD, ForkPoint, PolicyVersion
 from agentrl.core.tokens import EncodedTokens, RoutingReference, Tokens, decode_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from agentrl.core.records import Message
+    from agentrl.core.records import EpisodeHeader, GroupScores, Message
 
 Key = TypeVar("Key", int, str)
 
@@ -438,6 +439,36 @@ def sum_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     for key, value in values:
         parts.setdefault(key, []).append(value)
     return {key: math.fsum(parts[key]) for key in sorted(parts)}
+
+
+def add_group_scores(
+    header: EpisodeHeader, scores: Sequence[GroupScores], weights: Mapping[str, float]
+) -> EpisodeHeader:
+    """Return a header whose rewards include the scores of its group. Sums are correctly rounded."""
+    by_agent: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
+    for group in scores:
+        for member in group.scores:
+            if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
+                agent_scores = by_agent.setdefault((member.seat, member.agent), [])
+                agent_scores.append((group.scorer, member.value, group.weight * member.weight))
+    if not by_agent:
+        return header
+    trajectories = []
+    for agent in header.trajectories:
+        agent_scores = by_agent.get((agent.seat, agent.index), [])
+        if agent_scores:
+            before = [] if agent.reward is None else [agent.reward]
+            named = list(agent.named_rewards)
+            if not named and agent.reward is not None:
+                weight = weights.get(REWARD, 1.0)
+                named = [(REWARD, agent.reward / weight if weight else 0.0)]
+            agent = replace(
+                agent,
+                reward=math.fsum([*before, *(value * weight for _, value, weight in agent_scores)]),
+                named_rewards=tuple(sum_by_key([*named, *((name, value) for name, value, _ in agent_scores)]).items()),
+            )
+        trajectories.append(agent)
+    return replace(header, trajectories=tuple(trajectories))
 
 
 # --- hashes and checksums ---------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from agentrl.core.records import (
     stopped_by_limit,
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import UnitDropped
 from agentrl.observe.metrics import PASS_RATES, metrics_owner, registered_metrics, with_unset_metrics
 from agentrl.orchestrator.metrics import (
@@ -42,6 +43,7 @@ from agentrl.orchestrator.metrics import (
     TREE_LOST,
     EpisodeTotals,
     SelectionBiasTracker,
+    restore_selection_bias,
 )
 
 
@@ -130,8 +132,6 @@ class EpisodeBuffer:
     Args:
         trainable: policies whose units are trained; other policies only play.
         release: decides when members of a group are released, and with which baselines.
-        resolved_before: units that a previous attempt of the run resolved, by (policy, episode id): None if trained,
-            else the drop reason. They serve as baselines for their siblings, and are never trained again.
         selection_bias: metrics by policy; informed of every admission, end and resolution.
         drops_no_signal: whether the units of a group in which no unit of their policy has an advantage are dropped.
     """
@@ -141,14 +141,15 @@ class EpisodeBuffer:
         trainable: Iterable[str],
         release: GroupReleasePolicy,
         *,
-        resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         selection_bias: Mapping[str, SelectionBiasTracker] | None = None,
         drops_no_signal: bool = False,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
         self.release = release
-        self._resolved_before = dict(resolved_before or {})
+        self._resolved_before: dict[tuple[str, str], str | None] = {}
+        """Units that a previous attempt of the run resolved, by (policy, episode id): None if trained, else the drop
+        reason. They serve as baselines for their siblings, and are never trained again."""
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
@@ -186,6 +187,12 @@ class EpisodeBuffer:
         self.ledger = Ledger()
         self.counts = EpisodeTotals()
         """Counts of the episodes that ended, and of those that were trained, since the run began."""
+
+    def restore(self, past: PastRun) -> None:
+        """Restore what later credits and metrics depend on. The episodes themselves are admitted by the dispatcher."""
+        self.release.restore(past)
+        self._resolved_before = dict(past.resolved_units({spec.episode_id for spec, _ in past.ended}))
+        restore_selection_bias(self.selection_bias, past)
 
     # --- entering ---------------------------------------------------------------------------------------------------
 

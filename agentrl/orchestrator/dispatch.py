@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
+from agentrl.core import ids
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Proposal, Task, dropped_header
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task, dropped_header
 from agentrl.core.text import plural, shorten_lines
 from agentrl.environment.environment import Environment
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import metrics_owner, with_unset_metrics
@@ -163,30 +164,22 @@ class Dispatcher:
         """Start a root group: `group_size` episodes from one start. `waited` is `EpisodeSpec.waited`."""
         self.start([(spec, None) for spec in self.specs.next_group(start, waited)])
 
-    def restore(
-        self,
-        ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
-        unfinished: Sequence[EpisodeSpec],
-        lost: Sequence[tuple[int, GroupStart]] = (),
-        proposals: Sequence[Proposal] = (),
-        metrics: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
-    ) -> None:
-        """Take over the episodes that the previous attempt of the run left.
+    def restore(self, past: PastRun, start_of_group: Callable[[int], GroupStart]) -> None:
+        """Restore the dispatcher's parts, and take over the episodes that the previous attempts of the run left.
 
         Args:
-            ended: committed members of open groups. A group is complete when its remaining members have ended: dropped
-                members do not return.
-            unfinished: episodes to continue.
-            lost: numbers and starts of root episodes whose admission never reached the disk, although some of their
-                entries may have.
-            proposals: proposals that the previous attempt remembered.
-            metrics: metrics of the ended episodes, by id. The journal does not divide them between policies, so that
-                those of episodes with several are left out.
+            past: the run's past.
+            start_of_group: returns the start of a root group whose admission never reached the disk.
         """
+        for part in (self.specs.numbers, self.children, self.memory, self.buffer, self.group_scoring):
+            if part is not None:
+                part.restore(past)
+        ended = past.ended
+        lost = _lost_starts(past, start_of_group)
         specs = [spec for number, start in lost for spec in self.specs.training(start, (number,))]
         self.store.admit(*specs)
-        self.memory.restore(proposals)
-        unfinished = [*unfinished, *specs]
+        unfinished = [*past.unfinished, *specs]
+        metrics = past.log.episode_metrics([spec.episode_id for spec, _ in ended])
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
         for spec, _ in ended:
             self.buffer.admit(spec, members[spec.group_id])
@@ -194,6 +187,7 @@ class Dispatcher:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
             policies = {trajectory.policy for trajectory in header.trajectories}
+            # The journal does not divide an episode's metrics between policies.
             if len(policies) == 1 and header.episode_id in metrics:
                 counts = PolicyCounts(header.turns, dict(metrics[header.episode_id]))
                 self.buffer.hold_metrics(header.episode_id, dict.fromkeys(policies, counts), policies)
@@ -395,6 +389,22 @@ class Dispatcher:
             self.reservations.cancel(spec.episode_id)
 
 
+def _lost_starts(past: PastRun, start_of_group: Callable[[int], GroupStart]) -> list[tuple[int, GroupStart]]:
+    """Return the numbers of root episodes whose admission was lost, and how their groups start."""
+    # The task of a group that the journal knows is the recorded one: the source's may have changed since.
+    recorded = {
+        ids.root_episode_number(spec.episode_id) // past.group_size: GroupStart(spec.task)
+        for spec in (*past.unfinished, *(spec for spec, _ in past.ended))
+        if spec.parent_id is None and spec.fork is None
+    }
+    starts = []
+    for number in past.lost_numbers():
+        group = number // past.group_size
+        start = start_of_group(group)  # also of a recorded group, since a source that selects counts its calls
+        starts.append((number, recorded.get(group, start)))
+    return starts
+
+
 def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:
     """Set a future's result unless it was cancelled."""
     if not future.done():
@@ -417,19 +427,17 @@ def make_dispatcher(  # noqa: PLR0913 (one keyword per choice)
     store: JournalStore,
     changed: ChangeCondition,
     fail: Callable[[BaseException], None],
-    next_number: int = 0,
-    ended_children: Mapping[str, EpisodeHeader] | None = None,
 ) -> Dispatcher:
     """Make a dispatcher without a scheduler: episodes play the current versions."""
     in_flight = EpisodesInFlight(ActivityClock(SystemClock()))
     admission = UnrestrictedAdmission(in_flight, max_in_flight)
-    numbers = EpisodeNumbers(group_size=group_size, next_training=next_number)
+    numbers = EpisodeNumbers(group_size=group_size)
     return Dispatcher(
         specs=EpisodeSpecs(
             environment=environment, policy_of=policy_of, run_seed=run_seed, numbers=numbers, admission=admission
         ),
         in_flight=in_flight,
-        children=ChildEpisodes(in_flight, ended_children or {}),
+        children=ChildEpisodes(in_flight),
         reservations=ChildUnitReservations(buffer.trainable, policy_of),
         memory=ProposalNoveltyTracker(MEMORY_SIZE, group_size=group_size),
         admission=admission,

@@ -11,6 +11,7 @@ from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Purpose
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
+from agentrl.journal.past_run import PastRun
 from agentrl.orchestrator.admission import AdmissionPolicy
 from agentrl.orchestrator.child_reservations import PolicyOf
 
@@ -31,6 +32,10 @@ class EpisodeNumbers:
     """Number of the next evaluation episode."""
     first_evaluated: int = 0
     """Number of the newest evaluation's first episode."""
+
+    def restore(self, past: PastRun) -> None:
+        """Continue after the numbers of the previous attempts of the run."""
+        self.next_training, self.next_evaluation = past.next_training, past.log.next_number(PREFIX["evaluate"])
 
     @property
     def next_group(self) -> int:

@@ -14,9 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +23,6 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EpisodeError, ScorerFailedError
 from agentrl.core.records import (
-    REWARD,
     EpisodeHeader,
     EpisodeSpec,
     GroupScores,
@@ -34,7 +32,7 @@ from agentrl.core.records import (
     Turn,
     dropped_header,
 )
-from agentrl.journal.entries import TurnEntry, sum_by_key
+from agentrl.journal.entries import TurnEntry, add_group_scores
 from agentrl.journal.port import UnitDropped
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.branching import recorded_roulette_weight
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Scorer
     from agentrl.core.records import Message, PolicyVersion
     from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.past_run import PastRun
     from agentrl.journal.run_log import RunJournal
 
 RecordEnd = Callable[[EpisodeSpec, EpisodeHeader], None]
@@ -74,8 +73,6 @@ class GroupScoring:
     """Weight of each named reward; if empty, each weighs 1."""
     run_seed: int
     clock: Clock
-    known: dict[str, list[GroupScores]] = field(default_factory=dict)
-    """Scores on disk, keyed by group."""
     fail: Callable[[BaseException], None]
     """Callback that ends the run."""
     on_release: Callable[[], None]
@@ -86,12 +83,18 @@ class GroupScoring:
     """Callback for the requests and tokens of a scorer, failed requests included."""
     activity: ActivityClock
     """Counts the members that wait for the scores of their group as episodes in flight."""
+    known: dict[str, list[GroupScores]] = field(default_factory=dict)
+    """Scores on disk, keyed by group."""
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
     _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
     _closed: bool = False
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Requests in progress, keyed by group."""
+
+    def restore(self, past: PastRun) -> None:
+        """Take over the recorded scores of groups that are scored no second time."""
+        self.known = {group: list(past.group_scores[group]) for group in past.open_groups & past.group_scores.keys()}
 
     def waiting(self) -> Iterator[str]:
         """Yield the ids of the episodes that wait for scores."""
@@ -318,33 +321,3 @@ def _restarted(entry: TurnEntry, conversation: Sequence[Message], chat_format: C
         return True
     context = chat_format.decode(entry.context().token_ids.tolist())
     return not all(message.content.strip() in context for message in conversation if message.role != "assistant")
-
-
-def add_group_scores(
-    header: EpisodeHeader, scores: Sequence[GroupScores], weights: Mapping[str, float]
-) -> EpisodeHeader:
-    """Return a header whose rewards include the scores of its group. Sums are correctly rounded."""
-    by_agent: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
-    for group in scores:
-        for member in group.scores:
-            if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
-                agent_scores = by_agent.setdefault((member.seat, member.agent), [])
-                agent_scores.append((group.scorer, member.value, group.weight * member.weight))
-    if not by_agent:
-        return header
-    trajectories = []
-    for agent in header.trajectories:
-        agent_scores = by_agent.get((agent.seat, agent.index), [])
-        if agent_scores:
-            before = [] if agent.reward is None else [agent.reward]
-            named = list(agent.named_rewards)
-            if not named and agent.reward is not None:
-                weight = weights.get(REWARD, 1.0)
-                named = [(REWARD, agent.reward / weight if weight else 0.0)]
-            agent = replace(
-                agent,
-                reward=math.fsum([*before, *(value * weight for _, value, weight in agent_scores)]),
-                named_rewards=tuple(sum_by_key([*named, *((name, value) for name, value, _ in agent_scores)]).items()),
-            )
-        trajectories.append(agent)
-    return replace(header, trajectories=tuple(trajectories))

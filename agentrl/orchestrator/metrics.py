@@ -28,6 +28,7 @@ from agentrl.observe.metrics import (
 
 if TYPE_CHECKING:
     from agentrl.core.ports import PolicyCounts
+    from agentrl.journal.past_run import PastRun
 
 NO_SIGNAL = "no_signal"
 """Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
@@ -329,7 +330,7 @@ class SelectionBiasTracker:
     """
 
     def __init__(self, step_size: int) -> None:
-        self._step_size = step_size
+        self.step_size = step_size
         self._groups: OrderedDict[str, _DispatchedGroup] = OrderedDict()
         """Groups that are not settled yet, in order of dispatch. In a `dict`, finding the first takes longer the more
         were removed before it."""
@@ -377,7 +378,7 @@ class SelectionBiasTracker:
         unit.trained = trained
         group.open -= 1
         if trained:
-            self._overtaken = max(self._overtaken or 0.0, (self._left - group.place) / self._step_size)
+            self._overtaken = max(self._overtaken or 0.0, (self._left - group.place) / self.step_size)
         self._left += 1
         self._settle()
 
@@ -403,7 +404,7 @@ class SelectionBiasTracker:
         return unit if unit is not None and unit.trained is None else None
 
     def _settle(self) -> None:
-        compared = LENGTH_STEPS * self._step_size
+        compared = LENGTH_STEPS * self.step_size
         while self._groups:
             name, oldest = next(iter(self._groups.items()))
             if not oldest.is_resolved and self._left < oldest.place + len(oldest.members) + compared:
@@ -435,38 +436,25 @@ class SelectionBiasTracker:
         return (of_trained - of_all) / spread if spread > 1e-9 else 0.0
 
 
-def selection_bias_by_policy(step_sizes: Mapping[str, int]) -> dict[str, SelectionBiasTracker]:
-    """Make an empty `SelectionBiasTracker` for each policy, given its step size."""
-    return {policy: SelectionBiasTracker(size) for policy, size in step_sizes.items()}
-
-
-def selection_bias_from_journal(
-    step_sizes: Mapping[str, int],
-    dispatched: Iterable[tuple[EpisodeSpec, EpisodeHeader | None]],
-    resolved: Mapping[tuple[str, str], str | None],
-) -> dict[str, SelectionBiasTracker]:
-    """Fold the `SelectionBiasTracker` of each policy from a journal.
-
-    Args:
-        step_sizes: step sizes of the policies that learn.
-        dispatched: training episodes in order of admission, with their headers.
-        resolved: resolved units by (policy, episode id): None if trained, else the drop reason.
-    """
-    found = selection_bias_by_policy(step_sizes)
+def restore_selection_bias(trackers: Mapping[str, SelectionBiasTracker], past: PastRun) -> None:
+    """Restore the trackers of all policies, keyed by policy, from the newest episodes."""
+    units = sum(tracker.step_size for tracker in trackers.values())
+    # More episodes than are compared, because some of them are held back.
+    dispatched = list(past.log.dispatched(4 * LENGTH_STEPS * units))
+    resolved = past.resolved_units({spec.episode_id for spec, _ in dispatched})
     for spec, header in dispatched:
         if spec.is_probe:
             continue  # gives no unit
-        for policy in {binding.policy for binding in spec.seats.values()} & found.keys():
-            found[policy].record_admission(spec)
+        for policy in {binding.policy for binding in spec.seats.values()} & trackers.keys():
+            trackers[policy].record_admission(spec)
             if header is not None:
-                found[policy].record_end(policy, header)
+                trackers[policy].record_end(policy, header)
             if (policy, spec.episode_id) in resolved:
-                found[policy].record_resolution(
+                trackers[policy].record_resolution(
                     spec.episode_id, trained=resolved[policy, spec.episode_id] in AS_TRAINED
                 )
-    for bias in found.values():
-        bias.metrics()  # discards values of steps of previous attempts
-    return found
+    for tracker in trackers.values():
+        tracker.metrics()  # discards values of steps of previous attempts
 
 
 def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:

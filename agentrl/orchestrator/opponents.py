@@ -13,6 +13,7 @@ from typing import Literal
 from agentrl.core.errors import VERSION_GONE
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
+from agentrl.journal.past_run import PastRun
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -117,6 +118,12 @@ class OpponentPools:
 
     def __post_init__(self) -> None:
         self._saved = deque([self.drawn_from()], maxlen=self.checkpoints)
+
+    def restore(self, past: PastRun) -> None:
+        """Count the results of the committed episodes against past versions."""
+        for header in past.log.headers_against(self.pools):
+            for pool in self.pools.values():
+                pool.count(header)
 
     def pins(self, group: int) -> dict[str, PolicyVersion]:
         """Return the version of each pool for a root group: its members are compared, so they meet the same

@@ -18,7 +18,7 @@ from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 
 if TYPE_CHECKING:
     from agentrl.core.ports import PolicyCounts
-    from agentrl.journal.run_log import RunLog
+    from agentrl.journal.past_run import PastRun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class ScoreLimits:
     spent: Counter[str] = field(default_factory=Counter)
     """What has been spent, by metric."""
 
-    def restore(self, log: RunLog) -> None:
+    def restore(self, past: PastRun) -> None:
         """Count what the journal says was spent.
 
         Raises:
             CheckFailedError: a limit was reached before.
         """
-        self.spent.update({name: int(log.metric_total(name)) for name in self.limits})
-        for scores in itertools.chain.from_iterable(log.group_scores().values()):
+        self.spent.update({name: int(past.log.metric_total(name)) for name in self.limits})
+        for scores in itertools.chain.from_iterable(past.group_scores.values()):
             self._count(scores.scorer, scores.requests, scores.tokens)
         self._check()
 

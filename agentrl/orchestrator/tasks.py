@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
-from agentrl.core.records import EpisodeHeader, GroupStart, Proposal, ProposalNovelty, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, Proposal, ProposalNovelty, Task
 from agentrl.environment.environment import SelectingTaskSource, TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks, with_task_id_prefix
+from agentrl.journal.past_run import PastRun
 
 
 class GroupResult(NamedTuple):
@@ -49,7 +50,7 @@ class Curriculum:
         seed: seed of the run.
         selection: arguments of `PassRateCurriculum`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
-        results: reads the results of previous attempts of the run, in the order in which the groups ended.
+        is_current: whether a recorded task still has the same data; a selection by results uses no others.
         past_starts: recorded turns at which groups begin instead.
         recorded_share: share of the groups that begin at one of them, drawn at random.
     """
@@ -61,7 +62,7 @@ class Curriculum:
         seed: int,
         selection: Mapping[str, Any] | None = None,
         visible: Callable[[int], int | None] = lambda group: None,
-        results: Callable[[], Iterable[GroupResult]] = tuple,
+        is_current: Callable[[Task], bool] = lambda task: True,
         past_starts: Sequence[GroupStart] = (),
         recorded_share: float = 0.0,
     ) -> None:
@@ -77,13 +78,29 @@ class Curriculum:
             self.selector = MixtureCurriculum(source, seed=seed, selection=selection or {})
         else:
             self.selector = _selector(source, self._shuffled_tasks, selection or {})
-        self._results = [] if self.selector is None else list(results())
-        """Results that `select` has not received yet."""
+        self._is_current = is_current
+        self.results: list[GroupResult] = []
+        """Results that `select` has not received yet, in the order in which their groups ended."""
+
+    def restore(self, past: PastRun) -> None:
+        """Take over the results of the root groups that ended, in the order of their ends."""
+        if self.selector is None:
+            return
+        groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
+        for spec, header in past.members():
+            if spec.parent_id is None and spec.fork is None and spec.group_id not in past.open_groups:
+                # Removing and adding again keeps groups in the order in which they ended.
+                _, headers = groups.pop(spec.group_id, (spec, []))
+                groups[spec.group_id] = spec, [*headers, header]
+        for spec, headers in groups.values():
+            if self._is_current(spec.task):
+                group = ids.root_episode_number(spec.episode_id) // past.group_size
+                self.results.append(GroupResult.of(group, spec.task, headers))
 
     def record_group(self, result: GroupResult) -> None:
         """Record the result of a root group."""
         if self.selector is not None:
-            self._results.append(result)
+            self.results.append(result)
 
     def start(self, number: int) -> GroupStart:
         """Return the start of root group `number`: a recorded turn, or the beginning of its task."""
@@ -113,10 +130,10 @@ class Curriculum:
         """Remove and return the results visible to a group, in the order in which the source receives them."""
         first = self._visible(number)
         if first is None:
-            results, self._results = self._results, []
+            results, self.results = self.results, []
             return results
-        results = sorted((result for result in self._results if result.group < first), key=lambda result: result.group)
-        self._results = [result for result in self._results if result.group >= first]
+        results = sorted((result for result in self.results if result.group < first), key=lambda result: result.group)
+        self.results = [result for result in self.results if result.group >= first]
         return results
 
 
@@ -298,10 +315,10 @@ class ProposalNoveltyTracker:
         self._known_attempts: set[tuple[str, int, str]] = set()
         self.next_number = 0
 
-    def restore(self, proposals: Iterable[Proposal]) -> None:
-        """Take over the proposals of a previous attempt; resumed episodes that repeat their proposals add nothing."""
+    def restore(self, past: PastRun) -> None:
+        """Take over the proposals of previous attempts; resumed episodes that repeat their proposals add nothing."""
         unfinished_attempts = set()
-        for proposal in proposals:
+        for proposal in past.log.proposals(self._size if self._visible_range is None else None):
             self._add(proposal)
             unfinished_attempts.add(proposal.made_by)
         self._known_attempts |= unfinished_attempts

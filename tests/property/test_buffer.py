@@ -20,7 +20,6 @@ from agentrl.core.records import (
     TrajectoryHeader,
 )
 from agentrl.credit.advantages.group_baselines import leave_one_out
-from agentrl.credit.baselines import RewardHistory
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 
@@ -162,7 +161,7 @@ class LateBufferMachine(BufferMachine):
     rule = GroupReleaseRule(0.5)
 
     def release(self) -> GroupReleasePolicy:
-        return FirstFinishersRelease("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
+        return FirstFinishersRelease("ab", self.rule, freeze=self.freeze)
 
     def freeze(self, baselines: FrozenGroupBaselines) -> None:
         assert baselines.group_id not in self.frozen, "frozen twice"

@@ -15,13 +15,14 @@ import msgspec
 
 import agentrl
 from agentrl.app.plan import RunPlan
-from agentrl.app.recovery import ResumeCheckpoint, ResumeState, read_resume_state
+from agentrl.app.recovery import ResumeCheckpoint
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
 from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import ControlRecord, VersionPublication
 from agentrl.journal.run_log import RunLog
 from agentrl.orchestrator.buffer import Ledger
@@ -117,8 +118,8 @@ class CursorRecovery(ResumeCheckpoint):
 
     consumed: Mapping[str, PolicyVersion]
 
-    def resume_state(self, plan: RunPlan, journal: RunLog) -> ResumeState:
-        return read_resume_state(journal, self.consumed, group_size=plan.settings.credit.group_size)
+    def past_run(self, plan: RunPlan, journal: RunLog) -> PastRun:
+        return PastRun(journal, self.consumed, group_size=plan.settings.credit.group_size)
 
 
 class CursorInItsOwnFile(CrashScenario):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import agentrl
 from agentrl.app.policies import seat_settings
-from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.config.sections import SamplingConfig
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
@@ -30,6 +29,7 @@ from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import EpisodeEnd, TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -182,7 +182,6 @@ class Life:
 
     def __post_init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
-        resume_state: ResumeState = read_resume_state(self.journal, {}, group_size=GROUP_SIZE)
         self.dispatcher = make_dispatcher(
             environment=Talk,
             policy_of=lambda seat, group: seat.rpartition(".")[2],
@@ -193,8 +192,6 @@ class Life:
             store=self.journal,
             changed=ChangeCondition(),
             fail=self._fail,
-            next_number=resume_state.next_number,
-            ended_children=resume_state.ended_children,
         )
         settings = RolloutSettings(
             seat=seat_settings(SamplingConfig(max_turns=8, max_tokens=MAX_TOKENS), 1 << 16),
@@ -219,7 +216,9 @@ class Life:
         )
         self.dispatcher.run(self.worker)
         self.engine.parked = lambda: self.runner.parking.parked
-        self.dispatcher.restore(resume_state.ended, resume_state.unfinished)
+        self.dispatcher.restore(
+            PastRun(self.journal, {}, group_size=GROUP_SIZE), lambda group: GroupStart(TASKS[group])
+        )
         for task in TASKS[self.dispatcher.next_group :]:
             self.dispatcher.admit_group(GroupStart(task))
 

@@ -12,7 +12,6 @@ from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.plan import resolve
 from agentrl.app.policies import pinned_policy_step_lags
 from agentrl.app.recovery import (
-    ResumeState,
     serve_opponents_and_pins,
     serve_versions_of_trees,
     start_opponent_pools,
@@ -25,6 +24,7 @@ from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import VersionPublication
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -134,7 +134,6 @@ class SmallRun:
     splits: list[HeldOutSplit] = field(default_factory=list)
     """In place of `held_out`, where there are several."""
     during: Callable[[Orchestrator], None] | None = None
-    resume_state: ResumeState = field(default_factory=ResumeState)
     resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
     """The manifest's versions, where the run goes on from a checkpoint."""
     drawn_from: dict[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
@@ -142,6 +141,7 @@ class SmallRun:
     lineage: int = 1
     """Of a run that goes on."""
     seen: Seen = field(default_factory=Seen)
+    past: PastRun = field(init=False)
     trainer: RecordingTrainer = field(init=False)
     orchestrator: Orchestrator = field(init=False)
 
@@ -163,6 +163,10 @@ class SmallRun:
     async def run(self) -> RunOutcome:
         """Assemble and run to the end."""
         plan = resolve(self.config, self.environment)
+        credit = self.config.credit
+        self.past = PastRun(
+            self.journal, self.resumed_at, group_size=credit.group_size, reward_weights=credit.reward_weights
+        )
         policies = list(self.config.policies)
         engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
@@ -181,7 +185,7 @@ class SmallRun:
             engine, batches=pinned_policy_step_lags(self.config.trained, deterministic=self.config.deterministic)
         )
         await serve_versions_of_trees(
-            plan.trained, served, self.journal, self.resume_state, deterministic=self.config.deterministic
+            plan.trained, served, self.journal, self.past, deterministic=self.config.deterministic
         )
         older = await serve_opponents_and_pins(plan, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
@@ -201,9 +205,7 @@ class SmallRun:
             held_out=self.splits or [HeldOutSplit("held_out", self.held_out)],
             opponents=opponents,
             versions=versions,
-            parents=self.journal.parents(),
-            resume_state=self.resume_state,
-            published=self.journal.published,
+            past=self.past,
             estimator=make_advantage_estimator(advantage.name, advantage.options)
             if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core import ids
 from agentrl.core.errors import (
     VERSION_GONE,
@@ -43,13 +42,14 @@ from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.journal.reader import read_fork_prefix
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.metrics import selection_bias_from_journal
+from agentrl.orchestrator.metrics import SelectionBiasTracker, restore_selection_bias
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.plugin import SeededSimulation
 from tests.markdown_pages import ROOT, python_of
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.support import user_functions
+from tests.support.builders import make_past
 
 pytestmark = pytest.mark.sim
 
@@ -89,7 +89,7 @@ def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> lis
 
 
 def retry_run(environment: type[agentrl.Environment] = Retry, **changes: Any) -> SmallRun:
-    names = ("journal", "resume_state", "resumed_at", "lineage", "tasks")
+    names = ("journal", "resumed_at", "lineage", "tasks")
     parts = {name: changes.pop(name) for name in names if name in changes}
     play = changes.pop("script", script)
     settings = {
@@ -175,11 +175,10 @@ def test_trees_survive_a_crash(simulated_loop: SeededSimulation) -> None:
         first = retry_run()
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
-        state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = retry_run(journal=journal, resume_state=state, resumed_at={"guesser": version})
+        second = retry_run(journal=journal, resumed_at={"guesser": version})
         await second.run()
         check_trees(second)
-        return sum(spec.branched_from is not None for spec in state.unfinished)
+        return sum(spec.branched_from is not None for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 5, "trees were in flight"
 
@@ -292,12 +291,11 @@ def test_probes_survive_a_crash(simulated_loop: SeededSimulation, tmp_path: File
         first = probing_run(tmp_path)
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
-        state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = probing_run(tmp_path, journal=journal, resume_state=state, resumed_at={"guesser": version})
+        second = probing_run(tmp_path, journal=journal, resumed_at={"guesser": version})
         await second.run()
         second.orchestrator.buffer.ledger.check()
         check_probes(first, second)
-        return sum(spec.is_probe for spec in state.unfinished)
+        return sum(spec.is_probe for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main, seeds=5)) > 5, "probes were in flight"
 
@@ -611,8 +609,7 @@ def test_no_branch_is_dropped_for_a_version_whose_files_exist(
             journal = await runs[-1].cut_after(next(moments) % 5)
             steps = [row.version for row in journal.of_kind(StepRow)]
             version = max(steps, default=PolicyVersion("guesser", 0, 0))
-            state = read_resume_state(journal, {"guesser": version}, group_size=4)
-            parts = {"journal": journal, "resume_state": state, "resumed_at": {"guesser": version}}
+            parts = {"journal": journal, "resumed_at": {"guesser": version}}
             runs.append(run(**parts, lineage=lineage))
         await runs[-1].run()
         ended = runs[-1].journal.of_kind(EpisodeEnd)
@@ -772,8 +769,10 @@ def test_a_resumed_run_counts_main_episodes_and_no_probes(simulated_loop: Seeded
         role = SeatRole("guesser", mains[0][0].environment, "guesser")
         means = [reward_history_from_journal(ended, ()).mean(role, None) for ended in (members, mains)]
         assert means[0] == means[1] is not None
-        tracked = [selection_bias_from_journal({"guesser": 4}, ended, {}) for ended in (members, mains)]
-        assert tracked[0]["guesser"].metrics() == tracked[1]["guesser"].metrics()
+        trackers = [SelectionBiasTracker(4), SelectionBiasTracker(4)]
+        for tracker, ended in zip(trackers, (members, mains), strict=True):
+            restore_selection_bias({"guesser": tracker}, make_past(ended))
+        assert trackers[0].metrics() == trackers[1].metrics()
 
     simulated_loop.run(main, seeds=1)
 
@@ -785,12 +784,11 @@ def test_resampled_episodes_survive_a_crash(simulated_loop: SeededSimulation) ->
         first = pivot_run()
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
-        state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = pivot_run(journal=journal, resume_state=state, resumed_at={"guesser": version})
+        second = pivot_run(journal=journal, resumed_at={"guesser": version})
         await second.run()
         second.orchestrator.buffer.ledger.check()
         check_pivots(first, second)
-        return sum(spec.fork is not None for spec in state.unfinished)
+        return sum(spec.fork is not None for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main, seeds=5)) > 5, "resampled episodes were in flight"
 
@@ -900,8 +898,7 @@ def test_a_deterministic_run_trains_the_same_trees_after_a_kill(
         first = new_run()
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
-        state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = new_run(journal=journal, resume_state=state, resumed_at={"guesser": version})
+        second = new_run(journal=journal, resumed_at={"guesser": version})
         await second.run()
         return trained(first, second)
 
@@ -1098,8 +1095,7 @@ def test_stopped_episodes_stay_stopped_after_a_crash(simulated_loop: SeededSimul
         )
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
-        state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = stopping_run(tmp_path, journal=journal, resume_state=state, resumed_at={"guesser": version})
+        second = stopping_run(tmp_path, journal=journal, resumed_at={"guesser": version})
         await second.run()
         return check_stopped(second)
 

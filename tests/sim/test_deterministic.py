@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -74,12 +73,10 @@ def test_kills_change_nothing_that_is_trained(simulated_loop: SeededSimulation, 
             on_disk = [row.version for row in journal.on_disk() if isinstance(row, StepRow)]
             newest = max((version.step for version in on_disk if board.survives(version)), default=0)
             at = {"guesser": board.at("guesser", max(0, newest - lives % 3))}  # the manifest is some steps old
-            resume_state = read_resume_state(journal, at, group_size=run.config.credit.group_size)
             run = SmallRun(
                 config=run.config,
                 script=guess,
                 journal=journal,
-                resume_state=resume_state,
                 resumed_at=at,
                 lineage=lineage + 1,
             )

@@ -13,7 +13,6 @@ import pytest
 
 import agentrl
 from agentrl.app import scoring as scorers_module
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import GroupScores, Message, PolicyVersion, Score, ScoreRequest
@@ -21,6 +20,7 @@ from agentrl.core.tokens import Tokens
 from agentrl.credit.advantages.group_baselines import group_mean
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator import group_scores as group_scores_module
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
@@ -114,7 +114,7 @@ def test_a_kill_costs_only_the_groups_in_flight(simulated_loop: SeededSimulation
         credited = [unit for batch in second.trainer.batches for unit in batch.units]
         expected = rewards_with_scores(second)
         assert all(unit.credits[0].reward == expected[unit.episode_id] for unit in credited)
-        return len(known.keys() & second.resume_state.group_scores.keys())
+        return len(known.keys() & second.past.open_groups)
 
     assert max(simulated_loop.run(main)) > 0, "no scored group was open at the kill"
 
@@ -130,8 +130,8 @@ def test_a_failed_scorer_drops_the_group_and_a_resume_keeps_it_dropped() -> None
     assert not dropped & set(trained_in(run))
     assert run.orchestrator.buffer.ledger.dropped["scorer_failed"] == len(dropped)
     version = {"guesser": PolicyVersion("guesser", 0, 0)}
-    state = read_resume_state(run.journal, version, group_size=4)
-    assert not dropped & {spec.episode_id for spec, _ in state.ended}
+    past = PastRun(run.journal, version, group_size=4)
+    assert not dropped & {spec.episode_id for spec, _ in past.ended}
 
 
 def test_a_scorer_that_never_answers_ends_the_run_by_name() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import GroupStart, PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
@@ -193,8 +193,7 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
                 lambda *_: [STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_token=1.0
             )
             dispatcher, _ = wire_dispatcher(Swallowing, engine, journal, plain_rollout_settings(), failures)
-            resume_state = read_resume_state(journal, {}, group_size=1)
-            dispatcher.restore(resume_state.ended, resume_state.unfinished)
+            dispatcher.restore(PastRun(journal, {}, group_size=1), lambda group: GroupStart(Task(id="t", data={})))
             if is_first:
                 dispatcher.admit_group(GroupStart(Task(id="t", data={})))
                 await asyncio.sleep(moment)

@@ -10,7 +10,6 @@ import pytest
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import find_alarms
@@ -206,8 +205,7 @@ def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: 
         first = SmallRun(config=config, environment=Solve)
         journal = await first.cut_after(25.0)
         at = {"solver": PolicyVersion("solver", 0, max(len(first.trainer.batches) - 3, 0))}
-        resume_state = read_resume_state(journal, at, group_size=config.credit.group_size)
-        second = SmallRun(config=config, environment=Solve, journal=journal, resume_state=resume_state, resumed_at=at)
+        second = SmallRun(config=config, environment=Solve, journal=journal, resumed_at=at)
         await second.run()
         assert len(second.trainer.batches) == 12 - at["solver"].step
         assert {values["staleness/exceeded"] for _, _, values in second.seen.steps} == {0.0}

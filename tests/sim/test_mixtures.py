@@ -11,7 +11,6 @@ import pytest
 
 import agentrl
 from agentrl.app.plan import resolve
-from agentrl.app.recovery import read_resume_state
 from agentrl.app.run_parts import environment_of, held_out_task_splits, task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
@@ -134,8 +133,7 @@ def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(sim
         await killed.stop_after(4.0)
         journal, board = killed.journal.after_crash(), killed.orchestrator.board
         at = {"guesser": board.at("guesser", 0)}
-        state = read_resume_state(journal, at, group_size=4)
-        resumed = small(journal=journal, resume_state=state, resumed_at=at, lineage=2)
+        resumed = small(journal=journal, resumed_at=at, lineage=2)
         await resumed.run()
         later = tasks_of(resumed.journal)
         assert {name: later[name] for name in tasks.keys() & later.keys()} == {

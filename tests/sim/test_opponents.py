@@ -14,7 +14,6 @@ import pytest
 
 import agentrl
 from agentrl.app.policies import check_engine_capabilities
-from agentrl.app.recovery import read_resume_state
 from agentrl.config.sections import EvaluationConfig
 from agentrl.core.errors import ConfigError, EngineError
 from agentrl.core.ports import Engine, GenerateRequest
@@ -212,13 +211,11 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SeededSimulatio
         first = SmallRun(config=config(), environment=Duel, script=strength)
         journal = await first.cut_after(4.3)
         at = {"player": PolicyVersion("player", 0, len(first.trainer.batches))}
-        resume_state = read_resume_state(journal, at, group_size=4, opponents=["past"])
         second = SmallRun(
             config=config(),
             environment=Duel,
             script=strength,
             journal=journal,
-            resume_state=resume_state,
             resumed_at=at,
         )
         await second.run()
@@ -227,7 +224,7 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SeededSimulatio
         pool = second.orchestrator.opponents.pools["past"]
         known = sum(tally.episodes for tally in pool.tallies.values())
         assert known == sum(1 for _ in journal.headers_against({"past"}))
-        return sum("past" in spec.pins for spec in resume_state.unfinished)
+        return sum("past" in spec.pins for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"
 
@@ -252,7 +249,6 @@ def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: SeededSi
             script=strength,
             journal=journal,
             resumed_at=at,
-            resume_state=read_resume_state(journal, at, group_size=4, opponents=["past"]),
             drawn_from={"past": pool},
         )
         begun: list[tuple[PolicyVersion, ...]] = []

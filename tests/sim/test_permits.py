@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import EpisodeSpec
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
@@ -123,7 +122,6 @@ def test_resumed_episodes_that_wait_for_steps_leave_permits_to_the_first_evaluat
             config=config,
             held_out=HELD_OUT,
             journal=journal,
-            resume_state=read_resume_state(journal, first, group_size=4),
             resumed_at=first,
             lineage=2,
         )

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, GroupStart, PolicyVersion
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import EpisodeEnd, StepRow
@@ -63,7 +62,6 @@ def test_groups_begin_at_recorded_turns_through_a_crash(simulated_loop: SeededSi
         third = SmallRun(
             config=config,
             journal=journal,
-            resume_state=read_resume_state(journal, {"guesser": version}, group_size=4),
             resumed_at={"guesser": version},
             recorded_turns=starts,
             lineage=2,

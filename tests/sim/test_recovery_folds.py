@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import Admission, EpisodeEnd, MetricRow, UnitDropped, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint
@@ -64,12 +64,12 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
     return journal
 
 
-def taken_over(resume_state: ResumeState) -> dict[str, Any]:
+def taken_over(past: PastRun) -> dict[str, Any]:
     return {
-        "ended": [(spec, header.episode_id, header.trajectories) for spec, header in resume_state.ended],
-        "resolved": resume_state.resolved,
-        "unfinished": list(resume_state.unfinished),
-        "next": (resume_state.next_number, resume_state.next_evaluation),
+        "ended": [(spec, header.episode_id, header.trajectories) for spec, header in past.ended],
+        "resolved": past.resolved_units({spec.episode_id for spec, _ in past.ended}),
+        "unfinished": list(past.unfinished),
+        "next": (past.next_training, past.log.next_number("v")),
     }
 
 
@@ -84,7 +84,7 @@ def test_both_journals_are_folded_alike(tmp_path: Path) -> None:
         versions: dict[str, PolicyVersion] = {} if manifest is None else dict(manifest.versions)
         journal = await written(machine.journal, directory)
         try:
-            on_disk, in_memory = (read_resume_state(log, versions, group_size=4) for log in (journal, machine.journal))
+            on_disk, in_memory = (PastRun(log, versions, group_size=4) for log in (journal, machine.journal))
             assert taken_over(on_disk) == taken_over(in_memory)
             assert sorted(map(_dispatch, journal.dispatched())) == sorted(map(_dispatch, machine.journal.dispatched()))
             assert journal.parents() == machine.journal.parents()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import (
     EngineError,
     EngineFailedError,
@@ -160,10 +159,7 @@ def test_a_resumed_conversation_has_the_opening_of_its_first_prompt(simulated_lo
         before = {episode: set(openings) for episode, openings in asked.items()}
         asked.clear()
         at = {"guesser": PolicyVersion("guesser", 0, len(first.trainer.batches))}
-        resume_state = read_resume_state(journal, at, group_size=4)
-        second = SmallRun(
-            environment=Rewritten, script=script, journal=journal, resume_state=resume_state, resumed_at=at
-        )
+        second = SmallRun(environment=Rewritten, script=script, journal=journal, resumed_at=at)
         await second.run()
         assert all(len(openings) == 1 for openings in [*before.values(), *asked.values()])
         resumed = before.keys() & asked.keys()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core import ids
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.journal.entries import TurnEntry
@@ -30,14 +29,10 @@ def trained_in(run: SmallRun) -> Counter[str]:
 def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     """The run as it is resumed from a checkpoint at `step`."""
     version = PolicyVersion("guesser", 0, step)
-    resume_state: ResumeState = read_resume_state(
-        journal, {"guesser": version}, group_size=first.config.credit.group_size
-    )
     return SmallRun(
         config=first.config,
         environment=first.environment,
         journal=journal,
-        resume_state=resume_state,
         resumed_at={"guesser": version},
     )
 
@@ -88,9 +83,10 @@ def test_a_group_keeps_the_task_with_which_it_began(simulated_loop: SeededSimula
         kept = next(spec for spec in journal.unfinished() if not ids.root_episode_number(spec.episode_id) % 4)
         begin = ids.root_episode_number(kept.episode_id)
         members = {*range(begin + 1, begin + 4)}
-        resume_state = ResumeState(unfinished=[kept], lost=sorted(members), next_number=begin + 4)
         changed = [Task(id=task.id, data={**task.data, "edited": True}) for task in TASKS]
-        second = SmallRun(config=first.config, resume_state=resume_state, tasks=changed)
+        second = SmallRun(config=first.config, tasks=changed)
+        second.journal.admit(kept)
+        await second.journal.flush()
         await second.run()
         tasks = {
             ids.root_episode_number(record.spec.episode_id): record.spec.task
@@ -120,7 +116,7 @@ def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SeededSi
             if isinstance(entry.decode(), TurnEntry)
         )
         assert max(seen.values()) == 1
-        return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.resume_state.unfinished})
+        return sum(1 for key in before if key[0] in {spec.episode_id for spec in second.past.unfinished})
 
     assert sum(simulated_loop.run(main)) > 0, "no episode was stopped between two turns"
 

@@ -11,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
@@ -227,8 +226,7 @@ def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SeededSimulation) ->
         await first.journal.turn_log("0").flush()
         journal, steps = first.journal.after_crash(), steps_of(first)
         at = {name: PolicyVersion(name, 0, steps.get(name, 0)) for name in config.policies}
-        resume_state = read_resume_state(journal, at, group_size=config.credit.group_size)
-        second = SmallRun(config=config, environment=Duel, journal=journal, resume_state=resume_state, resumed_at=at)
+        second = SmallRun(config=config, environment=Duel, journal=journal, resumed_at=at)
         await second.run()
         batches = first.trainer.batches + second.trainer.batches
         assert [batch.policy for batch in batches] == ["x", "x", "o", "o"] * 2

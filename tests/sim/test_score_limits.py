@@ -63,7 +63,7 @@ def test_scores_before_a_kill_count_in_the_resumed_episode(simulated_loop: Seede
         committed = [name for name in ended if ended[name].committed]
         recorded = sum("?" in call for name in committed for call in entries(second, name))
         assert second.journal.metric_total("scores/requests/slow") == recorded
-        resumed = {spec.episode_id for spec in second.resume_state.unfinished}
+        resumed = {spec.episode_id for spec in second.past.unfinished}
         return sum(name in resumed and name in committed for name in known)
 
     assert max(simulated_loop.run(main)) > 0, "no episode was cut between its scores"

@@ -316,7 +316,7 @@ def test_a_killed_run_asks_again_only_for_scores_in_flight(simulated_loop: Seede
         after = {(each.episode_id, each.call_id): each.body for each in journal.turn_log("0").entries}
         assert all(after[key] == body for key, body in known.items()), "a score on disk stands"
         assert max((trained_in(first) + trained_in(second)).values()) == 1
-        open_before = {spec.episode_id for spec in second.resume_state.unfinished}
+        open_before = {spec.episode_id for spec in second.past.unfinished}
         return sum(episode in open_before for episode, _ in known)
 
     assert max(simulated_loop.run(main)) > 0, "no episode was cut between its scores"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError, InputError
 from agentrl.core.records import EpisodeSpec, Task
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
@@ -105,7 +105,6 @@ def test_groups_of_too_few_members_are_dropped_and_the_run_continues(simulated_l
             environment=Fragile,
             script=guess,
             journal=journal,
-            resume_state=read_resume_state(journal, at, group_size=4),
             resumed_at=at,
             lineage=2,
         )
@@ -167,7 +166,6 @@ def test_a_killed_deterministic_run_trains_and_selects_the_same(
                 config=run.config,
                 script=guess,
                 journal=journal,
-                resume_state=read_resume_state(journal, at, group_size=4),
                 resumed_at=at,
                 lineage=lineage + 1,
             )
@@ -195,8 +193,9 @@ def test_a_resumed_run_knows_the_results_of_the_one_before(simulated_loop: Seede
         run.during = watch
         await run.run()
         board = run.orchestrator.board
-        state = read_resume_state(run.journal, {"guesser": board.current("guesser")}, group_size=4)
-        found = [(each.group, each.task.id, sorted(each.rewards)) for each in state.results()]
+        restored = Curriculum(TASKS, seed=0, selection=SELECTION)
+        restored.restore(PastRun(run.journal, {"guesser": board.current("guesser")}, group_size=4))
+        found = [(each.group, each.task.id, sorted(each.rewards)) for each in restored.results]
         assert found == [(each.group, each.task.id, sorted(each.rewards)) for each in known[: len(found)]]
         assert len(found) > 4
 

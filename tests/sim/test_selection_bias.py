@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import PolicyVersion
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import StepRow
 from agentrl.observe.alarms import LENGTH_STEPS, find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.metrics import SelectionBiasTracker, restore_selection_bias
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.simulation.plan import SimulationPlan
@@ -127,11 +128,11 @@ def test_the_journal_says_what_steps_were_fed(simulated_loop: SeededSimulation) 
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(6.0)
         steps = len(journal.of_kind(StepRow))
-        resume_state = read_resume_state(
-            journal, {"guesser": PolicyVersion("guesser", 0, steps)}, group_size=4, step_sizes={"guesser": 8}
-        )
+        restored = SelectionBiasTracker(8)
+        past = PastRun(journal, {"guesser": PolicyVersion("guesser", 0, steps)}, group_size=4)
+        restore_selection_bias({"guesser": restored}, past)
         lived = first.orchestrator.buffer.selection_bias["guesser"].metrics()
-        folded = resume_state.selection_bias["guesser"].metrics()
+        folded = restored.metrics()
         lived.pop("selection_bias/overtaken", None)
         assert folded == pytest.approx(lived)
         assert folded["selection_bias/length_ratio"] == pytest.approx(1.0)
@@ -144,10 +145,7 @@ def test_a_resumed_run_counts_every_unit_once(simulated_loop: SeededSimulation) 
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(4.0)
         version = PolicyVersion("guesser", 0, max(len(journal.of_kind(StepRow)) - 1, 0))
-        resume_state = read_resume_state(journal, {"guesser": version}, group_size=4, step_sizes={"guesser": 8})
-        second = SmallRun(
-            config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version}
-        )
+        second = SmallRun(config=first.config, journal=journal, resumed_at={"guesser": version})
         await second.run()
         newest = [values for _, _, values in second.seen.steps][-1]
         assert newest["selection_bias/length_ratio"] == pytest.approx(1.0)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
@@ -203,15 +202,15 @@ def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: SeededSi
         journal = await first.cut_after(moment)
         done = steps_of(first)
         at = {name: PolicyVersion(name, 0, done[name]) for name in config.policies}
-        resume_state = read_resume_state(journal, at, group_size=config.credit.group_size)
-        second = SmallRun(config=config, environment=Propose, journal=journal, resume_state=resume_state, resumed_at=at)
+        second = SmallRun(config=config, environment=Propose, journal=journal, resumed_at=at)
+        ended_children = journal.ended_children({spec.episode_id for spec in journal.unfinished()})
         await second.run()
         trained: Counter[tuple[str, str]] = Counter()
         for batch in first.trainer.batches + second.trainer.batches:
             trained.update((unit.policy, unit.episode_id) for unit in batch.units)
         assert max(trained.values()) == 1
         assert steps_of(first) + steps_of(second) == {"proposer": 4, "solver": 4}
-        return sum(spec.parent_id is None and bool(resume_state.ended_children) for spec in resume_state.unfinished)
+        return sum(spec.parent_id is None and bool(ended_children) for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "no parent was stopped with children that had ended"
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agentrl.app.plan import resolve
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import EpisodeSpec, Task
 from agentrl.journal.port import StepRow
@@ -179,7 +178,6 @@ def test_a_killed_run_draws_the_held_task_again(simulated_loop: SeededSimulation
                 script=guess,
                 tasks=TASKS[:2],
                 journal=journal,
-                resume_state=read_resume_state(journal, at, group_size=4),
                 resumed_at=at,
                 lineage=board.current("guesser").lineage + 1,
             )

@@ -5,7 +5,8 @@ Numbers follow from the arguments alone: equal calls give equal records.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -23,7 +24,8 @@ from agentrl.core.tokens import Completion, ExpertRoutingSpan, TrajectoryRow
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agentrl.core.records import FinishReason, Purpose, StopReason
+    from agentrl.core.records import FinishReason, FrozenGroupBaselines, Purpose, StopReason
+    from agentrl.journal.past_run import PastRun
 
 INITIAL = PolicyVersion("policy", 0, 0)
 """The version that samples unless a test says otherwise."""
@@ -185,3 +187,22 @@ def make_trajectory(
         spans=tuple(VersionSpan(t * width + context_tokens, (t + 1) * width, sampler) for t in range(turns)),
     )
     return Trajectory(seat=seat, index=0, policy=policy, rows=(row,), reward=reward)
+
+
+def make_past(
+    members: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = (),
+    *,
+    root_tasks: Mapping[str, str] | None = None,
+    baselines: Mapping[str, FrozenGroupBaselines] | None = None,
+) -> PastRun:
+    """The past of a run whose `members` were committed in this order, and none of whose groups is open."""
+    return cast(
+        "PastRun",
+        SimpleNamespace(
+            members=lambda: iter(members),
+            open_groups=set(),
+            root_tasks=root_tasks or {},
+            resolved_units=lambda episode_ids: {},
+            log=SimpleNamespace(baselines=lambda: dict(baselines or {}), dispatched=lambda newest: iter(members)),
+        ),
+    )

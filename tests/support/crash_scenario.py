@@ -165,8 +165,8 @@ class CrashScenario:
         served = ServedVersions(
             engine, batches=pinned_policy_step_lags(self.config.trained, deterministic=self.config.deterministic)
         )
-        resume_state = recovery.resume_state(plan, journal)
-        opponents = await recovery.publish_first_versions(plan, first, trainer, served, journal, resume_state)
+        past = recovery.past_run(plan, journal)
+        opponents = await recovery.publish_first_versions(plan, first, trainer, served, journal, past)
         parts = RunParts(
             served=served,
             trainer=trainer,
@@ -178,9 +178,7 @@ class CrashScenario:
             checkpoints=self.checkpoints(machine),
             versions=versions,
             opponents=opponents,
-            parents=journal.parents(),
-            resume_state=resume_state,
-            published=journal.published,
+            past=past,
             role_means=recovery.role_means,
             running_best=recovery.running_best(VERSIONS, disk=disk),
             disk=disk,

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 import agentrl
-from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.control_rows import decode_admission_row, encode_admission_row, with_checksum
 from agentrl.journal.entries import JournalEntry
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -248,8 +248,7 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
     engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     dispatcher, _ = wire_dispatcher(Waiting, engine, store, plain_rollout_settings(), failures)
     if goes_on:
-        resume_state = read_resume_state(store, {}, group_size=1)
-        dispatcher.restore(resume_state.ended, resume_state.unfinished)
+        dispatcher.restore(PastRun(store, {}, group_size=1), lambda group: GroupStart(Task(id="t", data={})))
         Waiting.gate.set()
         await dispatcher.worker.drain()
     else:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.recovery import read_resume_state
 from agentrl.cli.main import main
 from agentrl.core.errors import PrunedDataError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
@@ -22,6 +21,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
 from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import PruneRule, PruneTotals, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
@@ -260,9 +260,9 @@ def test_a_run_is_not_gone_on_with_from_where_pruned_episodes_would_be_trained_a
     asyncio.run(write_run(tmp_path))
     prune(tmp_path, rule(0, 2, 1))
     log = SqliteRunLog(tmp_path / "journal")
-    assert read_resume_state(log, {"policy": PolicyVersion("policy", 0, 1)}, group_size=2).next_number == 100
+    assert PastRun(log, {"policy": PolicyVersion("policy", 0, 1)}, group_size=2).next_training == 100
     with pytest.raises(StorageError, match="e0, e1"):
-        read_resume_state(log, {}, group_size=2)
+        PastRun(log, {}, group_size=2)
     log.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.core.records import FrozenGroupBaselines, Task
 from agentrl.credit.advantages.group_baselines import no_baseline
-from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
+from agentrl.credit.baselines import SeatRole
 from agentrl.credit.release import (
     FirstFinishersRelease,
     GroupReleasePolicy,
@@ -17,7 +17,7 @@ from agentrl.credit.release import (
     reward_history_from_journal,
 )
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from tests.support.builders import make_episode_header, make_spec
+from tests.support.builders import make_episode_header, make_past, make_spec
 
 
 def test_turns_have_their_rewards_to_go_however_an_episode_is_released() -> None:
@@ -25,9 +25,7 @@ def test_turns_have_their_rewards_to_go_however_an_episode_is_released() -> None
     first = FirstFinishersRelease(
         ["policy"],
         GroupReleaseRule(share=0.0),
-        history=RewardHistory(),
         freeze=lambda baselines: None,
-        frozen={},
         compares=False,
         to_go=True,
     )
@@ -53,21 +51,23 @@ ROLE = SeatRole("policy", ROOT.environment, "agent")
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_child_whose_root_ended_before_a_resume_is_compared_with_the_root_s_task(is_late: bool) -> None:
-    history, frozen = RewardHistory(), list[FrozenGroupBaselines]()
-    for task, reward in (("root", 1.0), ("another", 0.0)):
-        history.add(task, [RewardInRole(ROLE, reward)])
-    root_tasks = {"e0": "root"}
-    policy: GroupReleasePolicy = WholeGroupRelease(["policy"], no_baseline, history=history, root_tasks=root_tasks)
+    frozen = list[FrozenGroupBaselines]()
+    policy: WholeGroupRelease | FirstFinishersRelease
+    policy = WholeGroupRelease(["policy"], no_baseline, uses_history=True)
     if is_late:
-        policy = FirstFinishersRelease(
-            ["policy"], GroupReleaseRule(), history=history, freeze=frozen.append, frozen={}, root_tasks=root_tasks
-        )
+        policy = FirstFinishersRelease(["policy"], GroupReleaseRule(), freeze=frozen.append)
+    earlier = []
+    for number, task, reward in ((8, "root", 1.0), (9, "another", 0.0)):
+        spec = make_spec(f"e{number}", group_id=f"g{number}", task=Task(id=task, data={}))
+        earlier.append((spec, make_episode_header(spec, reward=reward)))
+    policy.restore(make_past(earlier, root_tasks={"e0": "root"}))
     buffer = EpisodeBuffer(["policy"], policy)
     buffer.admit(CHILD)
     buffer.record_end(CHILD, make_episode_header(CHILD, reward=0.0))
     if is_late:
         assert frozen[0].earlier[0].mean == pytest.approx(1.0)
-    after = history.mean(ROLE, "root")
+    assert policy.history is not None
+    after = policy.history.mean(ROLE, "root")
     assert after is not None
     assert after < 1.0, "its reward is one of the root's task"
 

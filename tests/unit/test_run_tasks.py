@@ -31,7 +31,6 @@ from agentrl.inspection.overview import metric_series
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import compare_runs
 from agentrl.orchestrator.evaluation import HeldOutSplit, held_out_digest
-from agentrl.orchestrator.tasks import GroupResult
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.check import check_environment
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -190,10 +189,9 @@ def test_the_members_of_a_mixture_are_compared_each_with_its_own_splits(monkeypa
     (told,) = run_tasks.warnings()
     assert told.startswith("Other: 1 training task is also held out")
     assert run_tasks.contents.keys() == {"Rowed@train", "Other@train", "Rowed@held_out", "Other@held_out"}
-    old = GroupResult(0, Task(id="Rowed:t1", data={"value": "old"}), (1.0,))
-    current = GroupResult(1, Task(id="Rowed:t1", data={"value": 1}), (1.0,))
-    gone = GroupResult(2, Task(id="Rowed:gone", data={}), (1.0,))
-    assert run_tasks.current_results(lambda: [old, current, gone]) == [current, gone]
+    old, current = Task(id="Rowed:t1", data={"value": "old"}), Task(id="Rowed:t1", data={"value": 1})
+    gone = Task(id="Rowed:gone", data={})
+    assert [run_tasks.is_current(task) for task in (old, current, gone)] == [False, True, True]
 
 
 def test_a_training_split_that_is_evaluated_on_purpose_is_no_leak() -> None:

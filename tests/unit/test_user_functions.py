@@ -19,7 +19,7 @@ from agentrl.core.custom_functions import FunctionDeclaration, capture_function_
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, Unit
 from agentrl.core.tokens import TrajectoryRow
-from agentrl.credit.baselines import RewardHistory, SeatRole
+from agentrl.credit.baselines import SeatRole
 from agentrl.credit.estimators import GROUP_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
 from agentrl.credit.release import WholeGroupRelease, reward_history_from_journal
@@ -457,7 +457,7 @@ def test_an_estimator_sees_the_mean_of_earlier_groups_also_after_a_resume() -> N
         return [reward - group.mean for reward in group.rewards]
 
     estimator = AdvantageEstimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
-    buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator, history=RewardHistory()))
+    buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator, uses_history=True))
     for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
         specs = [make_spec(f"e{first + number}", group_id=f"g{first}", group_size=2) for number in range(2)]
         for spec in specs:
