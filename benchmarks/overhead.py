@@ -32,6 +32,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
@@ -124,6 +125,7 @@ async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wir
         observer=Silent(),
         clock=SystemClock(),
         tasks=TASKS,
+        past=PastRun(journal, {}, group_size=config.credit.group_size),
     )
     orchestrator = assemble_orchestrator(resolve(config, Arithmetic), parts)
     return Wired(orchestrator=orchestrator, engine=engine, trainer=trainer, journal=journal, asked=asked)

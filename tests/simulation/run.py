@@ -27,6 +27,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.router import EngineRouter
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -124,6 +125,7 @@ async def _run(scenario: Scenario) -> Recorder:
         observer=_Nobody(),
         clock=clock,
         tasks=SimulatedTasks(plan.seed, plan.jump),
+        past=PastRun(journal, {}, group_size=config.credit.group_size),
         versions=versions,
     )
     journal.orchestrator = orchestrator = assemble_orchestrator(resolve(config, make_root_environment(plan)), parts)
