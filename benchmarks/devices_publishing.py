@@ -43,7 +43,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         trainer = PolicyTrainer(config.trainer_plan, root / "run")
         trainer.start()
         model = trainer._learner("policy").model
-        engine = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.published_layout().items()}
+        engine = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.publication.layout().items()}
         gigabytes = sum(tensor.nbytes for tensor in engine.values()) / 1e9
         for number in range(QUICK_PAIRS if quick else PAIRS):
             start = time.perf_counter()
@@ -84,10 +84,10 @@ def _write_model(directory: Path, quick: bool) -> Path:
 def _publish_and_send(model: PolicyModel, target: Path, received: Path, engine: dict[str, Tensor]) -> None:
     """Publish as commit 5d5b18fd did, and load into the tensors of an engine."""
     with staging_directory(target, depth=1) as staging:
-        save_file(dict(model.published()), staging / FULL_FILE)
+        save_file(dict(model.publication.tensors()), staging / FULL_FILE)
         rename_durably(staging, target)
     sha256_of(target / FULL_FILE)
-    for number, chunk in enumerate(in_chunks(model.published())):
+    for number, chunk in enumerate(in_chunks(model.publication.tensors())):
         file = received / f"{number}.safetensors"
         save_file(chunk, file)
         for name, tensor in load_file(file).items():

@@ -275,7 +275,7 @@ def _sizes_of(models: Mapping[str, PolicyModel]) -> dict[str, int]:
 
 
 def _published_parameters(model: PolicyModel) -> Iterable[Tensor]:
-    return model.model.parameters() if model.published_kind == "full" else ()
+    return model.model.parameters() if model.publication.kind == "full" else ()
 
 
 def _trained_parameters(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:

@@ -6,39 +6,34 @@ Policies with adapters on one base share it; a policy that trains full weights h
 with their rounded values. An adapter is published unrounded, and engines round it in the same way; a merged one is
 rounded with the weights. Nothing is fetched: no network, no remote code.
 
-Owns: loading, the parameters of each policy, the active adapter, the content of a published version. Does not own:
-whether the forward pass is right (`forward_check.py`), what an adapter changes (`adapters.py`), recomputation and
-compilation of layers (`layers.py`). Invariants: the shared base never requires a gradient; a policy's
-initial weights do not depend on the other policies.
+Owns: loading, the parameters of each policy, the active adapter. Does not own: the content of a published version
+(`publication.py`), whether the forward pass is right (`forward_check.py`), what an adapter changes (`adapters.py`),
+recomputation and compilation of layers (`layers.py`). Invariants: the shared base never requires a gradient; a
+policy's initial weights do not depend on the other policies.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import peft
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import AttentionInterface
-from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.config.combinations import DISPATCHED, OFFLOADED
-from agentrl.config.fields import hub_commit
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
 from agentrl.config.sections import TrainerConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.parts import check_compatible
-from agentrl.engines.experts import ExpertFactors, adaptable_experts, expert_tensors, find_experts
+from agentrl.engines.experts import adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
     check_sparse_attention,
     computing_in_float32,
@@ -47,13 +42,6 @@ from agentrl.engines.models import (
     quote_first_names,
     read_meta_model,
     read_model,
-)
-from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
-from agentrl.engines.weights.reading import (
-    count_numbers,
-    map_weights_to_state,
-    read_adapter_tensors,
-    read_weights,
 )
 from agentrl.learn.adapters import (
     adaptable_modules,
@@ -64,7 +52,7 @@ from agentrl.learn.adapters import (
     weight_matrices,
 )
 from agentrl.learn.context import ContextGroup
-from agentrl.learn.experts import ParamWrapper, predict_layer_bytes
+from agentrl.learn.experts import predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
@@ -76,16 +64,14 @@ from agentrl.learn.forward import (
 from agentrl.learn.forward_check import why_unshared
 from agentrl.learn.layers import check_compilable, compile_layers, recompute_layers
 from agentrl.learn.packing import MicroBatch, TreeSize
-from agentrl.learn.ranks import ShardedForward, gather_float32, gather_tensor, shard_tensor
+from agentrl.learn.publication import Publication, PublishedAdapter, PublishedMergedWeights, PublishedWeights
+from agentrl.learn.ranks import ShardedForward, gather_float32, shard_tensor
 from agentrl.learn.recurrence import follow_trees
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from agentrl.core.records import WeightsRef
-
-_ADAPTER_MATRIX = re.compile(r"\.lora_[AB]\.")
 
 # Not in the function's own module: `refuse_monkeypatches` executes that a second time, for a copy that is not used.
 AttentionInterface.register(ATTENTION, tree_attention)
@@ -126,14 +112,16 @@ class PolicyModel:
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that an optimizer step changes, keyed by name; float32. After changing their values, call
         `round_masters`."""
-        self._compute_tensors: dict[str, nn.Parameter] = {}
+        self.compute_tensors: dict[str, nn.Parameter] = {}
         """Parameters that the model computes with, rounded or on another device, for those with a master in
         `parameters`."""
         self._sharded_forward: ShardedForward | None = None
-        self._peft = peft_model
+        self.peft_model = peft_model
+        """PEFT's view of the model, with the adapters of all policies."""
         self.adapter = adapter
         """PEFT's name of the adapter; None: full weights."""
-        self._merges = merges
+        self.merges = merges
+        """Whether engines get the base with the adapter merged into it."""
 
     @property
     def shared_prefixes(self) -> bool:
@@ -149,16 +137,16 @@ class PolicyModel:
 
     def activate(self) -> None:
         """Make this policy's adapter the active one."""
-        if self._peft is not None and self.adapter is not None and self._peft.active_adapter != self.adapter:
-            self._peft.set_adapter(self.adapter)
+        if self.peft_model is not None and self.adapter is not None and self.peft_model.active_adapter != self.adapter:
+            self.peft_model.set_adapter(self.adapter)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Compute as the base model under the adapter within the context; without an adapter nothing changes."""
-        if self._peft is None:
+        if self.peft_model is None:
             yield
             return
-        with self._peft.disable_adapter():
+        with self.peft_model.disable_adapter():
             yield
         self.activate()
 
@@ -212,218 +200,30 @@ class PolicyModel:
             if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
-                self._compute_tensors[name] = parameter
+                self.compute_tensors[name] = parameter
                 home = torch.device("cpu") if offload and not parameter.is_meta else parameter.device
                 self.parameters[name] = master = nn.Parameter(exact.to(home, torch.float32, copy=True))
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
-    @property
-    def published_kind(self) -> Literal["full", "adapter"]:
-        """What `published` yields: all weights, which an adapter may be merged into, or an adapter."""
-        return "full" if self._merges else self.kind
-
-    @property
-    def is_published_exactly(self) -> bool:
-        """Whether a published version holds what is trained: no rounded masters, and no merged adapter."""
-        return not (self._merges or self.has_masters)
+    @cached_property
+    def publication(self) -> Publication:
+        """What a version of this policy holds."""
+        if self.adapter is None:
+            return PublishedWeights(self)
+        return PublishedMergedWeights(self) if self.merges else PublishedAdapter(self)
 
     @property
     def has_masters(self) -> bool:
         """Whether the model computes with rounded values of full weights."""
         return self.kind == "full" and any(
-            parameter.dtype != torch.float32 for parameter in self._compute_tensors.values()
+            parameter.dtype != torch.float32 for parameter in self.compute_tensors.values()
         )
 
     @torch.no_grad()
     def round_masters(self) -> None:
         """Round the current values of `parameters` into the model."""
-        for name, parameter in self._compute_tensors.items():
+        for name, parameter in self.compute_tensors.items():
             parameter.copy_(self.parameters[name])
-
-    def adapter_config(self) -> dict[str, Any] | None:
-        """Return PEFT's `adapter_config.json` as a dictionary; None if full weights are published."""
-        if self._peft is None or self.adapter is None or self._merges:
-            return None
-        config = self._peft.peft_config[self.adapter].to_dict()
-        name, commit = hub_commit(str(self.base))
-        if name:  # a path into this machine's cache means nothing elsewhere
-            config |= {"base_model_name_or_path": name, "revision": commit}
-        config["inference_mode"] = True
-        config["target_modules"] = sorted(config["target_modules"])
-        if config["target_parameters"]:
-            config["target_parameters"] = sorted(config["target_parameters"])
-        return config
-
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a version's safetensors file by name, in the layout of `from_pretrained`, one at a
-        time.
-        """
-        tensors = self._unique_tensors()
-        for piece in self._conversion_groups:
-            piece_tensors = {name: self._publish_tensor(name, tensors[name]) for name in piece}
-            yield from self._convert(piece_tensors).items()
-            piece_tensors.clear()
-        for name, tensor in self._carried.items():
-            yield name, tensor[...]
-
-    @torch.no_grad()
-    def _publish_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Gather a tensor, and add the product of the adapter's matrices if there is one to be merged."""
-        whole = gather_tensor(tensor, self._published_dtype(tensor))
-        layer = self._merged_layers.get(name)
-        if layer is None:
-            return whole
-        module: Any = self.model.get_submodule(layer)
-        down, up = (
-            gather_tensor(self.parameters[f"{layer}.{matrix}.{self.adapter}.weight"]).to(whole.device)
-            for matrix in ("lora_A", "lora_B")
-        )
-        if isinstance(module, ParamWrapper):
-            factors = ExpertFactors.from_peft(down, up * module.scaling[self.adapter], module.num_experts)
-            return factors.add_product(whole.float(), module.get_base_layer()).to(whole.dtype)
-        return torch.addmm(whole.float(), up, down, alpha=module.scaling[self.adapter]).to(whole.dtype)
-
-    @cached_property
-    def _merged_layers(self) -> dict[str, str]:
-        """Modules whose adapter is merged, by the name of their published weight."""
-        if not self._merges:
-            return {}
-        mark = f".lora_A.{self.adapter}.weight"
-        layers = {}
-        for layer in (name.removesuffix(mark) for name in self.parameters if name.endswith(mark)):
-            module = self.model.get_submodule(layer)
-            weight = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            layers[f"{layer.replace('.base_layer', '')}.{weight}"] = layer
-        return layers
-
-    def published_layout(self) -> Mapping[str, Tensor]:
-        """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
-        order."""
-        tensors = self._unique_tensors()
-        pieces = [self._without_data(tensors, piece) for piece in self._conversion_groups]
-        trained = {name: tensor for piece in pieces for name, tensor in self._convert(piece).items()}
-        return trained | {
-            name: torch.empty(tensor.get_shape(), dtype=FLOAT_DTYPES[tensor.get_dtype()], device="meta")
-            for name, tensor in self._carried.items()
-        }
-
-    @cached_property
-    def _carried(self) -> Mapping[str, StoredTensor]:
-        """Tensors that the checkpoint has and the text model does not, such as those of a vision tower: a version of
-        all weights has them as they are, or dequantized."""
-        if self.published_kind == "adapter":
-            return {}
-        state = dict(self._model_tensors())
-        known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
-        stored = {
-            name: tensor
-            for name, tensor in checkpoint_tensors(self.base, self.dtype).items()
-            if tensor.get_dtype() in FLOAT_DTYPES
-        }
-        if not self._convert(self._without_data(tensors := self._unique_tensors(), tensors)).keys() <= stored.keys():
-            return {}  # the names of another layout do not tell what the text model lacks
-        return {name: tensor for name, tensor in stored.items() if name not in known}
-
-    def _unique_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that make up a version, those with large elements first; not copies."""
-        if self.published_kind == "adapter":  # PEFT's own method would touch the adapters of all policies
-            mark = f".{self.adapter}."
-            return {
-                f"base_model.model.{name.replace(mark, '.')}": parameter for name, parameter in self.parameters.items()
-            }
-        state: dict[str, Tensor] = {}
-        storages: set[int] = set()
-        for name, tensor in self._model_tensors():
-            place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
-            if place not in storages:  # otherwise it is tied to a parameter that is already included
-                storages.add(place)
-                state[name] = tensor.detach()
-        return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
-
-    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the model without its adapters, by the names of a model without any."""
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if not _ADAPTER_MATRIX.search(name):
-                yield name.replace(".base_layer", ""), tensor
-
-    @cached_property
-    def _conversion_groups(self) -> list[list[str]]:
-        """Return the names of `_unique_tensors` in groups that can be converted to a checkpoint's layout independently.
-
-        In most architectures each tensor is a group, so that no two have to be gathered at once.
-        """
-        tensors = self._unique_tensors()
-        expected = _shapes(self._convert(self._without_data(tensors, tensors)))
-        ways: tuple[Callable[[str], str], ...] = (str, _layer, lambda _: "")
-        for part_of in ways:
-            pieces: dict[str, list[str]] = {}
-            for name in tensors:
-                pieces.setdefault(part_of(name), []).append(name)
-            checkpoint_parts = [self._convert(self._without_data(tensors, piece)) for piece in pieces.values()]
-            if _shapes(chain.from_iterable(tensors.items() for tensors in checkpoint_parts)) == expected:
-                break
-        return list(pieces.values())
-
-    def _published_dtype(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
-        published in its compute dtype."""
-        rounds = self._sharded_forward is not None and self.kind == "full" and tensor.is_floating_point()
-        return self.dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
-
-    def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors without data that have the names, shapes and dtypes of the published ones."""
-        named_tensors = {name: tensors[name] for name in names}
-        return {
-            name: torch.empty(tensor.shape, dtype=self._published_dtype(tensor), device="meta")
-            for name, tensor in named_tensors.items()
-        }
-
-    def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors of the model to the layout of a checkpoint."""
-        return tensors if self.published_kind == "adapter" else revert_weight_conversion(self.model, tensors)
-
-    def load_published(self, weights: WeightsRef) -> None:
-        """Load the weights of a published version, bit for bit.
-
-        Raises:
-            EngineError: the file is damaged, or not the published one.
-            ModelError: the version was rounded, or its adapter merged, when it was published, or it belongs to another
-                model.
-        """
-        if self.published_kind == "full":
-            read: Mapping[str, Tensor] = read_weights(weights, max_numbers=count_numbers(self.model)).tensors
-        else:
-            count = sum(tensor.numel() for tensor in self._unique_tensors().values())
-            read = read_adapter_tensors(weights, max_numbers=count)
-        if not self.is_published_exactly or any(tensor.dtype != torch.float32 for tensor in read.values()):
-            raise ModelError(
-                f"{weights.path}: {'merged' if self._merges else 'rounded'} when it was published, so it differs from "
-                "the trained weights; use the weights of a checkpoint, which are float32"
-            )
-        if self.adapter is None:
-            state = dict(self.model.state_dict())
-            read = map_weights_to_state(weights, read, state, self.model)
-        else:
-            state = self._unique_tensors()
-            if {name: tensor.shape for name, tensor in read.items()} != {name: state[name].shape for name in state}:
-                raise ModelError(f"{weights.path}: an adapter of different modules, or of a different rank")
-        with torch.no_grad():
-            for name, tensor in read.items():
-                state[name].copy_(tensor)
-            if self.kind == "full":
-                for name, compute_tensor in self._compute_tensors.items():
-                    self.parameters[name].copy_(compute_tensor)
-            self.round_masters()
-
-
-def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in dict(tensors).items()}
-
-
-def _layer(name: str) -> str:
-    """Return the layer of a parameter: its name up to the first number."""
-    match = re.match(r".*?\.\d+\.", name)
-    return match[0] if match else ""
 
 
 def load_models(

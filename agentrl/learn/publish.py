@@ -54,6 +54,7 @@ from agentrl.engines.models import dtype_name
 from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
 from agentrl.engines.weights.transports import transport_named
 from agentrl.learn.packing import MicroBatch
+from agentrl.learn.publication import PublishedAdapter
 from agentrl.learn.ranks import exhaust_on_exit
 from agentrl.learn.storage import converting_write_errors, write_tensors
 from agentrl.rollout.chat.chat_template import TOOL_TEMPLATE_FILE
@@ -115,17 +116,17 @@ class Publisher:
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version. Publishing the same weights again under the same id changes nothing.
 
-        If the model is sharded, all ranks iterate over `model.published()` together; this rank does so to the end even
-        if writing fails.
+        If the model is sharded, all ranks iterate over its tensors together; this rank does so to the end even if
+        writing fails.
 
         Raises:
             TrainerError: the id exists with other weights.
             StorageError: writing failed; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
-        kind, policy = model.published_kind, version.policy
+        kind, policy = model.publication.kind, version.policy
         with (
-            exhaust_on_exit(model.published()) as tensors,
+            exhaust_on_exit(model.publication.tensors()) as tensors,
             converting_write_errors(directory),
             staging_directory(directory, depth=2) as staging,
         ):
@@ -143,7 +144,7 @@ class Publisher:
                 ) from error
             if kind == "full" and not num_deltas:
                 make_whole(directory)  # it may have existed as changes
-        if self._changes_may_be_small(model.published_layout()):
+        if self._changes_may_be_small(model.publication.layout()):
             self._bases[policy] = _Base(directory, digest, num_deltas)
         return WeightsRef(
             version=version, path=str(directory), kind=kind, sha256=digest, changed_numbers=changed_numbers
@@ -191,11 +192,10 @@ class Publisher:
         the share of its numbers that changed."""
         digest = hashlib.sha256()
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
-        layout = model.published_layout()
-        adapter_config = model.adapter_config()
-        if adapter_config is not None:
+        layout = model.publication.layout()
+        if isinstance(model.publication, PublishedAdapter):
             write_tensors(directory / ADAPTER_FILE, layout, tensors, metadata, digest)
-            text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
+            text = json.dumps(model.publication.config(), indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
             digest.update(text.encode())
             return digest.hexdigest(), 0, None

@@ -739,7 +739,7 @@ class PolicyTrainer:
             if self._ranks.rank == 0:
                 return msgspec.json.encode(self._publisher.publish(version, learner.model, canary))
             if learner.model.sharded:
-                deque(learner.model.published(), maxlen=0)
+                deque(learner.model.publication.tensors(), maxlen=0)
             return b""
 
         learner.published = msgspec.json.decode(broadcast_from_first_rank(self._ranks, write), type=WeightsRef)
@@ -761,7 +761,7 @@ class PolicyTrainer:
                 f"the newest version that policy {version.policy!r} has published is "
                 f"{'none' if newest is None else newest.version}; {version} is not sent"
             )
-        self._publisher.send(newest, learner.model.published_layout(), recipient)
+        self._publisher.send(newest, learner.model.publication.layout(), recipient)
 
     def discard(self, policy: str) -> None:
         """Discard the gradient accumulated for the policy's next step."""
@@ -771,7 +771,7 @@ class PolicyTrainer:
         """Whether only checkpoints hold all that is trained, because versions are rounded or merged, or lack the value
         head."""
         learner = self._learner(policy)
-        return not learner.model.is_published_exactly or learner.value_head is not None
+        return bool(learner.model.publication.inexact_because) or learner.value_head is not None
 
     def recompute(
         self,
@@ -801,7 +801,7 @@ class PolicyTrainer:
         learner.discard()
         learner.step, learner.version, learner.report = started_from.step, started_from, None
         if isinstance(weights, WeightsRef):
-            learner.model.load_published(weights)
+            learner.model.publication.load(weights)
         elif weights is not None:
             learner.load(weights)
         for earlier, rate in between:

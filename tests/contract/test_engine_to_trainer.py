@@ -293,7 +293,7 @@ def test_what_cannot_be_trained_and_served_is_refused_with_what_can(
 @pytest.mark.parametrize("targets", [["q_proj", "model.layers.1.mlp.down_proj"], ["self_attn.v_proj"]])
 def test_layers_are_named_by_the_end_of_their_names(zoo: ModelZoo, targets: list[str]) -> None:
     model = lora_model(zoo, "llama", *targets)
-    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in model.published_layout()}
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in model.publication.layout()}
     assert {name for name in adapted if not any(name.endswith(f".{target}") for target in targets)} <= set(targets)
     assert len(adapted) == (3 if "q_proj" in targets else 2)
 
@@ -311,7 +311,7 @@ def test_two_policies_have_adapters_on_layers_of_their_own(zoo: ModelZoo) -> Non
         policies={name: PolicyConfig(lora=each) for name, each in lora.items()},
     )
     models = load_models(config.trainer_plan, torch.device("cpu"))
-    layers = {name: {key.split(".lora_")[0] for key in model.published_layout()} for name, model in models.items()}
+    layers = {name: {key.split(".lora_")[0] for key in model.publication.layout()} for name, model in models.items()}
     assert {name: len(found) for name, found in layers.items()} == {"one": 2, "all": 14}
     assert models["one"].described.startswith(
         "one: adapters of rank 2: 768 trained parameters on q_proj, 19.0% of the "

@@ -100,15 +100,13 @@ def test_a_version_directory_that_cannot_be_made_is_named(model: Path, tmp_path:
 class ShardedModel:
     """Stands for a model whose tensors all ranks gather together, one at a time."""
 
-    kind = published_kind = "adapter"
+    kind = "adapter"
 
     def __init__(self) -> None:
         self.gathered = 0
+        self.publication = self
 
-    def adapter_config(self) -> dict[str, Any]:
-        return {}
-
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in "abc":
             self.gathered += 1
             yield name, torch.zeros(1)

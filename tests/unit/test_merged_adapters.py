@@ -65,7 +65,7 @@ def test_a_version_computes_what_was_trained(tmp_path: Path, kind: str, experts:
     logprobs = [computed(model, samples) for model in (trained, load(served), load(start))]
     torch.testing.assert_close(logprobs[1], logprobs[0], atol=1e-4, rtol=0)
     assert (logprobs[2] - logprobs[0]).abs().max() > 1e-2, "the step changed next to nothing"
-    assert load(served).published_layout().keys() == load(start).published_layout().keys()
+    assert load(served).publication.layout().keys() == load(start).publication.layout().keys()
 
 
 def test_what_was_trained_is_in_checkpoints_alone(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_was_trained_is_in_checkpoints_alone(tmp_path: Path) -> None:
     resumed.start(tmp_path / "checkpoint")
     assert resumed.publish("policy", FIRST).sha256 == reference.sha256
     with pytest.raises(ModelError, match="merged when it was published"):
-        trainer._learners["policy"].model.load_published(reference)
+        trainer._learners["policy"].model.publication.load(reference)
 
 
 def test_engines_serve_full_weights(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_pat
     policy = load_models(run.trainer_plan, torch.device("cpu"))["policy"]
     layers = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
     assert [list(layer.scaling.values()) for layer in layers] == [[3.0]] * 8
-    assert policy.adapter_config()["use_rslora"] is True
+    assert policy.publication.config()["use_rslora"] is True
 
 
 def test_layers_that_share_a_weight_are_trained_with_an_adapter_each(tmp_path: Path) -> None:
@@ -196,13 +196,14 @@ def test_layers_that_share_a_weight_are_trained_with_an_adapter_each(tmp_path: P
     run = long_run(write_model("Zamba2", tmp_path / "base"), policies={"policy": PolicyConfig(lora=LoraConfig(rank=2))})
     policy, rows = load_models(run.trainer_plan, torch.device("cpu"))["policy"], family_rows()
     assert any(
-        name.endswith("layers.5.shared_transformer.self_attn.q_proj.lora_A.weight") for name, _ in policy.published()
+        name.endswith("layers.5.shared_transformer.self_attn.q_proj.lora_A.weight")
+        for name, _ in policy.publication.tensors()
     )
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter.normal_(0, 0.05)
-    save_file(dict(policy.published()), tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(policy.adapter_config()))
+    save_file(dict(policy.publication.tensors()), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(policy.publication.config()))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     before = np.concatenate(plain_logprobs(tmp_path / "base", rows))
     found = np.concatenate(trained_logprobs(policy, rows, way=ways(policy)[0]))
@@ -216,7 +217,7 @@ def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
     for targets, expected in (((), False), (("q_proj", "router"), True)):
         run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
         policy = load_models(run.trainer_plan, torch.device("cpu"))["policy"]
-        assert any("router" in name for name in policy.published_layout()) is expected
+        assert any("router" in name for name in policy.publication.layout()) is expected
 
 
 @pytest.mark.parametrize("name", ["HunYuan-MoE", "LongCat-Flash"])

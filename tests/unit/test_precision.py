@@ -185,7 +185,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
         reports.append((report.loss, report.grad_norm, report.input_digest))
     assert reports[0] == reports[1]
     if not trainer.only_in_checkpoints("policy"):
-        trainer._learners["policy"].model.load_published(reference)
+        trainer._learners["policy"].model.publication.load(reference)
         trainer.forward_backward(episodes.batch(3))
         report = trainer.optim_step("policy", 3)
         assert (report.loss, report.grad_norm) == reports[0][:2], "masters follow what is loaded"

@@ -60,7 +60,7 @@ def test_a_version_has_every_tensor_of_the_checkpoint(tmp_path: Path, name: str,
     path, model = publish(base, tmp_path / "run")
     assert lost_in_publishing(base, path) == []
     published = load_file(path / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in model.published_layout().items()} == {
+    assert {name: tensor.shape for name, tensor in model.publication.layout().items()} == {
         name: tensor.shape for name, tensor in published.items()
     }
     assert not has_further or published["mtp.norm.weight"].tolist() == [1.0, 1.0, 1.0]
@@ -74,7 +74,7 @@ def test_the_text_part_is_sampled_and_trained_under_the_names_of_the_whole(tmp_p
     policies = {"policy": PolicyConfig(lora=LORA.model_copy(update={"target_modules": ()}))}
     model = load_models(run_config(tmp_path, policies=policies).trainer_plan, torch.device("cpu"))["policy"]
     modules = dict(AutoModelForImageTextToText.from_pretrained(tmp_path).named_modules())
-    layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in model.published_layout()}
+    layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in model.publication.layout()}
     assert layers
     assert layers <= modules.keys()
     assert not any("vis" in name for name in layers)
@@ -164,5 +164,5 @@ def test_what_was_published_with_a_tower_is_loaded_again_bit_for_bit(tmp_path: P
     (tmp_path / "run").mkdir()
     weights = Publisher(tmp_path / "run").publish(PolicyVersion("policy", 0, 1), model)
     again = load_models(plan, torch.device("cpu"))["policy"]
-    again.load_published(weights)
+    again.publication.load(weights)
     assert all(torch.equal(again.parameters[name], tensor) for name, tensor in model.parameters.items())

@@ -108,7 +108,7 @@ def test_versions_are_those_of_a_16_bit_copy(tmp_path: Path, kind: str, policy: 
     (tmp_path / "run").mkdir()
     model = load(path, policy)
     weights = Publisher(tmp_path / "run").publish(PolicyVersion("policy", 0, 1), model)
-    layout = load(copy, policy, "bfloat16").published_layout()
+    layout = load(copy, policy, "bfloat16").publication.layout()
     (file,) = Path(weights.path).glob("*.safetensors")
     published = load_file(file)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in published.items()} == {

@@ -122,7 +122,7 @@ def test_vllm_reads_adapters_of_experts_as_they_are_computed(tmp_path: Path, kin
             parameter.normal_()
     version = Publisher(tmp_path).publish(PolicyVersion("policy", 0, 1), model)
     helper = PEFTHelper.from_local_dir(version.path, 512)
-    linear = {name.split(".")[-3] for name in model.published_layout()} | {"experts"}
+    linear = {name.split(".")[-3] for name in model.publication.layout()} | {"experts"}
     read = LoRAModel.from_local_checkpoint(version.path, linear, helper, lora_model_id=1, device="cpu")
     config_of_vllm = SimpleNamespace(architectures=model.model.config.architectures)
     manager: Any = SimpleNamespace(
