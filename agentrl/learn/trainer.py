@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -364,57 +364,102 @@ class PolicyTrainer:
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
-        # Covers all tokens if a token's derivative depends on the model's outputs for other tokens.
-        step_gradients: TokenGradients | None = None
-        by_value: Tensor | None = None
         if self._loss.grouping != "token" or self._gae is not None:
-            step_gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
-            derivatives = (*step_gradients.derivatives, *([] if by_value is None else [by_value]))
-            sample_indices = [
-                index
-                for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
-                if self._learns_all_values or any(bool(derivative[start:stop].any()) for derivative in derivatives)
-            ]
+            token_losses = self._accumulate_whole_step(learner, step, samples, columns, weights)
         else:
-            sample_indices = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
-        totals["skipped_samples"] += len(samples) - len(sample_indices)
-        needs_reference = self._loss.needs_reference if step_gradients is None else self._loss.mark.divergence
-        outputs = _StepOutputs(len(columns))
-        for micro_batch in self._micro_batches(
-            learner, samples, sample_indices, backward=True, reference=needs_reference
-        ):
-            tokens = columns.tokens_of(_members(micro_batch, sample_indices))
-            reference = self._reference(learner, micro_batch) if needs_reference else None
-            head = self._forward(learner, micro_batch, reference, entropy_gradient=self._loss.uses_entropy)
-            outputs_with_gradient = [head.logprob, head.entropy, head.reference_kl, head.values]
-            if step_gradients is None:
-                batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
-                assert batch.weights is not None
-                gradients = self._loss.evaluate(batch, batch.weights)
-                by_output = [*gradients.derivatives, None]
-                outputs.add(tokens, (batch.logprobs, batch.entropies, gradients.loss, head.kept_mass))
-                outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
-                self._count_forward(step, micro_batch, samples, sample_indices)
-            else:
-                output_gradients = [*step_gradients.derivatives, *([] if by_value is None else [by_value])]
-                arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(output_gradients)}
-                by_output = [*device_tensors(arrays, head.logprob.device).values()]
-                by_output += [None] * (len(outputs_with_gradient) - len(by_output))
-            pairs = zip(outputs_with_gradient, by_output, strict=True)
-            live = [
-                (output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None
-            ]
-            torch.autograd.backward([output for output, _ in live], [by for _, by in live])
-            here = slice(None) if self._context is None else self._context.slice(micro_batch).trained
-            learner.add_value_curvature(weights[tokens][here])
-        token_losses = (
-            self._add_outputs(step, outputs, columns, sample_indices)
-            if step_gradients is None
-            else step_gradients.loss.numpy()
-        )
+            token_losses = self._accumulate_by_token(learner, step, samples, columns, weights)
         if step.suspect is None and not np.isfinite(token_losses).all():
             wrong = int(np.flatnonzero(~np.isfinite(token_losses))[0])
             step.suspect = samples[int(np.searchsorted(columns.starts, wrong, side="right")) - 1].episode_id
+
+    def _accumulate_by_token(
+        self,
+        learner: Learner,
+        step: StepAccumulator,
+        samples: Sequence[TrainingSample],
+        columns: TokenColumns,
+        weights: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """Accumulate a loss whose derivatives for a token depend on the outputs for that token alone: forward pass,
+        loss and backward pass of one micro-batch after another. Returns the loss of each token, [n]."""
+        sample_indices = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
+        step.totals["skipped_samples"] += len(samples) - len(sample_indices)
+        outputs = _StepOutputs(len(columns))
+        for part in self._forward_parts(
+            learner, samples, columns, sample_indices, backward=True, reference=self._loss.needs_reference
+        ):
+            batch = LossBatch.of(columns.take(part.tokens), part.head, part.reference, weights[part.tokens])
+            assert batch.weights is not None
+            gradients = self._loss.evaluate(batch, batch.weights)
+            outputs.add(part.tokens, (batch.logprobs, batch.entropies, gradients.loss, part.head.kept_mass))
+            outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
+            self._count_forward(step, part.micro_batch, samples, sample_indices)
+            self._backward(learner, part, (*gradients.derivatives, None), weights)
+        return self._add_outputs(step, outputs, columns, sample_indices)
+
+    def _accumulate_whole_step(
+        self,
+        learner: Learner,
+        step: StepAccumulator,
+        samples: Sequence[TrainingSample],
+        columns: TokenColumns,
+        weights: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """Accumulate a loss whose derivatives for a token depend on the outputs for other tokens: they are computed for
+        the whole step first. Returns the loss of each token, [n]."""
+        gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
+        derivatives = [*gradients.derivatives, *([] if by_value is None else [by_value])]
+        sample_indices = [
+            index
+            for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
+            if self._learns_all_values or any(bool(derivative[start:stop].any()) for derivative in derivatives)
+        ]
+        step.totals["skipped_samples"] += len(samples) - len(sample_indices)
+        for part in self._forward_parts(
+            learner, samples, columns, sample_indices, backward=True, reference=self._loss.mark.divergence
+        ):
+            arrays = {str(index): column.numpy()[part.tokens] for index, column in enumerate(derivatives)}
+            of_part = [*device_tensors(arrays, part.head.logprob.device).values()]
+            self._backward(learner, part, of_part if by_value is not None else (*of_part, None), weights)
+        return gradients.loss.numpy()
+
+    def _forward_parts(
+        self,
+        learner: Learner,
+        samples: Sequence[TrainingSample],
+        columns: TokenColumns,
+        sample_indices: Sequence[int],
+        *,
+        backward: bool,
+        reference: bool,
+    ) -> Iterator[_ForwardedPart]:
+        """Yield the outputs of the model, and of its reference where it is needed, for one micro-batch after another;
+        without `backward`, they have no graph."""
+        for micro_batch in self._micro_batches(
+            learner, samples, sample_indices, backward=backward, reference=reference
+        ):
+            reference_head = self._reference(learner, micro_batch) if reference else None
+            with torch.set_grad_enabled(backward):
+                entropy_gradient = backward and self._loss.uses_entropy
+                head = self._forward(learner, micro_batch, reference_head, entropy_gradient=entropy_gradient)
+            tokens = columns.tokens_of(_members(micro_batch, sample_indices))
+            yield _ForwardedPart(micro_batch, tokens, head, reference_head)
+
+    def _backward(
+        self,
+        learner: Learner,
+        part: _ForwardedPart,
+        derivatives: Sequence[Tensor | None],
+        weights: NDArray[np.float32],
+    ) -> None:
+        """Run the backward pass of a part from the derivatives of the loss by its log-probabilities, entropies,
+        divergences and values."""
+        head = part.head
+        pairs = zip((head.logprob, head.entropy, head.reference_kl, head.values), derivatives, strict=True)
+        live = [(output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None]
+        torch.autograd.backward([output for output, _ in live], [by for _, by in live])
+        trained = slice(None) if self._context is None else self._context.slice(part.micro_batch).trained
+        learner.add_value_curvature(weights[part.tokens][trained])
 
     @staticmethod
     def _add_outputs(
@@ -458,16 +503,13 @@ class PolicyTrainer:
         names = ("logprobs", "entropies", *["reference_logprobs"] * needs_reference, *["reference_kl"] * diverges)
         sample_indices, outputs = list(range(len(samples))), _StepOutputs(len(columns))
         end_values: dict[int, float] = {}
-        for micro_batch in self._micro_batches(
-            learner, samples, sample_indices, backward=False, reference=needs_reference
+        for part in self._forward_parts(
+            learner, samples, columns, sample_indices, backward=False, reference=needs_reference
         ):
-            tokens = columns.tokens_of(_members(micro_batch, sample_indices))
-            reference = self._reference(learner, micro_batch) if needs_reference else None
-            with torch.no_grad():
-                head = self._forward(learner, micro_batch, reference, entropy_gradient=False)
-            reference_logprob = None if reference is None else reference.logprob
-            parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
-            outputs.add(tokens, [column for column in parts if column is not None])
+            head, micro_batch = part.head, part.micro_batch
+            reference_logprob = None if part.reference is None else part.reference.logprob
+            found = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
+            outputs.add(part.tokens, [column for column in found if column is not None])
             if head.end_values is not None and micro_batch.end_sample is not None:
                 agents = columns.agent[columns.starts[micro_batch.end_sample]]
                 end_values |= dict(zip(agents.tolist(), head.end_values.tolist(), strict=True))
@@ -861,6 +903,16 @@ def _write_atomically(path: Path, data: bytes) -> None:
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+class _ForwardedPart(NamedTuple):
+    """A micro-batch with the outputs of the model for its tokens."""
+
+    micro_batch: MicroBatch
+    tokens: NDArray[np.int64]
+    """Indices of its tokens among those of the step, [n]."""
+    head: HeadOutput
+    reference: HeadOutput | None
 
 
 class _StepOutputs:
