@@ -347,19 +347,17 @@ def _load_on_base(
     offload = mesh is not None and plan.trainer.sharding == "offload"
     if offload:
         device = torch.device("cpu")
-    adapter_configs = {name: policy.lora for name, policy in base_plan.trained.items() if policy.lora is not None}
+    load_base = partial(
+        LoadedBase, plan, path, partial(_load, path, device, dtype, plan.max_context, mesh, trim), dtype
+    )
+    adapters = {name: policy.lora for name, policy in base_plan.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
-    if adapter_configs:
-        base = LoadedBase(plan, path, partial(_load, path, device, dtype, plan.max_context, mesh, trim), dtype)
-        result = {name: base.add(name, lora) for name, lora in adapter_configs.items()}
+    if adapters:
+        shared = load_base()
+        result = {name: shared.add(name, lora) for name, lora in adapters.items()}
     for name in base_plan.trained:
         if name not in result:
-            model = _load(path, device, dtype, plan.max_context, mesh, trim)
-            replay = _replay(model, captured=plan.capture_routing)
-            unshared_reason = why_unshared(model, plan.max_context)
-            result[name] = PolicyModel(
-                model=model, base=path, peft_model=None, adapter=None, unshared=unshared_reason, replay=replay
-            )
+            result[name] = load_base().bare()
     sharded_forwards: dict[int, ShardedForward] = {}
     for policy_model in result.values():
         if mesh is not None:
