@@ -7,6 +7,7 @@ Rows are written once. The bodies are the clients' own bytes: JSON, or protocol 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,6 +79,9 @@ class RequestLog:
         self._flush = flush
         self._clock = clock
         self._reader = open_database_to_read(path, "requests", run)
+        self._reading = threading.Lock()
+        """Held while a statement reads: one that begins within another, in another thread, sees what the database held
+        when that began, and so not the newest request."""
 
     def receive(self, request: ClientRequest) -> None:
         """Queue an accepted request."""
@@ -109,7 +113,7 @@ class RequestLog:
         """
         marks = ", ".join("?" * len(routes))
         statement = f"SELECT id FROM requests WHERE route IN ({marks}) ORDER BY number"
-        yield from self._read(all_rows(self._reader, self._path, statement, *routes))
+        yield from self._read(self._rows(statement, *routes))
 
     def finished(self, *routes: str) -> Iterator[tuple[ClientRequest, RequestResult]]:
         """Yield the finished requests of some routes with their results, in the order in which they finished.
@@ -119,7 +123,7 @@ class RequestLog:
         """
         marks = ", ".join("?" * len(routes))
         statement = f"SELECT q.id FROM requests q JOIN results r ON r.id = q.id WHERE q.route IN ({marks})"
-        for request in self._read(all_rows(self._reader, self._path, f"{statement} ORDER BY r.rowid", *routes)):
+        for request in self._read(self._rows(f"{statement} ORDER BY r.rowid", *routes)):
             result = self.result(request.id)
             assert result is not None
             yield request, result
@@ -131,7 +135,7 @@ class RequestLog:
             JournalError: a row is damaged.
         """
         statement = "SELECT id FROM requests WHERE subject = ? AND sequence > ? ORDER BY sequence"
-        yield from self._read(all_rows(self._reader, self._path, statement, subject, after))
+        yield from self._read(self._rows(statement, subject, after))
 
     def unfinished(self) -> Iterator[ClientRequest]:
         """Yield the requests without a result, in the order in which they were accepted.
@@ -140,7 +144,7 @@ class RequestLog:
             JournalError: a row is damaged.
         """
         statement = "SELECT id FROM requests q WHERE NOT EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
-        yield from self._read(all_rows(self._reader, self._path, f"{statement} ORDER BY number"))
+        yield from self._read(self._rows(f"{statement} ORDER BY number"))
 
     def _read(self, ids: Iterable[tuple[str]]) -> Iterator[ClientRequest]:
         for (request_id,) in ids:
@@ -154,19 +158,19 @@ class RequestLog:
         Raises:
             JournalError: the row is damaged.
         """
-        rows = all_rows(self._reader, self._path, f"{_SELECT_REQUEST} WHERE id = ?", request_id)
+        rows = self._rows(f"{_SELECT_REQUEST} WHERE id = ?", request_id)
         return ClientRequest(*self._verified("requests", rows[0])) if rows else None
 
     def owner(self, request_id: str) -> str | None:
         """Return the owner of a request on disk; None if there is none."""
-        rows = all_rows(self._reader, self._path, "SELECT owner FROM requests WHERE id = ?", request_id)
+        rows = self._rows("SELECT owner FROM requests WHERE id = ?", request_id)
         return str(rows[0][0]) if rows else None
 
     def last_received(self, subject: str) -> float:
         """Return the wall-clock time of the last request on a subject."""
         newest = "(SELECT max(number) FROM requests WHERE subject = ?)"  # by the index, without reading bodies
         statement = f"SELECT received_at FROM requests WHERE number = {newest}"
-        ((at,),) = all_rows(self._reader, self._path, statement, subject)
+        ((at,),) = self._rows(statement, subject)
         return float(at)
 
     def finished_through(self, subject: str) -> int:
@@ -175,7 +179,7 @@ class RequestLog:
             "SELECT coalesce(max(sequence), -1) FROM requests q WHERE subject = ? AND route NOT IN"
             " ('delete_checkpoint', 'set_checkpoint_ttl') AND EXISTS (SELECT 1 FROM results r WHERE r.id = q.id)"
         )
-        ((number,),) = all_rows(self._reader, self._path, statement, subject)
+        ((number,),) = self._rows(statement, subject)
         return int(number)
 
     def result(self, request_id: str) -> RequestResult | None:
@@ -185,12 +189,16 @@ class RequestLog:
             JournalError: the row is damaged.
         """
         statement = "SELECT id, kind, body, finished_at, checksum FROM results WHERE id = ?"
-        rows = all_rows(self._reader, self._path, statement, request_id)
+        rows = self._rows(statement, request_id)
         return RequestResult(*self._verified("results", rows[0])) if rows else None
 
     def close(self) -> None:
         """Close the connection that reads."""
         self._reader.close()
+
+    def _rows(self, statement: str, *parameters: Any) -> list[Any]:
+        with self._reading:
+            return all_rows(self._reader, self._path, statement, *parameters)
 
     def _verified(self, table: str, row: Any) -> Any:
         """Return a row without its checksum."""
