@@ -18,7 +18,7 @@ _BY_TOKEN = FunctionDeclaration("loss", groups="token", linear=True)
 _BY_CONVERSATION = FunctionDeclaration("loss", groups="agent", linear=True)
 _BY_STEP = FunctionDeclaration("loss", groups="step")
 LOSSES: dict[str, FunctionDeclaration] = {
-    **dict.fromkeys(("truncated", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
+    **dict.fromkeys(("truncated", "dppo", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
     "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level", linear=True),
     "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level", linear=True),
     **dict.fromkeys(("off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),

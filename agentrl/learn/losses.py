@@ -15,8 +15,8 @@ The gradient of a token's loss with respect to its log pi is bounded by |A| time
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
 ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
-The other bounds are in docs/explanation/off_policy.md; gspo, decoupled_ppo, clip_cov and kl_cov are bounded only by the
-ratio.
+The other bounds are in docs/explanation/off_policy.md; dppo, gspo, decoupled_ppo, clip_cov and kl_cov are bounded only
+by the ratio.
 """
 
 from __future__ import annotations
@@ -70,10 +70,25 @@ def truncated(batch: LossBatch, *, max_ratio: float = 5.0, trust_region: float =
     advantage's direction pushes no further.
     """
     with torch.no_grad():
-        change = batch.logprobs.exp() - batch.behavior_logprobs.exp()
-        is_outside = torch.where(batch.advantages > 0, change > trust_region, change < -trust_region)
+        is_outside = _leaves_trust_region(batch, trust_region, trust_region)
         weight = batch.ratio.clamp(max=max_ratio).masked_fill(is_outside, 0.0)
     return -weight * batch.advantages * batch.logprobs
+
+
+def dppo(batch: LossBatch, *, delta_low: float = 0.2, delta_high: float = 0.2) -> Tensor:
+    """-w A, without gradient outside a trust region in probability (DPPO with binary TV, arXiv:2602.04879, eq. 13).
+
+    Left out where A > 0 and pi - mu > h, or A <= 0 and pi - mu < -l, l = `delta_low`, h = `delta_high`: as `truncated`
+    with an unbounded ratio. SkyRL serves it under this name, with these options.
+    """
+    is_outside = _leaves_trust_region(batch, delta_low, delta_high)
+    return -batch.ratio * batch.advantages * ~is_outside
+
+
+def _leaves_trust_region(batch: LossBatch, low: float, high: float) -> Tensor:
+    """Return a bool mask [n] of the tokens whose probability has already moved too far in the advantage's direction."""
+    change = batch.logprobs.detach().exp() - batch.behavior_logprobs.exp()
+    return torch.where(batch.advantages > 0, change > high, change < -low)
 
 
 def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 3.0) -> Tensor:
@@ -83,12 +98,11 @@ def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dua
     l = `clip_low`, h = `clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `dual_clip`: without it the gradient of a
     token of negative advantage grows with the ratio, without bound.
     """
-    return _clipped_objective(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    return clipped_objective(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
 
 
-def _clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
-) -> Tensor:
+def clipped_objective(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
+    """Return the loss of `ppo` for any ratio, [n]."""
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     return -torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
@@ -124,7 +138,7 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
     """
     log_s = batch.mean(batch.logprobs - batch.behavior_logprobs, "agent")
     s = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return _clipped_objective(s, batch.advantages, clip_low, clip_high, torch.inf)
+    return clipped_objective(s, batch.advantages, clip_low, clip_high, torch.inf)
 
 
 def decoupled_ppo(
@@ -138,7 +152,7 @@ def decoupled_ppo(
     correction = batch.proximal_logprobs - batch.behavior_logprobs
     weight = correction.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio).detach()
     r = (batch.logprobs - batch.proximal_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return weight * _clipped_objective(r, batch.advantages, clip_low, clip_high, torch.inf)
+    return weight * clipped_objective(r, batch.advantages, clip_low, clip_high, torch.inf)
 
 
 def importance_sampling(
@@ -348,7 +362,7 @@ def _check_one_of(option: str, value: str, choices: Sequence[str]) -> None:
 BUILT_IN: dict[str, LossFunction] = {
     function.__name__: function
     for function in (
-        *(truncated, ppo, reinforce, cispo, sapo, gspo, decoupled_ppo, importance_sampling, geometric_mask),
+        *(truncated, dppo, ppo, reinforce, cispo, sapo, gspo, decoupled_ppo, importance_sampling, geometric_mask),
         *(off_policy_mask, m2po, topr, vespo, clip_cov, kl_cov, distillation, dpo),
     )
 }

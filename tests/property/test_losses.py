@@ -137,7 +137,7 @@ BOUNDS: list[tuple[Loss, float]] = [
     (loss_named("vespo"), 1.2416),
 ]
 """Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/explanation/off_policy.md."""
-UNBOUNDED = {"gspo", "decoupled_ppo", "clip_cov", "kl_cov"}
+UNBOUNDED = {"dppo", "gspo", "decoupled_ppo", "clip_cov", "kl_cov"}
 NOT_BY_ADVANTAGE = {"dpo", "distillation"}
 
 

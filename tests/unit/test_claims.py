@@ -45,7 +45,7 @@ def test_a_sentence_altered_on_purpose_is_found(page: str, sentence: str, altere
 @pytest.mark.parametrize(
     "false",
     [
-        {"value": "agentrl.config.algorithms:LOSSES", "is": 18},
+        {"value": "agentrl.config.algorithms:LOSSES", "is": 17},
         {"tests": ["tests/unit/test_claims.py::test_that_nobody_wrote"]},
         {"source": "constraints.txt", "has": "torch==1.0"},
     ],

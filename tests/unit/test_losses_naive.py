@@ -116,6 +116,15 @@ def naive_truncated(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
     return -torch.exp(pi - mu).detach().clamp(max=5.0) * keep * a * pi
 
 
+def naive_dppo(pi: Tensor, mu: Tensor, a: float, *, delta_low: float, delta_high: float, **_: Any) -> Tensor:
+    losses = []
+    for now, before in zip(pi, mu, strict=True):
+        moved = math.exp(number(now)) - math.exp(number(before))
+        is_masked = moved > delta_high if a > 0 else moved < -delta_low
+        losses.append(-torch.exp(now - before) * a * (not is_masked))
+    return torch.stack(losses)
+
+
 def naive_ppo(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
     return naive_off_policy(pi, mu, a, threshold=math.inf)
 
@@ -126,6 +135,8 @@ def naive_reinforce(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
 
 CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
     ("truncated", {}, naive_truncated),
+    ("dppo", {"delta_low": 0.2, "delta_high": 0.2}, naive_dppo),
+    ("dppo", {"delta_low": 0.1, "delta_high": 0.02}, naive_dppo),
     ("ppo", {}, naive_ppo),
     ("reinforce", {}, naive_reinforce),
     ("sapo", {}, naive_sapo),
