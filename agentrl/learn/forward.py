@@ -231,6 +231,24 @@ class HeadOutput(NamedTuple):
         return self.map(lambda column: column[torch.from_numpy(tokens).to(column.device)])
 
 
+class SamplerDistributions(NamedTuple):
+    """Distributions that n tokens were sampled from, over the sampler's likeliest tokens, to diverge from."""
+
+    top_ids: Tensor
+    """[n, k] int64, the likeliest tokens."""
+    top_logprobs: Tensor
+    """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together."""
+
+    def slice(self, start: int, stop: int) -> SamplerDistributions:
+        """Return the distributions of tokens [start, stop)."""
+        return SamplerDistributions(self.top_ids[start:stop], self.top_logprobs[start:stop])
+
+    def take(self, tokens: NDArray[np.int64]) -> SamplerDistributions:
+        """Return the distributions of some tokens."""
+        chosen = torch.from_numpy(tokens).to(self.top_ids.device)
+        return SamplerDistributions(self.top_ids[chosen], self.top_logprobs[chosen])
+
+
 class KeptVocabularySets(NamedTuple):
     """The kept set K_t of each of n tokens, ragged."""
 
@@ -255,7 +273,7 @@ def logprobs_from_logits(
     kept_mask: Tensor | None = None,
     entropy_gradient: bool = True,
     top: int = 0,
-    reference: HeadOutput | None = None,
+    reference: HeadOutput | SamplerDistributions | None = None,
 ) -> HeadOutput:
     """Compute the log-probability of `targets` under softmax(logits / temperature), restricted to the kept set.
 
@@ -269,7 +287,8 @@ def logprobs_from_logits(
         kept_mask: bool [n, V], True where the sampler kept the token; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable; without, it costs less.
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
-        reference: result of the reference for the same tokens, with `top`, for `reference_kl`.
+        reference: result of the reference for the same tokens, with `top`, for `reference_kl`; or distributions of the
+            sampler, of which it is then `sampler_divergence`.
     """
     logits = logits.float()
     if isinstance(temperature, Tensor):
@@ -297,11 +316,21 @@ def logprobs_from_logits(
 
 
 def _divergence_terms(
-    log_softmax: Tensor, logprob: Tensor, targets: Tensor, top: int, reference: HeadOutput | None
+    log_softmax: Tensor,
+    logprob: Tensor,
+    targets: Tensor,
+    top: int,
+    reference: HeadOutput | SamplerDistributions | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return `top_ids`, `top_logprobs` and `reference_kl` of a distribution."""
     ids, logprobs = _likeliest(log_softmax.detach(), top) if top else (None, None)
-    kl = None if reference is None else reference_divergence(log_softmax, logprob, targets, reference)
+    match reference:
+        case None:
+            kl = None
+        case SamplerDistributions():
+            kl = sampler_divergence(log_softmax, reference)
+        case HeadOutput():
+            kl = reference_divergence(log_softmax, logprob, targets, reference)
     return ids, logprobs, kl
 
 
@@ -349,6 +378,26 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     return kl + residual * (1.0 + logprob - logprob.detach())
 
 
+def sampler_divergence(log_softmax: Tensor, sampler: SamplerDistributions) -> Tensor:
+    """Compute KL(mu || pi) of each token's distribution, [n].
+
+    With K the sampler's k likeliest tokens, and mu taken as proportional to pi on all others, R, that is
+
+        sum over v in K of mu_v log(mu_v / pi_v) + mu_R log(mu_R / pi_R)
+
+    Its gradient is minus the expectation of ∇ log pi under that mu, the drift that score centering removes
+    (arXiv:2609.20807); k = V is exact.
+
+    Args:
+        log_softmax: [n, V], log pi.
+        sampler: the distributions mu of the same tokens.
+    """
+    logprobs = torch.cat(
+        [log_softmax.gather(1, sampler.top_ids).clamp(min=_FLOOR), _tail_logprobs(log_softmax, sampler.top_ids)], dim=1
+    )
+    return (sampler.top_logprobs.exp() * (sampler.top_logprobs - logprobs)).sum(dim=1)
+
+
 def chunked_logprobs_from_hidden(
     model: PreTrainedModel,
     hidden: Tensor,
@@ -358,7 +407,7 @@ def chunked_logprobs_from_hidden(
     kept_sets: KeptVocabularySets | None = None,
     entropy_gradient: bool = True,
     top: int = 0,
-    reference: HeadOutput | None = None,
+    reference: HeadOutput | SamplerDistributions | None = None,
 ) -> HeadOutput:
     """Compute `logprobs_from_logits` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the
     backward pass.
@@ -402,7 +451,7 @@ def token_logprobs(  # noqa: PLR0913
     entropy_gradient: bool = False,
     replay: RoutingReplay | None = None,
     top: int = 0,
-    reference: HeadOutput | None = None,
+    reference: HeadOutput | SamplerDistributions | None = None,
     value_head: nn.Module | None = None,
     context: ContextGroup | None = None,
 ) -> HeadOutput:

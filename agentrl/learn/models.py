@@ -57,6 +57,7 @@ from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
     RoutingReplay,
+    SamplerDistributions,
     sharing_pays,
     token_logprobs,
     tree_attention,
@@ -166,7 +167,7 @@ class PolicyModel:
         entropy_gradient: bool = False,
         replay: RoutingReplay | None = None,
         top: int = 0,
-        reference: HeadOutput | None = None,
+        reference: HeadOutput | SamplerDistributions | None = None,
         value_head: nn.Module | None = None,
         context: ContextGroup | None = None,
     ) -> HeadOutput:

@@ -19,37 +19,71 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+RATIO_MASK = "sequence_ratio_mask"
+"""Column of the tokens over whose log-ratios `gspo` takes the mean: those that are not 0."""
+
+
 class ClientBatch(LossBatch):
-    """The input of a client's loss. The ratio has no bound: if it overflows, the pass fails."""
+    """The input of a client's loss: whole rows. The ratio has no bound: if it overflows, the pass fails.
+
+    `reference_kl` is KL(mu || pi), the divergence from the sampler (`forward.sampler_divergence`), for a loss that
+    reads it.
+    """
+
+    ratio_mask: Tensor
+    """1 for each token of `RATIO_MASK`, else 0; only for a loss that needs it."""
 
     @property
     def log_ratio(self) -> Tensor:
         return self.logprobs - self.behavior_logprobs
 
 
-# The arguments besides the batch are the protocol's settings. A batch holds a part of a pass, so only losses by token
-# fit here.
+# The arguments besides the batch are the protocol's settings. A batch holds some rows of a pass, each whole, so losses
+# by token and by row fit here.
 
 
-def _importance_sampling(batch: LossBatch) -> Tensor:
+def _importance_sampling(batch: ClientBatch) -> Tensor:
     """-r A, with the ratio r."""
     return losses.ppo(batch, clip_low=math.inf, clip_high=math.inf, dual_clip=math.inf)
 
 
-def _ppo(batch: LossBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+def _ppo(batch: ClientBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
     """-min(r A, clip(r) A)."""
     return losses.ppo(batch, clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1, dual_clip=math.inf)
 
 
-def _cispo(batch: LossBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+def _cispo(batch: ClientBatch, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
     """-sg(clip(r)) A log p."""
     return losses.cispo(batch, min_ratio=clip_low_threshold, max_ratio=clip_high_threshold)
 
 
-def _dro(batch: LossBatch, *, beta: float = 0.05) -> Tensor:
+def _dro(batch: ClientBatch, *, beta: float = 0.05) -> Tensor:
     """-(A log p - β/2 (log r)²): Richemond et al., 2024, arXiv:2405.19107."""
     penalty = losses.kl_divergence(batch.logprobs, batch.behavior_logprobs, estimator="k2")
     return losses.reinforce(batch) + beta * penalty
+
+
+def _gspo(batch: ClientBatch, *, clip_low_threshold: float = 1 - 3e-4, clip_high_threshold: float = 1 + 4e-4) -> Tensor:
+    """-min(s A, clip(s) A), with the value of the row's ratio s and the gradient of each token's own log p.
+
+    log s is the mean of log r over the row's tokens in `RATIO_MASK` (GSPO-token, Zheng et al. 2025, arXiv:2507.18071,
+    eq. 14 and 15; tinker-docs.thinkingmachines.ai/tinker/losses/gspo). The default thresholds are the paper's.
+    """
+    log_ratio = batch.log_ratio.detach() * batch.ratio_mask
+    log_s = batch.sum(log_ratio, "row") / batch.sum(batch.ratio_mask, "row")
+    s = (log_s + batch.logprobs - batch.logprobs.detach()).exp()
+    return losses.clipped_objective(s, batch.advantages, 1 - clip_low_threshold, clip_high_threshold - 1, math.inf)
+
+
+def _stable_reinforce(batch: ClientBatch) -> Tensor:
+    """-A (log p + KL(mu || p)): REINFORCE with score centering (arXiv:2609.20807).
+
+    The gradient is that of -A log p, less its expectation under the sampler mu: the drift by which a difference between
+    sampler and trainer adds up. Thinking Machines describes StableReinforce by what it needs and does, without its
+    formula (tinker-docs.thinkingmachines.ai/tinker/losses/stable-reinforce); this is a published loss of that kind.
+    """
+    assert batch.reference_kl is not None
+    return -batch.advantages * (batch.logprobs + batch.reference_kl)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +98,8 @@ class ClientLoss:
     """Columns that each row must have."""
     accepts: tuple[str, ...] = ()
     """Further columns that the loss reads. Any other column is refused: it would change nothing."""
+    reads_sampler: bool = False
+    """Whether the loss reads the recorded distributions of the sampler, so that each row needs its provenance."""
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -77,6 +113,12 @@ CLIENT_LOSSES: Mapping[str, ClientLoss] = {
     "ppo": ClientLoss(function=_ppo),
     "cispo": ClientLoss(function=_cispo),
     "dro": ClientLoss(function=_dro),
+    "gspo": ClientLoss(function=_gspo, needs=("logprobs", "advantages", RATIO_MASK)),
+    "dppo": ClientLoss(function=losses.dppo),
+    # Its log-probabilities are compared with the recorded ones (`stability.py`).
+    "stable_reinforce": ClientLoss(
+        function=_stable_reinforce, needs=("advantages",), accepts=("logprobs",), reads_sampler=True
+    ),
 }
 
 
@@ -115,7 +157,13 @@ def _check_row(where: str, row: ClientRow, loss: str, chosen: ClientLoss, *, voc
     for name, tokens in (("model_input", row.token_ids), ("target_tokens", row.targets)):
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
             raise InputError(f"{where}: {name} has a token outside the vocabulary, [0, {vocabulary})")
-    readable = (*chosen.needs, *chosen.accepts)
+    _check_columns(where, row, loss, chosen)
+    if chosen.reads_sampler:
+        _check_provenance(where, row, loss)
+
+
+def _check_columns(where: str, row: ClientRow, loss: str, chosen: ClientLoss) -> None:
+    count, readable = len(row.token_ids), (*chosen.needs, *chosen.accepts)
     for name, column in row.columns.items():
         if name not in readable:
             advice = "; multiply the advantages by them" if name == "weights" and "advantages" in readable else ""
@@ -129,3 +177,19 @@ def _check_row(where: str, row: ClientRow, loss: str, chosen: ClientLoss, *, voc
             raise InputError(f"{where}: {name} has a value that is NaN or infinite")
     if missing := [name for name in chosen.needs if name not in row.columns]:
         raise InputError(f"{where}: the loss {loss} needs {missing[0]}")
+    if RATIO_MASK in chosen.needs and not row.columns[RATIO_MASK].any():
+        raise InputError(f"{where}: {RATIO_MASK} marks no token, so the row has no ratio")
+
+
+def _check_provenance(where: str, row: ClientRow, loss: str) -> None:
+    if not row.provenance:
+        raise InputError(
+            f"{where}: the loss {loss} needs the provenance of the targets; add it with Datum.with_provenance, from "
+            "samples of a client with record_stability_info"
+        )
+    covered = sum(span.length for span in row.provenance)
+    if covered != len(row.targets):
+        raise InputError(f"{where}: its provenance covers {covered} targets, but it has {len(row.targets)}")
+    is_sampled = np.repeat([span.is_sampled for span in row.provenance], [span.length for span in row.provenance])
+    if row.columns["advantages"][~is_sampled].any():
+        raise InputError(f"{where}: the loss {loss} trains on sampled tokens alone; set all other advantages to 0")

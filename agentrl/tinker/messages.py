@@ -14,7 +14,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ _NO_LOGPROB = -99999.0
 """Log-probability of an empty cell among the likeliest tokens, in the protocol."""
 NO_PROJECTS = "a server has no projects, and each key sees what it made; name weights by their path"
 """Why a request with a project is refused."""
+_STABILITY_INFO = 1000
+"""Field of a sample with the sampler's likeliest tokens, for `stable_reinforce`. The SDK has no such field and skips
+it."""
 MAX_FIELDS = 1 << 17
 """Maximum number of fields in a body, with those of its parts. A row of the SDK has about 40."""
 
@@ -107,6 +110,15 @@ def _text(value: Any, name: str) -> str:
         raise RequestRefusedError(f"{name}: not text in UTF-8") from None
 
 
+class ProvenanceSpan(NamedTuple):
+    """A run of a row's targets: tokens `[offset, offset + length)` of a sampled sequence, or of its prompt."""
+
+    sequence_id: str
+    offset: int
+    length: int
+    is_sampled: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClientRow:
     """A row that a client trains on: after each input token, one target."""
@@ -116,6 +128,8 @@ class ClientRow:
     """Token whose log-probability is computed after each input token; need not be the next input token."""
     columns: Mapping[str, Float32Array] = field(default_factory=dict)
     """Further inputs of the loss by name, one number per target."""
+    provenance: Sequence[ProvenanceSpan] = ()
+    """Where the targets come from, in order; empty if the client does not say."""
 
 
 @dataclass(slots=True)
@@ -166,12 +180,16 @@ def _read_row(data: memoryview, where: str, count: Iterator[int]) -> ClientRow:
 
     parts: list[NDArray[np.int32]] = []
     inputs: dict[str, NDArray[Any]] = {}
+    spans: list[ProvenanceSpan] = []
     for number, value in _fields(data, count):
-        if number == 1:
-            parts.append(_read_chunk(_bytes(value, where), where, count))
-        elif number == 2:
-            name, tensor = _entry(value, f"{where}, loss_fn_inputs", count)
-            inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}", count)
+        match number:
+            case 1:
+                parts.append(_read_chunk(_bytes(value, where), where, count))
+            case 2:
+                name, tensor = _entry(value, f"{where}, loss_fn_inputs", count)
+                inputs[name] = _read_tensor(_bytes(tensor, where), f"{where}, {name[:60]}", count)
+            case 4:
+                spans += _read_spans(_bytes(value, where), where, count)
     targets = inputs.pop("target_tokens", None)
     if targets is None or targets.dtype.kind != "i":
         raise RequestRefusedError(f"{where}: target_tokens are missing, or no integers")
@@ -179,7 +197,23 @@ def _read_row(data: memoryview, where: str, count: Iterator[int]) -> ClientRow:
         token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
         targets=targets.astype(np.int64),
         columns={name: column.astype(np.float32) for name, column in inputs.items()},
+        provenance=spans,
     )
+
+
+def _read_spans(data: memoryview, where: str, count: Iterator[int]) -> Iterator[ProvenanceSpan]:
+    where = f"{where}, loss_fn_input_spans"
+    for kind, content in _fields(data, count):
+        sequence_id, offset, length = "", 0, 0
+        for number, value in _fields(_bytes(content, where), count):
+            match number:
+                case 1:
+                    sequence_id = _text(value, where)
+                case 2:
+                    offset = _number(value, where)
+                case 3:
+                    length = _number(value, where)
+        yield ProvenanceSpan(sequence_id, offset, length, is_sampled=kind == 2)
 
 
 def _read_chunk(data: memoryview, where: str, count: Iterator[int]) -> NDArray[np.int32]:
@@ -284,7 +318,11 @@ def write_forward_backward(logprobs: Sequence[NDArray[np.float32]], metrics: Map
 
 
 def write_samples(
-    samples: Sequence[Completion], tops: Sequence[bytes], prompt_logprobs: NDArray[np.float32] | None, prompt_top: bytes
+    samples: Sequence[Completion],
+    tops: Sequence[bytes],
+    prompt_logprobs: NDArray[np.float32] | None,
+    prompt_top: bytes,
+    stability_info: Sequence[bytes],
 ) -> bytes:
     """Write the answer to a request for samples.
 
@@ -293,6 +331,7 @@ def write_samples(
         tops: the likeliest tokens at each token of each sample, by `write_top`; empty without.
         prompt_logprobs: the log-probability of each token of the prompt; NaN where none was computed.
         prompt_top: the likeliest tokens at each token of the prompt; empty without.
+        stability_info: the likeliest tokens at each token of each sample, for `read_stability_info`; empty without.
     """
     parts = [
         _encode(
@@ -300,9 +339,10 @@ def write_samples(
             _encode_number(1, 0 if sample.finish_reason == "stop" else 1)
             + _encode(2, sample.token_ids.astype("<i4").tobytes())
             + _encode(3, sample.logprobs.astype("<f4").tobytes())
-            + (_encode(4, top) if top else b""),
+            + (_encode(4, top) if top else b"")
+            + (_encode(_STABILITY_INFO, info) if info else b""),
         )
-        for sample, top in zip(samples, tops, strict=True)
+        for sample, top, info in zip(samples, tops, stability_info, strict=True)
     ]
     if prompt_logprobs is not None:
         parts.append(_encode(2, prompt_logprobs.astype("<f4").tobytes()))
@@ -327,6 +367,34 @@ def write_top(ids: NDArray[np.int32], logprobs: NDArray[np.float32], *, width: i
     ids[:empty_rows], logprobs[:empty_rows] = 0, _NO_LOGPROB
     columns = _encode(1, ids.astype("<i4").tobytes()) + _encode(2, logprobs.astype("<f4").tobytes())
     return columns + _encode_number(3, width) + _encode_number(4, len(ids))
+
+
+class RecordedSample(NamedTuple):
+    """What a recorded answer has of one sample."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    """The sampler's likeliest tokens at each token, `[n, k]`."""
+    top_logprobs: NDArray[np.float32]
+
+
+def read_stability_info(body: bytes, number: int) -> RecordedSample | None:
+    """Read a sample of a recorded answer by its number; None if there is none, or it has no stability information."""
+    import numpy as np
+
+    count = itertools.count()
+    samples = [value for field_number, value in _fields(memoryview(body), count) if field_number == 1]
+    parts = dict(_fields(samples[number], count)) if number < len(samples) else {}
+    if _STABILITY_INFO not in parts:
+        return None
+    top = dict(_fields(parts[_STABILITY_INFO], count))
+    return RecordedSample(
+        np.frombuffer(parts[2], "<i4"),
+        np.frombuffer(parts[3], "<f4"),
+        np.frombuffer(top[1], "<i4").reshape(-1, top[3]),
+        np.frombuffer(top[2], "<f4").reshape(-1, top[3]),
+    )
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -500,6 +568,7 @@ class Sample(msgspec.Struct):
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    record_stability_info: bool | None = None
 
 
 FUTURES: Mapping[str, Any] = {

@@ -31,6 +31,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.versions import record_published_version
 from agentrl.tinker import messages
+from agentrl.tinker.stability import find_distributions
 from agentrl.tinker.tables import (
     EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
@@ -222,9 +223,19 @@ class ModelTraining:
     def _forward_backward(
         self, model: ClientModel, request: ClientRequest, content: messages.ForwardBackwardRequest
     ) -> Outcome:
+        from agentrl.tinker.losses import CLIENT_LOSSES
+
         started = self._clock.monotonic()
+        distributions = None
+        if CLIENT_LOSSES[content.loss_fn].reads_sampler:
+            distributions = find_distributions(self._log, model.owner, content.rows)
         result = model.base.trainer.forward(
-            model.id, content.rows, content.loss_fn, content.settings, backward=not content.forward_only
+            model.id,
+            content.rows,
+            content.loss_fn,
+            content.settings,
+            backward=not content.forward_only,
+            distributions=distributions,
         )
         tokens = sum(len(row.token_ids) for row in content.rows)
         model.trained_tokens += tokens

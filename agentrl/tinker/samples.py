@@ -52,6 +52,7 @@ from agentrl.rollout.turn_entries import completion_from_entry
 from agentrl.tinker.config import ENVIRONMENT
 from agentrl.tinker.messages import Sample, Sampling, write_samples, write_top
 from agentrl.tinker.shares import EnginePlaces
+from agentrl.tinker.stability import TOP_TOKENS
 
 if TYPE_CHECKING:
     from agentrl.core.ports import NewTokensCallback
@@ -252,6 +253,11 @@ class SamplingSource:
         """Version of the weights."""
         return PolicyVersion(self.policy, 0, 0) if self.weights is None else self.weights.version
 
+    @property
+    def scored(self) -> PolicyVersion | str:
+        """The weights by the name under which an engine scores."""
+        return self.policy if self.weights is None else self.version
+
 
 def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
     """Refuse a request for samples that no engine could answer.
@@ -285,6 +291,22 @@ def check_sample(request: Sample, *, max_context: int, vocabulary: int) -> None:
             raise InputError(
                 f"{name} = {count}: for {positions} tokens, from 0 to {MAX_TOP_CELLS // positions} are possible"
             )
+    if request.record_stability_info:
+        _check_stability(request.sampling_params, max(request.num_samples * sampled, computed))
+
+
+def _check_stability(sampling: Sampling, positions: int) -> None:
+    """Refuse to record distributions that are cut, whose likeliest tokens say nothing of the others, or too many."""
+    if sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p != 1:
+        raise InputError(
+            "record_stability_info: the whole distribution must be sampled; set a temperature above 0, top_k = -1 and "
+            "top_p = 1, or sample with a client that does not record"
+        )
+    if positions * TOP_TOKENS > MAX_TOP_CELLS:
+        raise InputError(
+            f"record_stability_info: {positions} tokens in one request, but at most {MAX_TOP_CELLS // TOP_TOKENS} are "
+            "possible; lower num_samples or max_tokens"
+        )
 
 
 def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
@@ -383,12 +405,12 @@ class ClientSampler:
                 samples = await self._group(request_id, tokens, sampling, texts, source, seeds)
             else:
                 samples = [self._read(name) for name in recorded]
-            version = source.policy if source.weights is None else source.version
-            prompt_logprobs, prompt_top, tops = None, b"", [b""] * len(samples)
+            prompt_logprobs, prompt_top = None, b""
+            tops = stability_info = [b""] * len(samples)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
                 count = request.topk_prompt_logprobs
                 async with self._places.take(source.owner):
-                    scores = await self._engine.score(version, tokens, top=count)
+                    scores = await self._engine.score(source.scored, tokens, top=count)
                 first = len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)
                 if request.prompt_logprobs:
                     prompt_logprobs = scores.logprobs.copy()
@@ -396,17 +418,26 @@ class ClientSampler:
                 if count:
                     prompt_top = write_top(scores.top_ids, scores.top_logprobs, width=count, empty_rows=first)
             if request.topk_sample_logprobs:
-                tops = []
-                for one in samples:
-                    async with self._places.take(source.owner):
-                        tops.append(await self._top_of(version, tokens, one, request.topk_sample_logprobs))
+                tops = [
+                    await self._top_of(source, tokens, one, request.topk_sample_logprobs, temperature=1.0)
+                    for one in samples
+                ]
+            if request.record_stability_info:
+                temperature = sampling.temperature
+                stability_info = [
+                    await self._top_of(source, tokens, one, TOP_TOKENS, temperature=temperature) for one in samples
+                ]
         if recorded is None:
             self._record(request_id, tokens, sampling, samples, source, started)
-        return write_samples(samples, tops, prompt_logprobs, prompt_top)
+        return write_samples(samples, tops, prompt_logprobs, prompt_top, stability_info)
 
-    async def _top_of(self, version: PolicyVersion | str, prompt: Int32Array, sample: Completion, count: int) -> bytes:
+    async def _top_of(
+        self, source: SamplingSource, prompt: Int32Array, sample: Completion, count: int, *, temperature: float
+    ) -> bytes:
         """Compute and write the likeliest tokens at each token of a sample."""
-        scores = await self._engine.score(version, np.concatenate([prompt, sample.token_ids]), top=count)
+        sequence = np.concatenate([prompt, sample.token_ids])
+        async with self._places.take(source.owner):
+            scores = await self._engine.score(source.scored, sequence, temperature, top=count)
         ids, logprobs = scores.top_ids[len(prompt) :], scores.top_logprobs[len(prompt) :]
         return write_top(ids, logprobs, width=count, empty_rows=0)
 

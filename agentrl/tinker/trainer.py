@@ -28,17 +28,19 @@ from agentrl.core.errors import ConfigError, NonFiniteError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.tokens import TrainingSample
 from agentrl.learn.adapters import ROUTERS
+from agentrl.learn.forward import SamplerDistributions
 from agentrl.learn.learner import Learner
 from agentrl.learn.models import LoadedBase, PolicyModel
 from agentrl.learn.packing import pack
 from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
-from agentrl.tinker.losses import CLIENT_LOSSES, ClientBatch, ClientLoss
+from agentrl.tinker.losses import CLIENT_LOSSES, RATIO_MASK, ClientBatch, ClientLoss
 from agentrl.tinker.messages import ClientRow
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array
+    from agentrl.tinker.stability import RowDistributions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,24 @@ class ClientTrainer:
         return self.learners[name].step
 
     def forward(
-        self, name: str, rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, backward: bool
+        self,
+        name: str,
+        rows: Sequence[ClientRow],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        backward: bool,
+        distributions: Sequence[RowDistributions] | None = None,
     ) -> ForwardResult:
         """Compute the log-probabilities and the loss of checked rows, and with `backward` add to the gradient.
+
+        Args:
+            name: name of the weights.
+            rows: the rows.
+            loss: name of the loss.
+            settings: settings of the loss.
+            backward: whether to add to the gradient.
+            distributions: distributions that each row's targets were sampled from, for a loss that reads them.
 
         Raises:
             NonFiniteError: the loss or its gradient is NaN or infinite; nothing was added.
@@ -148,7 +165,7 @@ class ClientTrainer:
                 parameter.grad = None
         complete = False
         try:
-            result = self._forward(learner, rows, loss, settings, backward=backward)
+            result = self._forward(learner, rows, loss, settings, backward, distributions)
             if backward and not all(bool(gradient.isfinite().all()) for gradient in learner.gradients()):
                 raise NonFiniteError(f"the gradient of {loss} is NaN or infinite; nothing was added to the gradient")
             complete = True
@@ -161,7 +178,13 @@ class ClientTrainer:
         return result
 
     def _forward(
-        self, learner: Learner, rows: Sequence[ClientRow], loss: str, settings: Mapping[str, float], *, backward: bool
+        self,
+        learner: Learner,
+        rows: Sequence[ClientRow],
+        loss: str,
+        settings: Mapping[str, float],
+        backward: bool,
+        distributions: Sequence[RowDistributions] | None,
     ) -> ForwardResult:
         model, chosen, total = learner.model, CLIENT_LOSSES[loss], 0.0
         logprobs: dict[int, Float32Array] = {}
@@ -171,11 +194,18 @@ class ClientTrainer:
         for batch in pack(samples, max_tokens=self._plan.trainer.micro_batch_tokens, share=model.sharing):
             members = batch.members
             targets = np.concatenate([rows[number].targets for number in members])
+            sampler = None if distributions is None else self._sampler([distributions[number] for number in members])
             with torch.set_grad_enabled(backward):
-                head = model.token_logprobs(replace(batch, targets=targets))
+                head = model.token_logprobs(replace(batch, targets=targets), reference=sampler)
                 client_batch = ClientBatch(
-                    columns.take(columns.tokens_of(members)), logprobs=head.logprob, entropies=head.entropy
+                    columns.take(columns.tokens_of(members)),
+                    logprobs=head.logprob,
+                    entropies=head.entropy,
+                    reference_kl=head.reference_kl,
                 )
+                if RATIO_MASK in chosen.needs:
+                    mask = np.concatenate([rows[number].columns[RATIO_MASK] for number in members]) != 0
+                    client_batch.ratio_mask = torch.from_numpy(mask).to(head.logprob)
                 token_losses = chosen.function(client_batch, **settings)
             if not bool(token_losses.isfinite().all()):
                 raise NonFiniteError(f"the loss {loss} is NaN or infinite; nothing was added to the gradient")
@@ -186,6 +216,11 @@ class ClientTrainer:
             parts = np.split(head.logprob.detach().cpu().numpy(), ends[:-1])
             logprobs.update(zip(members, parts, strict=True))
         return ForwardResult([logprobs[number] for number in range(len(rows))], total)
+
+    def _sampler(self, distributions: Sequence[RowDistributions]) -> SamplerDistributions:
+        """Join the distributions of rows."""
+        ids, logprobs = map(np.concatenate, zip(*distributions, strict=True))
+        return SamplerDistributions(torch.from_numpy(ids).to(self._device), torch.from_numpy(logprobs).to(self._device))
 
     def optim_step(self, name: str, settings: AdamSettings) -> float:
         """Take an optimizer step with the accumulated gradient, forget it, and return its norm before clipping.

@@ -537,7 +537,7 @@ async def _send_refused(client: Client, model: str) -> None:
     with pytest.raises(Refused, match=r"400: .*NaN"):
         await client.forward_backward(model, nan, "ppo")
     with pytest.raises(Refused, match=r"400: .*not served"):
-        await client.forward_backward(model, ROWS, "gspo")
+        await client.forward_backward(model, ROWS, "nonsense")
     with pytest.raises(Refused, match=r"400: .*user_metadata"):
         await client.submit("save_weights", model, path="x", user_metadata=3)
     with pytest.raises(Refused, match=r"400: .*adam_params.fused"):
@@ -1117,6 +1117,112 @@ def test_nobody_sees_what_another_owner_has(tmp_path: Path) -> None:
     run(work)
 
 
+PROMPT = [5, 6, 7]
+
+
+def sampled_row(tokens: Sequence[int], logprobs: Sequence[float], sequence_id: str, advantage: float) -> dict[str, Any]:
+    """A row of a sample after `PROMPT`, as the cookbook's `rl_loop` makes it for `stable_reinforce`."""
+    zeros = [0.0] * (len(PROMPT) - 1)
+    spans = [("prompt", sequence_id, 1, len(PROMPT) - 1), ("sampled", sequence_id, 0, len(tokens))]
+    columns = {"logprobs": [*zeros, *logprobs], "advantages": [*zeros, *[advantage] * len(tokens)]}
+    return {**row([*PROMPT, *tokens], **columns), "provenance": spans}
+
+
+async def recorded_rows(client: Client, sampler: str, **content: Any) -> list[dict[str, Any]]:
+    """Sample four times with stability information; the rows to train on, with advantages that sum to 0."""
+    promise = await client.submit_sample(sampler, PROMPT, 4, stop=[], seed=3, record_stability_info=True, **content)
+    samples = Samples(await client.result(promise))
+    made = zip(samples.tokens, samples.logprobs, promise["sample_sequence_ids"], (1.0, -1.0, 2.0, -2.0), strict=True)
+    return [sampled_row(tokens, logprobs.tolist(), name, advantage) for tokens, logprobs, name, advantage in made]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_stable_reinforce_reads_what_its_samples_recorded(tmp_path: Path, temperature: float) -> None:
+    """After a step its gradient is not that of `importance_sampling`, and a model that is rebuilt from the journal
+    repeats it."""
+
+    async def work() -> None:
+        norms = []
+        for settings in ({}, {"max_models": 1}):
+            config = server_config(tmp_path / str(len(norms)), **settings)
+            async with serving(config) as (address, _), Client(address) as client:
+                model = await client.model()
+                await train(client, model, 1)
+                rows = await recorded_rows(client, await client.sampler(model), temperature=temperature)
+                plain = [{name: value for name, value in one.items() if name != "provenance"} for one in rows]
+                for loss, given in (("importance_sampling", plain), ("stable_reinforce", rows)) * 2:
+                    await client.forward_backward(model, given, loss)
+                    norms.append(await client.step(model, rate=0.05))
+                    if settings:  # another model takes its place, so that it is rebuilt from the journal
+                        await client.model(len(norms))
+        assert norms[:4] == norms[4:]
+        assert norms[1] != pytest.approx(norms[0], rel=1e-3)
+
+    run(work)
+
+
+def test_stable_reinforce_of_the_sampling_weights_is_reinforce(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            norms = []
+            for number, loss in enumerate(("importance_sampling", "stable_reinforce")):
+                model = await client.model(number)
+                rows = await recorded_rows(client, await client.sampler(model, number))
+                given = rows if loss == "stable_reinforce" else [{**one, "provenance": ()} for one in rows]
+                await client.forward_backward(model, given, loss)
+                norms.append(await client.step(model))
+            assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+    run(work)
+
+
+def test_a_row_that_its_samples_do_not_confirm_fails_its_pass(tmp_path: Path) -> None:
+    """And another owner's samples are none."""
+
+    async def work() -> None:
+        async with (
+            serving(server_config(tmp_path)) as (address, _),
+            Client(address) as client,
+            Client(address, OTHER_KEY) as other,
+        ):
+            model = await client.model()
+            sampler = await client.sampler(model)
+            (one, *_) = await recorded_rows(client, sampler)
+            prompt, (kind, name, offset, length) = one["provenance"]
+            promise = await client.submit_sample(sampler, PROMPT, 1, stop=[], seed=3)
+            unrecorded = promise["sample_sequence_ids"][0]
+            await client.result(promise)
+            foreign = (await recorded_rows(other, await other.sampler(await other.model())))[0]["provenance"]
+            bad: list[tuple[dict[str, Any], str]] = [
+                ({"provenance": foreign}, "there is no sequence"),
+                ({"provenance": [prompt, (kind, unrecorded, offset, length)]}, "there is no sequence"),
+                ({"provenance": [prompt, (kind, "nonsense", offset, length)]}, "there is no sequence"),
+                ({"provenance": [prompt, (kind, f"{name}9", offset, length)]}, "there is no sequence"),
+                ({"provenance": [prompt, (kind, name, 1, length)]}, "are not the tokens"),
+                ({"logprobs": [-1.0] * len(one["logprobs"])}, "are not those that were sampled"),
+            ]
+            for change, sentence in bad:
+                promise = await client.forward_backward(model, [{**one, **change}], "stable_reinforce")
+                with pytest.raises(Failed, match=f"datum 0: .*{sentence}"):
+                    await client.result(promise)
+            await client.forward_backward(model, [one], "stable_reinforce")
+            assert await client.step(model) > 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("content", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}])
+def test_stability_information_of_a_cut_distribution_is_refused_before_it_is_sampled(
+    server: tuple[str, str], content: dict[str, Any]
+) -> None:
+    async def call(client: Client, model: str) -> Any:
+        session = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = (await client.post("create_sampling_session", **session))["sampling_session_id"]
+        return await client.sample(sampler, PROMPT, record_stability_info=True, **content)
+
+    _refused(server, "the whole distribution must be sampled", call)
+
+
 TOO_LONG = row(list(range(5, 72)))
 
 
@@ -1124,7 +1230,7 @@ TOO_LONG = row(list(range(5, 72)))
     ("rows", "loss", "sentence"),
     [
         ([], "ppo", "no rows"),
-        (ROWS, "gspo", "'gspo' is not served here"),
+        (ROWS, "nonsense", "'nonsense' is not served here"),
         (ROWS, "ppo", "datum 0: the loss ppo needs logprobs"),
         ([row([1, 2], logprobs=[0.0], advantages=[float("nan")])], "ppo", "advantages has a value that is NaN"),
         ([row([1, 2], weights=[float("inf")])], "cross_entropy", "weights has a value that is NaN or infinite"),

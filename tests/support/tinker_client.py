@@ -175,7 +175,7 @@ class Client:
         self, sampler: str, prompt: Sequence[int], count: int = 1, **content: Any
     ) -> Mapping[str, Any]:
         """Ask for samples."""
-        more = {name: content.pop(name) for name in list(content) if name.startswith(("prompt_", "topk_"))}
+        more = {name: content.pop(name) for name in list(content) if name.startswith(("prompt_", "topk_", "record_"))}
         promise: Mapping[str, Any] = await self.post(
             "asample",
             sampling_session_id=sampler,
@@ -264,6 +264,12 @@ def encode_tensor(values: Any, shape: Sequence[int] | None = None) -> bytes:
     return _field(1, content) + _varint(3 << 3) + _varint(2 if is_integer else 1) + _field(4, dimensions)
 
 
+def encode_span(kind: str, sequence_id: str, offset: int, length: int) -> bytes:
+    """A run of targets that comes from a `prompt`, or was `sampled`."""
+    content = _field(1, sequence_id.encode()) + _varint(2 << 3) + _varint(offset) + _varint(3 << 3) + _varint(length)
+    return _field({"prompt": 1, "sampled": 2}[kind], content)
+
+
 def encode_forward_backward(
     model: str,
     sequence: int,
@@ -280,9 +286,10 @@ def encode_forward_backward(
         inputs = [
             _field(2, _field(1, name.encode()) + _field(2, value if isinstance(value, bytes) else encode_tensor(value)))
             for name, value in row.items()
-            if name != "tokens"
+            if name not in ("tokens", "provenance")
         ]
-        parts.append(_field(3, _field(1, _field(1, _field(1, tokens))) + b"".join(inputs)))
+        spans = b"".join(_field(4, encode_span(*span)) for span in row.get("provenance", ()))
+        parts.append(_field(3, _field(1, _field(1, _field(1, tokens))) + b"".join(inputs) + spans))
     parts.append(_field(4, loss.encode()))
     parts += [_varint(6 << 3), _varint(int(forward_only))]
     for name, value in settings.items():

@@ -68,6 +68,7 @@ def test_answers_have_the_bytes_that_the_sdk_reads() -> None:
         [b"", b""],
         np.array([np.nan, -3], np.float32),
         b"",
+        [b"", b""],
     )
     assert samples.hex() == (
         "0a1608011208050000002c0100001a08000080bf000000bf0a0e08001204070000001a04000080be12080000c07f000040c0"
