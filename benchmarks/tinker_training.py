@@ -1,9 +1,9 @@
 """What a client of the Tinker server gets: gradients, log-probabilities, its share, its own weights; and what it costs.
 
-* `gradient_error`: largest relative difference, over the five losses, between the gradient of a client's rows and that
-  of the trainer of runs for the same rows. `custom_loss_error`: between a loss that the client computes, in two passes,
-  and the same built-in one. `wire_logprob_error`: largest difference, in nats, between the log-probabilities of samples
-  and those that the trainer computes for them, as the client receives both.
+* `gradient_error`: largest relative difference, over the losses by token, between the gradient of a client's rows and
+  that of the trainer of runs for the same rows. `custom_loss_error`: between a loss that the client computes, in two
+  passes, and the same built-in one. `wire_logprob_error`: largest difference, in nats, between the log-probabilities of
+  samples and those that the trainer computes for them, as the client receives both.
 * `tenants_equal`: share of three clients' models that end with the weights, bit for bit, that each has alone.
   `fairness`: tokens of a client with small requests, over half of all, while one with large requests waits, too.
   `disorder_detected`: whether a journal in which passes of two steps changed places is detected.
@@ -26,12 +26,11 @@ import torch
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.tokens import TrajectoryRow
 from agentrl.learn.trainer import PolicyTrainer
-from agentrl.tinker.losses import CLIENT_LOSSES
 from benchmarks.parts import outcomes
 from tests.e2e.test_tinker import share_of_a_small_client, trained_tenants
 from tests.learn_cases import Episodes, run_config
 from tests.support.tinker_client import Client, Row, decoded_pass, row, server_config, serving
-from tests.unit.test_tinker_trainer import client_trainer, custom_gradients, gradients_of_both_trainers
+from tests.unit.test_tinker_trainer import NAIVE, client_trainer, custom_gradients, gradients_of_both_trainers
 
 STEPS = 6
 
@@ -44,7 +43,7 @@ def custom_loss_error(directory: Path) -> float:
     """Compare gradients of losses in two passes with those of the built-in ones."""
     trainer = client_trainer(directory)
     trainer.add("custom", LoraConfig(rank=4), seed=1)
-    return max(relative_error(*custom_gradients(trainer, loss)) for loss in CLIENT_LOSSES)
+    return max(relative_error(*custom_gradients(trainer, loss)) for loss in NAIVE)
 
 
 async def wire_logprob_error(directory: Path) -> float:
@@ -139,7 +138,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         directory = Path(place)
         return {
             "gradient_error": max(
-                relative_error(*gradients_of_both_trainers(directory / loss, loss)) for loss in CLIENT_LOSSES
+                relative_error(*gradients_of_both_trainers(directory / loss, loss)) for loss in NAIVE
             ),
             "custom_loss_error": custom_loss_error(directory / "custom"),
             "wire_logprob_error": asyncio.run(wire_logprob_error(directory / "wire")),

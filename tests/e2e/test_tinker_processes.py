@@ -98,20 +98,36 @@ prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 GOOD = set(range(20, 40))
 rewards = []
 
-def datum(prompt, sequence, advantage):
+LOSSES = ("importance_sampling", "stable_reinforce", "gspo", "stable_reinforce")
+
+def datum(prompt, sequence, advantage, loss):
     tokens = prompt + list(sequence.tokens)
     zeros = [0.0] * (len(prompt) - 1)
-    return types.Datum(
+    masks = {"sequence_ratio_mask": np.array(zeros + [1] * len(sequence.tokens), np.float32)}
+    one = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": np.array(tokens[1:], np.int64),
             "logprobs": np.array(zeros + list(sequence.logprobs), np.float32),
             "advantages": np.array(zeros + [advantage] * len(sequence.tokens), np.float32),
-        },
+        } | (masks if loss == "gspo" else {}),
+    )
+    if loss != "stable_reinforce":
+        return one
+    span = {"sequence_id": sequence.sequence_id}
+    return one.with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(length=len(prompt), **span),
+            types.SampledProvenanceSpan(length=len(sequence.tokens) - 1, **span),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(offset=1, length=len(prompt) - 1, **span),
+            types.SampledProvenanceSpan(length=len(sequence.tokens), **span),
+        ],
     )
 
-for step in range(4):
-    sampler = client.save_weights_and_get_sampling_client().result()
+for loss in LOSSES:
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=loss == "stable_reinforce").result()
     params = types.SamplingParams(max_tokens=6, temperature=1.0, stop=[])
     futures = [sampler.sample(types.ModelInput.from_ints(prompt), 12, params) for prompt in prompts]
     data, means = [], []
@@ -119,8 +135,9 @@ for step in range(4):
         sequences = future.result().sequences
         scores = np.array([np.mean([token in GOOD for token in one.tokens]) for one in sequences])
         means.append(scores.mean())
-        data += [datum(prompt, one, float(score)) for one, score in zip(sequences, scores - scores.mean())]
-    passed = client.forward_backward(data, "importance_sampling")
+        assert all(one.topk_logprobs is None for one in sequences)
+        data += [datum(prompt, one, float(score), loss) for one, score in zip(sequences, scores - scores.mean())]
+    passed = client.forward_backward(data, loss)
     stepped = client.optim_step(types.AdamParams(learning_rate=rate))
     outputs = passed.result().loss_fn_outputs
     stepped.result()
@@ -143,8 +160,9 @@ again = again.result() if hasattr(again, "result") else again
 again.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 logprobs = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7])).result()
 assert logprobs[0] is None and logprobs[1] < 0
+client.forward_backward(data, "dppo").result()
 try:
-    client.forward_backward(data, "gspo").result()
+    client.forward_backward(data, "nonsense").result()
 except Exception as error:
     assert "is not served here" in str(error), error
 else:
