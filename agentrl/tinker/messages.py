@@ -379,19 +379,22 @@ class RecordedSample(NamedTuple):
     top_logprobs: NDArray[np.float32]
 
 
-def read_stability_info(body: bytes, number: int) -> RecordedSample | None:
-    """Read a sample of a recorded answer by its number; None if there is none, or it has no stability information."""
+def read_stability_info(body: bytes) -> list[RecordedSample | None]:
+    """Read the samples of a recorded answer; None for one without stability information."""
+    count = itertools.count()
+    fields = _fields(memoryview(body), count)
+    return [_read_recorded(dict(_fields(value, count)), count) for number, value in fields if number == 1]
+
+
+def _read_recorded(sample: Mapping[int, Any], count: Iterator[int]) -> RecordedSample | None:
     import numpy as np
 
-    count = itertools.count()
-    samples = [value for field_number, value in _fields(memoryview(body), count) if field_number == 1]
-    parts = dict(_fields(samples[number], count)) if number < len(samples) else {}
-    if _STABILITY_INFO not in parts:
+    if _STABILITY_INFO not in sample:
         return None
-    top = dict(_fields(parts[_STABILITY_INFO], count))
+    top = dict(_fields(sample[_STABILITY_INFO], count))
     return RecordedSample(
-        np.frombuffer(parts[2], "<i4"),
-        np.frombuffer(parts[3], "<f4"),
+        np.frombuffer(sample[2], "<i4"),
+        np.frombuffer(sample[3], "<f4"),
         np.frombuffer(top[1], "<i4").reshape(-1, top[3]),
         np.frombuffer(top[2], "<f4").reshape(-1, top[3]),
     )

@@ -46,15 +46,12 @@ def find_distributions(log: RequestLog, owner: str, rows: Sequence[ClientRow]) -
     """
 
     @functools.cache  # a group of samples is one answer
-    def answer(request_id: str) -> bytes:
+    def recorded(request_id: str) -> dict[str, RecordedSample | None]:
         result = log.result(request_id) if log.owner(request_id) == owner else None
-        return b"" if result is None or result.kind != "protobuf" else result.body
-
-    def recorded(sequence_id: str) -> RecordedSample | None:
-        request_id, _, number = sequence_id.rpartition(":")
-        if not (number.isascii() and number.isdecimal()):
-            return None
-        return messages.read_stability_info(answer(request_id), int(number))
+        if result is None or result.kind != "protobuf":
+            return {}
+        samples = messages.read_stability_info(result.body)
+        return {f"{request_id}:{number}": sample for number, sample in enumerate(samples)}
 
     distributions = []
     for row_number, row in enumerate(rows):
@@ -68,7 +65,7 @@ def find_distributions(log: RequestLog, owner: str, rows: Sequence[ClientRow]) -
             targets = slice(start, start + span.length)
             start += span.length
             if span.is_sampled and span.length:
-                sample = recorded(span.sequence_id)
+                sample = recorded(span.sequence_id.rpartition(":")[0]).get(span.sequence_id)
                 if sample is None:
                     raise InputError(
                         f"datum {row_number}: there is no sequence {span.sequence_id[:100]!r} that was sampled with "
