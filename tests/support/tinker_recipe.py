@@ -3,6 +3,7 @@
 Only what a hub would send is local: the data sets, a few short rows each, and the tokenizer.
 """
 
+import json
 import runpy
 import sys
 from typing import Any
@@ -13,11 +14,44 @@ MODEL = "meta-llama/Llama-3.2-1B"
 """A model for which the cookbook has a format of conversations without special tokens."""
 
 
+RUBRIC = "The answer is correct."
+"""What the grader of the rubric recipes judges."""
+
+
+def prometheus_rubric() -> str:
+    """The rubric that the cookbook makes of a row of the Feedback Collection."""
+    (row, *_) = rows("prometheus-eval/Feedback-Collection")
+    lines = [
+        f"Your job is to evaluate the following: {row['orig_criteria']}. "
+        "Your response should be a score between 1 to 5.",
+        "Here is the calibration for each score:",
+        *(f"<score>{number}.0</score>: {row[f'orig_score{number}_description']}" for number in range(1, 6)),
+        f"Here is a reference response that achieved a score of 5: {row['orig_reference_answer']}",
+    ]
+    return "\n".join(lines)
+
+
+def rubric_rows(suffix: str) -> str:
+    """The data of the rubric recipe: questions with the rubric, one row of JSON each."""
+    rubric = {
+        "rubric_str": RUBRIC,
+        "extraction_regex": "<score>(.*?)</score>",
+        "grader_output_format_instruction": "Please output your score between 0 and 1 wrapped in <score> ... </score>",
+    }
+    asked = [{"role": "user", "content": row["question"] + suffix} for row in rows("openai/gsm8k")[:64]]
+    return "".join(json.dumps({"convo": [one], "rubric_items": [rubric]}) + "\n" for one in asked)
+
+
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of a data set, by its name in the hub."""
     pairs = [(animal, color) for animal in ANIMALS for color in COLORS] * 8
     if name == "openai/gsm8k":
         return [{"question": f"How many {color} {animal}s?", "answer": "#### 3"} for animal, color in pairs]
+    if name == "prometheus-eval/Feedback-Collection":
+        suffix = " Provide a numerical answer without units, written inside \\boxed{}."
+        graded = {"orig_criteria": "is it correct", "orig_reference_answer": "a number"}
+        graded |= {f"orig_score{number}_description": f"grade {number}" for number in range(1, 6)}
+        return [{"orig_instruction": f"How many {color} {animal}s?{suffix}", **graded} for animal, color in pairs]
     questions = [f"What is the color of the {color} {animal}?" for animal, color in pairs]
     if name == "HuggingFaceH4/no_robots":
         return [
