@@ -41,7 +41,7 @@ Unit = tuple[str, int, str]
 """Episode, attempt, policy."""
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/journal_format.md"
-CODES = {"float32": "f", "int32": "i", "bool": "?"}
+CODES = {"float32": "f", "float64": "d", "int32": "i", "bool": "?"}
 """Types of the page, as `struct` calls them."""
 
 
@@ -59,16 +59,13 @@ def columns_of(page: str) -> tuple[Column, ...]:
     """The columns that a text of the page lists, in its order."""
     rows = re.findall(r"^  \| `(\w+)` \| (\w+) \| (yes|no) \| (\S*) ?\|$", page, re.MULTILINE)
     return tuple(
-        Column(
-            *(name, CODES[kind], recorded == "yes"),
-            struct.pack(
-                f"<{CODES[kind]}", float(fill.replace("−", "-")) if kind == "float32" else int(fill.replace("−", "-"))
-            )
-            if fill
-            else b"",
-        )
+        Column(name, CODES[kind], recorded == "yes", _packed(kind, fill.replace("−", "-")) if fill else b"")
         for name, kind, recorded, fill in rows
     )
+
+
+def _packed(kind: str, number: str) -> bytes:
+    return struct.pack(f"<{CODES[kind]}", float(number) if kind.startswith("float") else int(number))
 
 
 COLUMNS = columns_of(PAGE.read_text(encoding="utf-8"))
@@ -954,7 +951,8 @@ def _row_digest(
     version from which the step started are not trained."""
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
     has_kept = any("kept" in turn[7][2] for turn in turns)
-    made = ("turn_index", "loss_mask", "advantages")
+    temperatures = set[float]()
+    made = ("turn_index", "loss_mask", "advantages", "temperatures")
     table = [
         column
         for column in COLUMNS
@@ -977,7 +975,9 @@ def _row_digest(
             "turn_index": struct.pack("<i", turn[5]) * (size // 4),
             "loss_mask": trained,
             "advantages": b"".join(advantage if each else bytes(4) for each in trained),
+            "temperatures": struct.pack("<d", turn[11] or 1) * (size // 4),
         }
+        temperatures |= {float(turn[11] or 1)} if any(trained) else set()
         for name, _, _, fill in table:
             columns[name] += fill * (len(context) // 4) + values.get(name, fill * (size // 4))
         counts, kept = counts + bytes(len(context)) + counts_of_turn, kept + ids
@@ -987,7 +987,9 @@ def _row_digest(
                 begin = spans.pop()[0]
             spans.append((begin, at + stop, version))
     columns |= {"kept": counts + kept} if has_kept else {}
-    temperature = float(next(turn[11] for turn in turns if turn[7][0]))
+    temperature = temperatures.pop() if len(temperatures) == 1 else 0.0
+    if temperature:
+        del columns["temperatures"]
     content = msgspec.msgpack.encode([temperature, is_cut, [tokens, spans, columns]])
     return hashlib.blake2b(content, digest_size=16).digest()
 

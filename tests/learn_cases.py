@@ -29,6 +29,7 @@ from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from agentrl.learn.memory_prediction import TrainerMemory
@@ -159,10 +160,24 @@ def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> 
                 logprobs=behavior,
                 turn_index=turn_index,
                 spans=(),
-                sampling_temperature=1.0 if index % 3 else 0.7,
+                temperatures=None if index % 3 else turn_temperatures(loss_mask),
             )
         )
     return rows
+
+
+def turn_temperatures(loss_mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Temperatures of a row whose turns, its runs of sampled tokens, have 0.7 and 1.3 in turn."""
+    turn = np.cumsum(np.diff(loss_mask.astype(np.int8), prepend=0) == 1)
+    return np.where(loss_mask, np.where(turn % 2, 0.7, 1.3), 1.0)
+
+
+def divisors(row: Tokens) -> torch.Tensor:
+    """What a forward pass over a row divides its logits by, [tokens - 1, 1]: those of a token stand before it."""
+    import torch
+
+    temperatures = np.ones(len(row)) if row.temperatures is None else row.temperatures
+    return torch.from_numpy(temperatures[1:, None].astype(np.float32))
 
 
 def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
@@ -174,7 +189,7 @@ def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
             loss_mask=row.loss_mask,
             logprobs=row.logprobs,
             advantages=np.where(row.loss_mask, rng.normal(), 0.0).astype(np.float32),
-            sampling_temperature=row.sampling_temperature,
+            temperatures=row.temperatures,
             episode_id=f"e{index}",
         )
         for index, row in enumerate(make_rows(seed, count, **shape))
@@ -253,7 +268,7 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
             finish_reason="stop",
             text="",
             messages=(),
-            temperature=row.sampling_temperature,
+            temperature=1.0 if row.temperatures is None else float(row.temperatures[start]),
             seconds=0.0,
             started=0.0,
             parent_context=int(end),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Int32Array = NDArray[np.int32]
     Int64Array = NDArray[np.int64]
     Float32Array = NDArray[np.float32]
+    Float64Array = NDArray[np.float64]
     ExpertArray = NDArray[np.uint8 | np.uint16]
     RoutingArray = NDArray[np.int16]
     BoolArray = NDArray[np.bool_]

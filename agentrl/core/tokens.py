@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ExpertArray,
         FinishReason,
         Float32Array,
+        Float64Array,
         Int32Array,
         RoutingArray,
     )
@@ -63,6 +64,7 @@ COLUMNS = (
     Column("loss_mask", "|b1", False),
     Column("advantages", "<f4", 0.0, in_loss="advantages"),
     Column("values", "<f4", None),
+    Column("temperatures", "<f8", 1.0),
 )
 """The columns of `Tokens`, besides the ragged `kept` and the `experts` of the context's positions."""
 RECORDED_COLUMNS = tuple(column for column in COLUMNS if column.is_recorded)
@@ -78,7 +80,7 @@ class KeptCount(enum.IntEnum):
     NONE = 0
     """Count of a token sampled from the full vocabulary, without a mask."""
     MISSING = -1
-    """Count of a token whose mask was applied but not recorded, as by a lost call: it must not be trained."""
+    """Count of a token from a distribution that is not recorded, as of a lost call: it must not be trained."""
 
 
 class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -317,6 +319,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
     """Advantages, 0 where `loss_mask` is False."""
     values: Float32Array | None = None
     """Of a reward model, which samples nothing: its score of the context up to each of the context's tokens."""
+    temperatures: Float64Array | None = None
+    """Divisor of the logits from which each token was sampled; None: 1 for all. Calls of one row may differ."""
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -481,7 +485,7 @@ def decode_token_ids(data: bytes, *, plain: bool = False) -> Int32Array:
     return token_ids
 
 
-_TYPE_CODES = {"<i4": "i", "<f4": "f", "|b1": "b"}
+_TYPE_CODES = {"<i4": "i", "<f4": "f", "<f8": "d", "|b1": "b"}
 
 
 def _decode_column(data: bytes, dtype: str, *, plain: bool) -> Any:
@@ -535,7 +539,6 @@ class TrajectoryRow(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
 
     turn_index: Int32Array
     loss_mask: BoolArray
-    sampling_temperature: float = 1.0
     recorded_routing: tuple[RecordedRouting, ...] = ()
     """Routing of its turns that was not read yet; `experts` is then unknown."""
     lost_routing: int = 0
@@ -564,7 +567,6 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
 
     loss_mask: BoolArray
     advantages: Float32Array
-    sampling_temperature: float = 1.0
     episode_id: str = ""
     row_index: int = 0
     seat: str = ""

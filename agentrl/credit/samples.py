@@ -145,8 +145,15 @@ def without_stale_tokens(
 
 def row_digest(sample: TrainingSample) -> bytes:
     """Return a digest of 16 bytes over a row's inputs to the step: temperature, whether a limit cut it, and the table
-    with all its columns, versions, kept sets and recorded experts."""
-    content = msgspec.msgpack.encode((sample.sampling_temperature, sample.is_cut, sample.encode()))
+    with all its columns, versions, kept sets and recorded experts. The table has temperatures only if the trained
+    tokens have several: the temperature is then 0."""
+    temperature = 1.0
+    if sample.temperatures is not None:
+        distinct = np.unique(sample.temperatures[sample.loss_mask])
+        temperature = float(distinct[0]) if len(distinct) == 1 else 0.0
+        if temperature:
+            sample = sample.with_column("temperatures", None)
+    content = msgspec.msgpack.encode((temperature, sample.is_cut, sample.encode()))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

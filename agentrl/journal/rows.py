@@ -1,8 +1,8 @@
 """Assembles journal entries into the token rows a trainer consumes, by concatenation and index arithmetic alone.
 
 Invariants: a row is, over its turns in order, `context_ids + token_ids`; every sampled token keeps the logprob, the
-version, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no version. The turns that
-a fork inherited are context.
+version, the temperature, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no
+version. The turns that a fork inherited are context.
 """
 
 from __future__ import annotations
@@ -152,23 +152,20 @@ def _rows(turns: Sequence[TurnEntry], first: int) -> tuple[TrajectoryRow, ...]:
 def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     import numpy as np
 
-    temperature = next(turn.temperature for turn in turns if turn.turn >= first)
     parts: list[Tokens] = []
     recorded_routing: list[RecordedRouting] = []
     at = 0
     for turn in turns:
         if turn.parent_context not in (0, at):
             raise EntriesError(f"{turn.name} continues a row of {turn.parent_context} tokens, but the row has {at}")
-        if turn.turn >= first and turn.temperature != temperature:
-            raise EntriesError(
-                f"{turn.name} was sampled at another temperature than the rest of its row; the journal is damaged"
-            )
         context, sampled = turn.context(), turn.sampled()
         if turn.turn < first:
             sampled = Tokens.context(sampled.token_ids)
         else:
             sampled = sampled.with_column("turn_index", np.full(len(sampled), turn.turn, np.int32))
             sampled = sampled.with_column("loss_mask", np.full(len(sampled), True))
+            if turn.temperature not in (0, 1):  # greedy tokens are not trained
+                sampled = sampled.with_column("temperatures", np.full(len(sampled), turn.temperature))
         at += len(context) + len(sampled)
         if not sampled.fits(at):
             raise EntriesError(f"{turn.name}: its expert routing does not fit its row")
@@ -180,4 +177,4 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     except ValueError as error:
         raise EntriesError(f"the turns of a row from {turns[0].name} on do not fit together ({error})") from error
     columns = {name: getattr(row, name) for name in Tokens.__struct_fields__}
-    return TrajectoryRow(**columns, sampling_temperature=temperature, recorded_routing=tuple(recorded_routing))
+    return TrajectoryRow(**columns, recorded_routing=tuple(recorded_routing))

@@ -197,6 +197,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
     rows = list(zip(members, prefix_lengths, strict=True))
     trained = Tokens.join([row.sample.take(row.positions) for row in members])
     counts = [len(row.positions) for row in members]
+    temperatures = np.ones(len(trained)) if trained.temperatures is None else trained.temperatures
     cut = [(row.index, path[-1]) for row, path in zip(members, paths, strict=True) if row.has_end]
 
     return MicroBatch(
@@ -206,7 +207,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         starts=np.array(starts, np.int64),
         hidden_index=np.concatenate([path[row.positions - 1] for path, row in zip(paths, members, strict=True)]),
         targets=trained.token_ids.astype(np.int64),
-        temperature=np.repeat(np.array([row.sample.sampling_temperature for row in members], np.float32), counts),
+        temperature=temperatures.astype(np.float32),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
         position=np.concatenate([row.positions for row in members]),
         end_index=np.array([at for _, at in cut], np.int64) if cut else None,

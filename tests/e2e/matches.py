@@ -22,6 +22,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
+from tests.learn_cases import divisors
 
 
 class Match(agentrl.Environment):
@@ -140,8 +141,8 @@ def logprobs_under(directory: Path, row: TrajectoryRow) -> np.ndarray[Any, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.inference_mode():
-        logits = model(torch.tensor(row.token_ids[None], dtype=torch.long)).logits[0] / row.sampling_temperature
-    told = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(row.token_ids[1:, None], dtype=torch.long))
+        logits = model(torch.tensor(row.token_ids[None], dtype=torch.long)).logits[0, :-1] / divisors(row)
+    told = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(row.token_ids[1:, None], dtype=torch.long))
     return np.asarray(told[:, 0])[row.loss_mask[1:]]
 
 

@@ -23,7 +23,7 @@ from agentrl.learn.losses import truncated
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.step_columns import TokenColumns
-from tests.learn_cases import VOCABULARY, make_samples, run_config, write_model
+from tests.learn_cases import VOCABULARY, divisors, make_samples, run_config, write_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +66,7 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
     for sample in samples:
         logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0].float()
         for position in trained_positions([sample])[0]:
-            row = logits[position - 1] / sample.sampling_temperature
+            row = logits[position - 1] / divisors(sample)[position - 1]
             token = int(sample.token_ids[position])
             if sample.kept is not None and (ids := kept_ids(sample.kept, int(position))):
                 kept = torch.tensor([index in {*ids, token} for index in range(VOCABULARY)])
@@ -128,7 +128,7 @@ def test_splitting_a_row_leaves_the_gradient(model: PreTrainedModel, seed: int, 
             loss_mask=sample.loss_mask & half,
             logprobs=sample.logprobs,
             advantages=sample.advantages,
-            sampling_temperature=sample.sampling_temperature,
+            temperatures=sample.temperatures,
         )
         for half in (before, ~before)
     ]

@@ -23,7 +23,7 @@ from tests.loss_cases import batch_of
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = ROOT / "docs/reference/journal_format.md"
 LOSSES = ROOT / "docs/how-to/own_losses.md"
-TYPES = {"<f4": "float32", "<i4": "int32", "|b1": "bool"}
+TYPES = {"<f4": "float32", "<f8": "float64", "<i4": "int32", "|b1": "bool"}
 NEW = Column("temperature", "<f4", 1.0, is_recorded=True, in_loss="temperature")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import msgspec
@@ -100,7 +101,6 @@ def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> N
             spans=(VersionSpan(1, 2, version),),
             kept=KeptSets(np.array([0, 1], np.int32), np.array([2 + change], np.int32)),
             experts=ExpertRouting(np.full((1, 1, 1), change, np.int16)),
-            sampling_temperature=1.0 + change,
             is_cut=bool(change),
         )
 
@@ -129,3 +129,24 @@ def test_only_tokens_beyond_the_bound_are_left_out() -> None:
     assert found.token_ids is units[0].token_ids, "they stay context"
     (found,), count = without_stale_tokens(units[:1], now, 5)
     assert (count, found.loss_mask.tolist()) == (0, units[0].loss_mask.tolist())
+
+
+def test_a_row_of_one_temperature_has_the_digest_of_versions_with_one_per_row() -> None:
+    row = TrainingSample(
+        token_ids=np.array([1, 2, 3], np.int32),
+        logprobs=np.zeros(3, np.float32),
+        loss_mask=np.array([False, True, True]),
+        advantages=np.zeros(3, np.float32),
+    )
+
+    def with_temperatures(*temperatures: float) -> TrainingSample:
+        return row.with_column("temperatures", np.array(temperatures))
+
+    def digest_of(temperature: float, table: TrainingSample) -> bytes:
+        content = msgspec.msgpack.encode((temperature, False, table.encode()))
+        return hashlib.blake2b(content, digest_size=16).digest()
+
+    assert row_digest(row) == row_digest(with_temperatures(1, 1, 1)) == digest_of(1.0, row)
+    assert row_digest(with_temperatures(1, 0.7, 0.7)) == digest_of(0.7, row)
+    mixed = with_temperatures(1, 0.7, 1.3)
+    assert row_digest(mixed) == digest_of(0.0, mixed)

@@ -135,8 +135,17 @@ def test_inherited_turns_are_context() -> None:
     assert row.logprobs.tolist() == [0, 0, 0, -1, -2]
     assert row.turn_index.tolist() == [-1, -1, -1, 2, 2]
     assert row.spans == (VersionSpan(3, 5, PolicyVersion("policy", 0, 2)),)
-    assert (row.sampling_temperature, row.kept) == (1.0, None)
+    assert (row.temperatures, row.kept) == (None, None)
     assert (solver.policy, solver.reward, dict(solver.turn_rewards)) == ("policy", 1.25, {0: 0.25})
+
+
+def test_each_token_has_the_temperature_of_its_turn() -> None:
+    """Greedy turns, which are not trained, and context have 1."""
+    turns = [turn(n, [1], [2, 3], temperature=temperature) for n, temperature in enumerate((0.5, 0.0, 1.0, 2.0))]
+    (trajectory,) = assemble_trajectories(entries(BEGIN, *turns))
+    temperatures = trajectory.rows[0].temperatures
+    assert temperatures is not None
+    assert temperatures.tolist() == [1, 0.5, 0.5, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 def test_kept_sets_are_aligned_and_absent_ones_are_none() -> None:
@@ -194,7 +203,6 @@ def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
         ([BEGIN, turn(0, [1], [2], context_ids=b"abc")], "context cannot be read"),
         ([BEGIN, turn(0, [-1], [2])], "negative"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "row of 9"),
-        ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], temperature=0.5)], "temperature"),
         ([BEGIN, turn(0, [1, 2], [2], columns={"experts": b"12"})], "cannot be read"),
         ([BEGIN, turn(0, [1], [2], **routed(1, 4, 1))], "does not fit"),
     ],

@@ -31,6 +31,7 @@ from tests.learn_cases import (
     LORA,
     VOCABULARY,
     Episodes,
+    divisors,
     make_rows,
     read_step_file,
     run_config,
@@ -341,8 +342,8 @@ def test_an_adapter_loads_with_peft(model: Path, tmp_path: Path, episodes: Episo
     _, columns = read_step_file(tmp_path / report.columns)
     row = episodes.trajectories[1].rows[0]
     with torch.no_grad():
-        logits = loaded(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
-    found = (logits / row.sampling_temperature).log_softmax(-1)[np.flatnonzero(row.loss_mask) - 1]
+        logits = loaded(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0, :-1]
+    found = (logits / divisors(row)).log_softmax(-1)[np.flatnonzero(row.loss_mask) - 1]
     expected = columns["trainer_logprobs"][columns["offsets"][1] : columns["offsets"][2]]
     np.testing.assert_allclose(
         found.gather(1, torch.from_numpy(row.token_ids[row.loss_mask].astype(np.int64))[:, None])[:, 0].numpy(),

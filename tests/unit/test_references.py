@@ -28,6 +28,7 @@ from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import (
     LORA,
     Episodes,
+    divisors,
     make_rows,
     predict_trainer_memory,
     run_config,
@@ -95,8 +96,7 @@ def test_the_gradient_is_that_of_a_loop(models: tuple[Path, Path], tmp_path: Pat
     for row in rows:
         ids = torch.from_numpy(row.token_ids.astype("int64"))[None]
         own, theirs = (
-            (model(input_ids=ids).logits[0, :-1] / row.sampling_temperature).log_softmax(-1)
-            for model in (student, teacher)
+            (model(input_ids=ids).logits[0, :-1] / divisors(row)).log_softmax(-1) for model in (student, teacher)
         )
         mask = torch.from_numpy(row.loss_mask)[1:]
         total = total + (own.exp() * (own - theirs.detach())).sum(1)[mask].sum()

@@ -24,7 +24,7 @@ from agentrl.learn.forward import RoutingReplay, token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.trainer import PolicyTrainer
-from tests.learn_cases import LORA, Episodes, make_rows, make_samples, run_config, write_model
+from tests.learn_cases import LORA, Episodes, divisors, make_rows, make_samples, run_config, write_model
 
 KINDS = ("moe", "mixtral")
 EXPERTS, LAYERS, TOP_K = 4, 2, 2
@@ -84,7 +84,7 @@ def by_hand(model: PolicyModel, sample: TrainingSample) -> tuple[Tensor, list[Te
     try:
         model.model.set_attn_implementation("sdpa")
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
-        logits = model.model(input_ids=ids, use_cache=False).logits[0, :-1] / sample.sampling_temperature
+        logits = model.model(input_ids=ids, use_cache=False).logits[0, :-1] / divisors(sample)
     finally:
         model.model.set_attn_implementation("agentrl_tree")
         for name, forward in zip(names, forwards, strict=True):
@@ -225,7 +225,7 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
             loss_mask=row.loss_mask,
             logprobs=row.logprobs,
             advantages=row.logprobs,
-            sampling_temperature=row.sampling_temperature,
+            temperatures=row.temperatures,
             experts=ExpertRouting(routing),
         )
         logprobs = np.where(row.loss_mask, np.concatenate([[0], by_hand(model, sample)[0].detach().numpy()]), 0)

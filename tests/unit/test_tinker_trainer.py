@@ -142,8 +142,7 @@ def gradients_of_both_trainers(directory: Path, loss: str) -> tuple[Gradient, Gr
     """The gradients of equal rows by the trainer of clients and by that of a run, from equal weights."""
     made = make_rows(3, 12)
     rows = [
-        msgspec.structs.replace(row, loss_mask=np.arange(len(row.token_ids)) > 0, sampling_temperature=1.0)
-        for row in made
+        msgspec.structs.replace(row, loss_mask=np.arange(len(row.token_ids)) > 0, temperatures=None) for row in made
     ]
     episodes = Episodes(rows)
     config = run_config(
