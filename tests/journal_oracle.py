@@ -59,12 +59,12 @@ def columns_of(page: str) -> tuple[Column, ...]:
     """The columns that a text of the page lists, in its order."""
     rows = re.findall(r"^  \| `(\w+)` \| (\w+) \| (yes|no) \| (\S*) ?\|$", page, re.MULTILINE)
     return tuple(
-        Column(name, CODES[kind], recorded == "yes", _packed(kind, fill.replace("−", "-")) if fill else b"")
+        Column(name, CODES[kind], recorded == "yes", _fill_bytes(kind, fill.replace("−", "-")) if fill else b"")
         for name, kind, recorded, fill in rows
     )
 
 
-def _packed(kind: str, number: str) -> bytes:
+def _fill_bytes(kind: str, number: str) -> bytes:
     return struct.pack(f"<{CODES[kind]}", float(number) if kind.startswith("float") else int(number))
 
 

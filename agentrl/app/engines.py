@@ -223,7 +223,8 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
         "max_rank": largest_lora_rank(base.policies.values()),
         "max_staleness": {name: policy.max_staleness for name, policy in base.trained.items()},
         "capture_routing": engine.capture_routing,
-        "capture_mask": bool(plan.filtered),
+        # calls of external agents may have filters that no setting names; only vLLM pays for recording kept sets
+        "capture_mask": bool(plan.filtered) or engine.kind == "embedded",
         "threads": plan.threads,
     }
     full = any(policy.served_adapter is None for policy in base.trained.values())

@@ -269,6 +269,7 @@ def rollout_settings(plan: RolloutPlan, chat_format: ChatFormat, max_context: in
         reward_weights=plan.credit.reward_weights,
         compares_turns=plan.credit.compares_turns,
         scored=plan.scored,
+        gateway_sampling=plan.gateway.sampling,
     )
 
 

@@ -84,6 +84,7 @@ def env_check(options: argparse.Namespace) -> int:
         sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
         filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
         environment, settings = config.environment.id, {"options": config.environment.options, "sampling": filters}
+        settings["gateway_sampling"] = config.gateway.sampling
 
     def check() -> dict[str, Any]:
         with contextlib.closing(progress):

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from agentrl.config.policies import AnyPolicy, BotPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import CreditConfig, ModelConfig, SamplingConfig, SandboxConfig
+from agentrl.config.sections import CreditConfig, GatewayConfig, ModelConfig, SamplingConfig, SandboxConfig
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ class RolloutPlan:
     seats: SeatAssignment
     sampling: SamplingConfig
     sampling_by_policy: Mapping[str, SamplingConfig]
+    gateway: GatewayConfig
     scorers: Mapping[str, ScorerConfig]
     external: Mapping[str, RemotePolicy | BotPolicy]
     """Policies that no engine serves, with the share of `max_concurrent` of one process."""

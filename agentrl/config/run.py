@@ -76,6 +76,7 @@ from agentrl.config.sections import (
     EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    GatewayConfig,
     JournalConfig,
     ModelConfig,
     SamplingConfig,
@@ -148,6 +149,7 @@ class RunConfig(Section):
     steps of the proposer, then the proposer for 15 steps of the solver (docs/how-to/policies.md)."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
+    gateway: GatewayConfig = GatewayConfig()
     credit: CreditConfig = CreditConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -422,6 +424,7 @@ class RunConfig(Section):
             seats=self.seat_assignment,
             sampling=self.sampling,
             sampling_by_policy={name: self.sampling_of(name) for name in self.policies},
+            gateway=self.gateway,
             scorers=self.scorers,
             external=self._external,
             credit=self.credit,

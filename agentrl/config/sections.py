@@ -226,6 +226,15 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+class GatewayConfig(Section):
+    """How requests of external agents are answered."""
+
+    sampling: Free[Literal["agent", "run", "refuse"]] = "agent"
+    """Whose sampling parameters apply to a request that has its own. `agent`: the request's; its tokens are trained at
+    its temperature, and those at temperature 0 or with penalties are not trained. `run`: those of `[sampling]`.
+    `refuse`: the request is refused unless it has the same."""
+
+
 class FunctionConfig(Section):
     """A function by its name; every further key is an argument of the function."""
 

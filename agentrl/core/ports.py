@@ -80,20 +80,38 @@ class EngineCapabilities:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters. Filters apply in vLLM's order: temperature, min-p, top-k, top-p. Each sees the renormalized
-    distribution that the one before left."""
+    distribution that the one before left. Penalties apply before them."""
 
     max_tokens: int
     temperature: float = 1.0
+    """Divisor of the logits; 0: the likeliest token is taken, and has log-probability 0."""
     top_k: int = 0
     """Number of likeliest tokens to keep; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that the turn has already sampled."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that the token was sampled."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of the tokens in the context or the turn that are above 0, and multiplies the others
+    (arXiv:1909.05858)."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
         """Whether a filter excludes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether a penalty changes the logits, by a rule that training does not compute."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

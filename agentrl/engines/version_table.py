@@ -555,8 +555,8 @@ class InProcessEngine(ABC, Generic[LiveT]):
             raise EngineError(
                 f"{where}: the context must not be empty, and its token ids must lie in [0, {self._vocabulary})"
             )
-        if not request.sampling.temperature > 0:
-            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+        if not request.sampling.temperature >= 0:
+            raise EngineError(f"{where}: temperature {request.sampling.temperature} is below 0")
 
     def _samples_nothing(self, request: GenerateRequest) -> bool:
         """Whether a call ends before its first token, for lack of context or tokens."""

@@ -24,8 +24,16 @@ from agentrl.gateway.calls import (
     stop_texts,
 )
 from agentrl.gateway.chat_completions import tool_arguments_text
+from agentrl.gateway.options import ignored_fields, read_reply_form, read_sampling, read_tool_choice, unsupported_fields
 
-_DEMANDS = ("temperature", "top_p", "top_k", "tool_choice", "mcp_servers", "container")
+_UNSUPPORTED = ("mcp_servers", "container")
+_KNOWN = {
+    *_UNSUPPORTED,
+    *("model", "messages", "system", "tools", "max_tokens", "stop_sequences", "stream"),
+    *("temperature", "top_p", "top_k", "tool_choice", "output_config", "output_format"),
+    *("metadata", "service_tier", "cache_control"),
+}
+"""Fields that are read, and those that change no reply."""
 _ERRORS: Mapping[RefusalKind, str] = {
     "key": "authentication_error",
     "forbidden": "permission_error",
@@ -53,19 +61,25 @@ class AnthropicMessagesProtocol:
                 "invalid",
                 THREAD,
             )
-        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
-        output = body.get("output_config")
-        form = (output.get("format") if isinstance(output, dict) else None) or body.get("output_format")
-        if form is not None:
-            demands["response_format"] = form
+        output = body["output_config"] if isinstance(body.get("output_config"), dict) else {}
+        choice = body.get("tool_choice")
+        tools = [_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")]
+        unread = {
+            "output_config.effort": output.get("effort"),
+            "disable_parallel_tool_use": isinstance(choice, dict) and choice.get("disable_parallel_tool_use"),
+        }
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=order_tool_results(_messages(body), "messages"),
-            tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
+            tools=tools,
             max_tokens=read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
             stream=body.get("stream") is True,
-            demands=demands,
+            sampling=read_sampling({name: body.get(name) for name in ("temperature", "top_p", "top_k")}),
+            tool_choice=read_tool_choice(choice, tools),
+            reply_form=read_reply_form(output.get("format") or body.get("output_format"), "output_config.format"),
+            demands=unsupported_fields(body, _UNSUPPORTED),
+            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The forms shared by all protocols: a request to a seat, its reply, and a refusal.
 
-A protocol module reads a request's body into a `ChatRequest` and writes a `ChatReply` in its own form. Sampling
-parameters that the run decides are passed on as `demands`: the seat compares them with the run's, and refuses those it
-cannot honor.
+A protocol module reads a request's body into a `ChatRequest` and writes a `ChatReply` in its own form. Fields that no
+seat can honor are passed on as `demands`, which the seat refuses unless its environment ignores them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from agentrl.core.errors import AgentRLError
 
@@ -37,7 +36,7 @@ MOST_ITEMS = 8192
 """Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
     "invalid": 400,
-    "setting": 400,  # a sampling parameter that is not the run's
+    "setting": 400,  # a field that is not supported, or with `gateway.sampling = "refuse"` is not the run's
     "key": 401,
     "forbidden": 403,
     "foreign_conversation": 403,
@@ -66,6 +65,23 @@ class RequestRefusedError(AgentRLError):
         return STATUS[self.kind]
 
 
+class ToolChoice(NamedTuple):
+    """Whether a reply must call a tool."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    """`none`: calls in the reply are part of its text."""
+    tool: str = ""
+    """Name of the tool that must be called; "": any."""
+
+
+class ReplyForm(NamedTuple):
+    """The format that a request asks of the reply."""
+
+    kind: Literal["text", "json_object", "json_schema"] = "text"
+    schema: str = ""
+    """JSON schema, as JSON text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request in any protocol."""
@@ -80,8 +96,16 @@ class ChatRequest:
     n: int = 1
     """Number of replies."""
     stream: bool = False
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters that the request asks for, by their name in `SamplingParams`."""
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    reply_form: ReplyForm = field(default_factory=ReplyForm)
+    logprobs: bool = False
+    """Whether the client reads the log-probabilities of the reply's tokens."""
     demands: Mapping[str, Any] = field(default_factory=dict)
-    """Further parameters by name, unchanged."""
+    """Fields that are not supported, unchanged, by name."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that have no effect."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Data that the protocol needs to write the reply."""
 
@@ -108,6 +132,16 @@ class ChatReply:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    logprobs: Sequence[TokenLogprob] | None = None
+    """Log-probabilities of the sampled tokens, after temperature and filters; None: the request did not ask for them,
+    or they are unknown."""
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token."""
+
+    text: str
+    logprob: float
 
 
 class GatewaySeat(Protocol):
@@ -287,6 +321,14 @@ def _misplaced_result(location: str, problem: str) -> RequestRefusedError:
         "invalid",
         location,
     )
+
+
+def openai_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Write log-probabilities in the form of OpenAI's protocols."""
+    return [
+        {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
+        for text, logprob in logprobs
+    ]
 
 
 def stop_texts(value: Any, location: str) -> tuple[str, ...]:

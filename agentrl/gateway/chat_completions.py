@@ -14,36 +14,33 @@ from agentrl.gateway.calls import (
     ChatRequest,
     RequestRefusedError,
     bounded_repr,
+    openai_logprobs,
     order_tool_results,
     read_integer,
     require_object_list,
     require_text,
     stop_texts,
 )
+from agentrl.gateway.options import (
+    SAMPLING_FIELDS,
+    ignored_fields,
+    read_reply_form,
+    read_sampling,
+    read_tool_choice,
+    unsupported_fields,
+)
 
 MOST_REPLIES = 64
 """Largest accepted `n`."""
 _ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "function": "tool"}
-_DEMANDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "functions",
-    "function_call",
-    "modalities",
-    "audio",
-    "prediction",
-    "web_search_options",
-)
+_UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio", "web_search_options")
+_KNOWN = SAMPLING_FIELDS | {
+    *_UNSUPPORTED,
+    *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
+    *("tool_choice", "parallel_tool_calls", "response_format", "logprobs", "top_logprobs"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+"""Fields that are read, and those that change no reply."""
 _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
 
 
@@ -56,24 +53,39 @@ class ChatCompletionsProtocol:
         replies = read_integer(body, "n") or 1
         if replies > MOST_REPLIES:
             raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} is supported", "invalid", "n")
-        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
+        demands = unsupported_fields(body, _UNSUPPORTED)
+        tools = [_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")]
+        unread = {
+            "parallel_tool_calls": body.get("parallel_tool_calls") is False,
+            "top_logprobs": body.get("top_logprobs"),
+        }
         if names := assistant_names(body.get("messages")):
             demands["name"] = names
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=order_tool_results(parse_messages(body.get("messages")), "messages"),
-            tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
+            tools=tools,
             max_tokens=read_integer(body, "max_completion_tokens") or read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop"), "stop"),
             n=replies,
             stream=body.get("stream") is True,
+            sampling=read_sampling(body),
+            tool_choice=read_tool_choice(body.get("tool_choice"), tools),
+            reply_form=read_reply_form(body.get("response_format"), "response_format"),
+            logprobs=body.get("logprobs") is True,
             demands=demands,
+            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
             options={"include_usage": isinstance(options, dict) and options.get("include_usage") is True},
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
         choices = [
-            {"index": n, "message": _message(reply), "logprobs": None, "finish_reason": _finish_reason(reply)}
+            {
+                "index": n,
+                "message": _message(reply),
+                "logprobs": _logprobs(reply),
+                "finish_reason": _finish_reason(reply),
+            }
             for n, reply in enumerate(replies)
         ]
         return {**_head(request, replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
@@ -84,8 +96,8 @@ class ChatCompletionsProtocol:
             head["usage"] = None
         chunks: list[tuple[str | None, Any]] = []
 
-        def add(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        def add(index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> None:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
             chunks.append((None, {**head, "choices": [choice]}))
 
         for index, reply in enumerate(replies):
@@ -96,7 +108,7 @@ class ChatCompletionsProtocol:
                 add(index, {"content": reply.message.content})
             for n, call in enumerate(reply.message.tool_calls):
                 add(index, {"tool_calls": [{"index": n, **openai_tool_call(call)}]})
-            add(index, {}, _finish_reason(reply))
+            add(index, {}, _finish_reason(reply), _logprobs(reply))
         if request.options["include_usage"]:
             chunks.append((None, {**head, "choices": [], "usage": _usage(replies)}))
         return [*chunks, (None, "[DONE]")]
@@ -267,6 +279,10 @@ def _message(reply: ChatReply) -> dict[str, Any]:
     elif message["content"] is None:
         message["content"] = ""
     return message
+
+
+def _logprobs(reply: ChatReply) -> dict[str, Any] | None:
+    return None if reply.logprobs is None else {"content": openai_logprobs(reply.logprobs), "refusal": None}
 
 
 def _finish_reason(reply: ChatReply) -> str:

@@ -18,14 +18,28 @@ from agentrl.gateway.calls import (
     ReplyEnd,
     RequestRefusedError,
     bounded_repr,
+    openai_logprobs,
     order_tool_results,
     read_integer,
     require_object_list,
     require_text,
 )
 from agentrl.gateway.chat_completions import content_text, openai_refusal, parse_tool_arguments, tool_arguments_text
+from agentrl.gateway.options import (
+    SAMPLING_FIELDS,
+    ignored_fields,
+    read_reply_form,
+    read_sampling,
+    read_tool_choice,
+)
 
-_DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls")
+_KNOWN = SAMPLING_FIELDS | {
+    *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
+    *("tool_choice", "parallel_tool_calls", "include", "top_logprobs"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("previous_response_id", "conversation", "background", "prompt", "truncation", "client_metadata"),
+}
+"""Fields that are read, and those that change no reply."""
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
 _COMPACT = (
@@ -48,19 +62,26 @@ class OpenAIResponsesProtocol:
                     "invalid",
                     name,
                 )
-        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
-        text_options = body.get("text")
-        if isinstance(text_options, dict) and text_options.get("format") is not None:
-            demands["response_format"] = text_options["format"]
+        text_options = body["text"] if isinstance(body.get("text"), dict) else {}
         tools = require_object_list(body.get("tools") or [], "tools")
         tools_by_namespace = list(_flatten_tools(tools))
+        offered = [_tool(tool, space) for space, tool in tools_by_namespace]
+        unread = {
+            "text.verbosity": text_options.get("verbosity"),
+            "parallel_tool_calls": body.get("parallel_tool_calls") is False,
+            "top_logprobs": body.get("top_logprobs"),
+        }
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=order_tool_results(_messages(body), "input"),
-            tools=[_tool(tool, space) for space, tool in tools_by_namespace],
+            tools=offered,
             max_tokens=read_integer(body, "max_output_tokens"),
             stream=body.get("stream") is True,
-            demands=demands,
+            sampling=read_sampling(body),
+            tool_choice=read_tool_choice(body.get("tool_choice"), offered),
+            reply_form=read_reply_form(text_options.get("format"), "text.format"),
+            logprobs=isinstance(included := body.get("include"), list) and "message.output_text.logprobs" in included,
+            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
             options={
                 "tools": tools,
                 "instructions": body.get("instructions"),
@@ -256,10 +277,10 @@ def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "store": False,
-        "temperature": None,
+        "temperature": request.sampling.get("temperature"),
         "tool_choice": "auto",
         "tools": request.options["tools"],
-        "top_p": None,
+        "top_p": request.sampling.get("top_p"),
         "truncation": "disabled",
     }
 
@@ -273,7 +294,8 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
         content = [{"type": "reasoning_text", "text": reply.thinking}]
         yield {"id": f"rs_{reply.reply_id}", "type": "reasoning", "summary": [], "content": content}
     if reply.message.content or not reply.message.tool_calls:
-        part = {"type": "output_text", "text": reply.message.content, "annotations": [], "logprobs": []}
+        logprobs = openai_logprobs(reply.logprobs or ())
+        part = {"type": "output_text", "text": reply.message.content, "annotations": [], "logprobs": logprobs}
         yield {
             "id": f"msg_{reply.reply_id}",
             "type": "message",

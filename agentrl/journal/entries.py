@@ -105,6 +105,10 @@ class ExternalRequestParameters(msgspec.Struct, frozen=True, array_like=True):
     """Texts that end the reply."""
     tools: str | None = None
     """Tools as JSON text; None: those of the row's first turn."""
+    asked: dict[str, float | str | bool] = {}
+    """Further fields that the request set: sampling parameters, `tool_choice`, `response_format`, `logprobs`."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that had no effect."""
 
 
 class ReplyRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -69,6 +69,8 @@ EARLY_BROKEN_SHARE = 0.5
 """The same before `WINDOW` steps."""
 MOST_SHARE = 0.5
 """Share of turns or episodes that counts as most of them."""
+UNTRAINED_SHARE = 0.01
+"""Share of turns that are not trained at which an alarm is raised."""
 TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
@@ -764,6 +766,16 @@ def _starvation(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]
         )
 
 
+_UNTRAINED = {
+    "greedy": ("at temperature 0", "let the agent ask for a temperature above 0"),
+    "penalty": ("with a penalty", "remove presence_penalty, frequency_penalty and repetition_penalty from the agent"),
+    "filter": (
+        "with top_k, top_p or min_p, whose kept sets the engine does not record",
+        "write the agent's filters into [sampling], so that the engine records their kept sets",
+    ),
+}
+"""How an agent's calls were sampled that cannot be trained, and what to change, by cause."""
+
 RULES: tuple[Rule | MetricRule, ...] = (
     Rule(
         {
@@ -809,6 +821,21 @@ RULES: tuple[Rule | MetricRule, ...] = (
         "engine.max_context, shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
         example="context_length",
     ),
+    *[
+        MetricRule(
+            f"untrained_{cause}",
+            f"{UNTRAINED_SHARE:.0%} or more of the turns of a step are not trained, because an outside agent asked for "
+            f"them {how}",
+            metric=f"untrained/{cause}",
+            per="episodes/turns",
+            at_least=UNTRAINED_SHARE,
+            text=f"{{mean:.0%}} of the turns in the last {{steps}} are not trained: the agent asked for them {how}",
+            advice=f"{cure}, or set gateway.sampling = 'run'",
+            window=1,
+            example=f"untrained/{cause}",
+        )
+        for cause, (how, cure) in _UNTRAINED.items()
+    ],
     MetricRule(
         "empty_output",
         f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",

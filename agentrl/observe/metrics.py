@@ -289,6 +289,12 @@ METRICS: tuple[Metric, ...] = (
         "drift/<cause>", "turns", "turns per episode that the chat template would tokenize differently than sampled"
     ),
     Metric("rows/<cause>", "turns", "turns per episode of outside agents that began a row, because of this rewrite"),
+    Metric(
+        "untrained/<cause>",
+        "turns",
+        "turns per episode of outside agents whose tokens are not trained: `greedy` at temperature 0, `penalty` with a "
+        "penalty, `filter` with a filter whose kept sets the engine does not record (docs/reference/gateway.md)",
+    ),
     Metric("replies/recalled", "turns", "turns per episode that an outside agent got from an earlier attempt"),
     Metric("win_rate/<policy>", "fraction", "share of games won against this `past` policy; a draw counts half"),
     Metric("games/<policy>", "episodes", "games against this `past` policy"),

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from agentrl.rollout.calls.journal import CallJournal, Strand
     from agentrl.rollout.turn_entries import EpisodePartialTurns
 
+
+GatewaySampling = Literal["agent", "run", "refuse", "check"]
+"""As `GatewayConfig.sampling`. `check`: as `agent`, and a request is answered without the fields that would be refused,
+so that a check finds all of them at once."""
 
 AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
 """Value of `LiveEpisode.began_under` for an episode that began with the run's current settings."""
@@ -109,6 +113,8 @@ class RolloutSettings:
     """Policies whose turns and episodes are scored without being asked for."""
     missing_scorer: Callable[[str], Scorer] | None = None
     """Makes a scorer for a name that is not among `scorers`, for checks of environments without a run."""
+    gateway_sampling: GatewaySampling = "agent"
+    """Whose sampling parameters the calls of external agents have; see `GatewayConfig.sampling`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from agentrl.environment.registry import resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.task_contents import SourceContents, SplitOverlap, read_contents
 from agentrl.environment.tools import ToolEnvironment
+from agentrl.gateway.options import UNSUPPORTED, ignored_fields_line
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
@@ -53,6 +54,7 @@ from agentrl.observe.blocked_loop import PROGRAM_REMEDY, watch_event_loop
 from agentrl.observe.blocked_loop import REMEDY as BLOCKING_REMEDY
 from agentrl.observe.metrics import PROGRAM_FAILED
 from agentrl.rollout.calls.mismatch import shortened_repr
+from agentrl.rollout.episode import GatewaySampling
 from agentrl.testing.concurrency_check import compare_concurrent_episodes
 from agentrl.testing.differences import differing_call, is_external
 from agentrl.testing.execution import (
@@ -137,6 +139,7 @@ class Subject:
     seed: int
     options: Mapping[str, Any]
     sampling: Mapping[str, float]
+    gateway_sampling: GatewaySampling
     on_progress: Callable[[str, str], None]
     hash_order: bool
     report: EnvironmentReport
@@ -167,6 +170,11 @@ class Subject:
         return set(self.environment.tool_table()) if issubclass(self.environment, ToolEnvironment) else set()
 
     @property
+    def run_values(self) -> Mapping[str, Any]:
+        """The run's sampling parameters with which requests are compared."""
+        return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **self.sampling}
+
+    @property
     def rewards(self) -> list[float]:
         """Rewards of the random policy's episodes."""
         return [episode.header.reward or 0.0 for _, episode in self.played]
@@ -192,7 +200,7 @@ class Check(NamedTuple):
 
 
 @outside_event_loop
-def check_environment(
+def check_environment(  # noqa: PLR0913 (one keyword per setting)
     environment: str | type,
     *,
     tasks: Sequence[Task] | None = None,
@@ -200,6 +208,7 @@ def check_environment(
     seed: int = 0,
     options: Mapping[str, Any] = MappingProxyType({}),
     sampling: Mapping[str, float] = MappingProxyType({}),
+    gateway_sampling: GatewaySampling = "agent",
     on_progress: Callable[[str, str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
@@ -211,8 +220,8 @@ def check_environment(
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
         options: arguments of the environment's task source.
-        sampling: `temperature`, `top_p`, `top_k` and `min_p` of the run, if they are not the defaults: requests of an
-            external agent for other values are refused.
+        sampling: `temperature`, `top_p`, `top_k` and `min_p` of the run, if they are not the defaults.
+        gateway_sampling: the run's `gateway.sampling`.
         on_progress: receives the phase of the check, and what is about to be checked.
         hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
             the code contains nothing that depends on them; a process must be able to import the class from its module.
@@ -237,6 +246,7 @@ def check_environment(
             seed=seed,
             options=options,
             sampling=sampling,
+            gateway_sampling=gateway_sampling,
             on_progress=on_progress,
             hash_order=hash_order,
             report=report,
@@ -739,6 +749,47 @@ def check_requests(subject: Subject, result: CheckResult) -> None:
     )
 
 
+def check_request_fields(subject: Subject, result: CheckResult) -> None:
+    """What the requests of an external agent ask for, all at once: what is refused, not trained, or has no effect."""
+    requests = [body.request for body in subject.bodies() if isinstance(body, TurnEntry) and body.request is not None]
+    asked, ignored = Counter[tuple[str, Any]](), Counter[str]()
+    for request in requests:
+        asked.update(request.asked.items())
+        ignored.update(request.ignored)
+    total = plural(len(requests), "request")
+    result.figures["asked"] = [[name, value, number] for (name, value), number in asked.items()]
+    result.figures["ignored"] = dict(ignored)
+    if asked:
+        fields = ", ".join(f"{name} = {value!r} ({number})" for (name, value), number in asked.items())
+        result.remarks.append(f"Of {total}, this many asked for: {fields}.")
+    own = getattr(subject.environment, "ignored_fields", ())
+    refused = [name for name in ignored if name in UNSUPPORTED and name not in own]
+    if subject.gateway_sampling == "refuse":
+        refused += [name for name, value in asked if name not in refused and subject.run_values.get(name) != value]
+    if refused:
+        result.fault(
+            f"requests with {', '.join(refused)} will be refused",
+            f"Remove them from the agent's requests, or write `{ignored_fields_line([*own, *refused])}` in the class",
+        )
+    if without_effect := [f"{name} ({number})" for name, number in ignored.items() if name not in refused]:
+        result.remarks.append(f"Fields without effect, in this many requests: {', '.join(without_effect)}.")
+    told = {name for name, value in asked if name in ("tool_choice", "response_format") and value != "none"}
+    if told:
+        result.remarks.append(
+            f"The model is told {' and '.join(sorted(told))} in words and not forced, so the agent must check replies."
+        )
+    penalties = [name for name, _ in asked if name.endswith("_penalty")]
+    for cause, number in (
+        ("temperature 0", asked["temperature", 0.0]),
+        (", ".join(dict.fromkeys(penalties)), sum(number for (name, _), number in asked.items() if name in penalties)),
+    ):
+        if number and subject.gateway_sampling == "agent":
+            result.warn(
+                f"{number} of {total} asked for {cause}: their tokens are played, but not trained",
+                "Let the agent ask for a temperature above 0 without penalties, or set gateway.sampling = 'run'",
+            )
+
+
 def _num_requests(subject: Subject) -> Counter[str]:
     """Number of answered requests of an external agent, keyed by seat."""
     if not subject.is_external:
@@ -1033,6 +1084,7 @@ CHECKS = (
     ),
     Check("answers", check_answers, _own_program_passed),
     Check("wrong_calls", check_wrong_calls, _passed),
+    Check("request_fields", check_request_fields, lambda subject: subject.is_external and bool(subject.played)),
     Check(
         "hash_order",
         check_hash_order,

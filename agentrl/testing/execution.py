@@ -194,7 +194,7 @@ async def execute_episode(
         answers: entries after the kill from which the answers of the outside world are repeated.
         max_turns: maximum number of turns per agent.
         max_tokens: maximum number of tokens per turn.
-        sampling: further fields of `SamplingParams`, with which the requests of an external agent are compared.
+        sampling: further fields of `SamplingParams`, for requests of an external agent that do not set them.
     """
     stage = _Stage(environment, script, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
     try:
@@ -263,7 +263,8 @@ class _Stage:
         longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
         self._longest_s = longest_s * max(in_lockstep, 1)
         settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=self._longest_s)
-        self._settings = replace(settings, seat=msgspec.structs.replace(settings.seat, **sampling))
+        seat = msgspec.structs.replace(settings.seat, **sampling)
+        self._settings = replace(settings, seat=seat, gateway_sampling="check")
         self._dispatcher, self._runner = wire_dispatcher(
             environment, self.engine, self._journal, self._settings, self._failures, runner_type=_StateRunner
         )

@@ -147,8 +147,7 @@ def test_the_kept_set_reproduces_the_logprobs(zoo: ModelZoo, sampling: dict[str,
             expected = processed[kept == token] - np.log(np.exp(processed).sum())
             np.testing.assert_allclose(logprob, expected, atol=1e-4)
         for other in others:
-            assert other.kept is not None
-            assert other.kept.counts.tolist() == [0] * 20
+            assert other.kept is None
         await engine.close()
 
     asyncio.run(main())

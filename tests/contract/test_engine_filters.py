@@ -100,6 +100,78 @@ async def _check_engine(engine: Any, zoo: ModelZoo) -> None:
     await engine.close()
 
 
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+
+
+def penalized(logits: NDArray[np.float64], context: NDArray[np.int32], turn: list[int]) -> NDArray[np.float64]:
+    """Logits after the penalties, token by token."""
+    made = logits.copy()
+    for token in range(len(logits)):
+        if token in turn or token in context:
+            made[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+        if token in turn:
+            made[token] -= 0.7 + 0.4 * turn.count(token)
+    return made
+
+
+def model_logits(model: Any, token_ids: NDArray[np.int32]) -> NDArray[np.float64]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False).logits[0]
+    found: NDArray[np.float64] = logits.double().numpy()
+    return found
+
+
+def test_greedy_and_penalized_calls_share_a_batch_with_others(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine.load(versions=START, model_path=str(zoo.directory()), max_context=256)
+        calls = {
+            "plain": {},
+            "greedy": {"temperature": 0.0, "top_p": 0.5},
+            "penalized": {"temperature": 0.9, **PENALTIES},
+            "greedy, penalized": {"temperature": 0.0, **PENALTIES},
+        }
+        contexts = {name: prompt(9, number) for number, name in enumerate(calls)}
+        sent = [
+            engine.open(name, "solver").generate(request(name, contexts[name], max_tokens=TOKENS, **sampling))
+            for name, sampling in calls.items()
+        ]
+        found = dict(zip(calls, await asyncio.gather(*sent), strict=True))
+        alone = await engine.open("alone", "solver").generate(request("alone", contexts["plain"], max_tokens=TOKENS))
+        assert alone.token_ids.tolist() == found["plain"].token_ids.tolist()
+        model = zoo.load()
+        for name, completion in found.items():
+            context, tokens = contexts[name], completion.token_ids.tolist()
+            logits = model_logits(model, np.concatenate([context, completion.token_ids]))[len(context) - 1 :]
+            for number, (token, logprob) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+                row = logits[number]
+                if "penalized" in name:
+                    row = penalized(row, context, tokens[:number])
+                if "greedy" in name:
+                    assert (token, logprob) == (int(row.argmax()), 0)
+                else:
+                    row = row / calls[name].get("temperature", 1.0)
+                    expected = row[token] - np.log(np.exp(row - row.max()).sum()) - row.max()
+                    np.testing.assert_allclose(logprob, expected, atol=1e-4)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_continues_keeps_its_penalties(zoo: ModelZoo) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine.load(versions=START, model_path=str(zoo.directory()), max_context=256)
+        context = prompt(9)
+        whole = await engine.open("a", "solver").generate(request("a", context, max_tokens=20, seed=3, **PENALTIES))
+        first = whole.token_ids[:7]
+        rest = await engine.open("b", "solver").generate(
+            request("b", np.concatenate([context, first]), max_tokens=13, seed=3, sampled_before=7, **PENALTIES)
+        )
+        assert whole.token_ids.tolist() == [*first.tolist(), *rest.token_ids.tolist()]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["embedded", "embedded in a process"])
 def test_an_engine_applies_the_documented_order(zoo: ModelZoo, kind: str) -> None:
     options: dict[str, Any] = {"model_path": str(zoo.directory()), "max_context": 256, "capture_mask": True}

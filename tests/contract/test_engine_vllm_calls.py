@@ -7,19 +7,38 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.errors import EngineCapabilityError
-from tests.contract.engine_kinds import prompt, request
+from agentrl.engines.embedded.engine import EmbeddedEngine
+from tests.contract.engine_kinds import START, ModelZoo, prompt, request
+from tests.contract.test_engine_filters import PENALTIES
 from tests.contract.test_engine_vllm import in_flight
 from tests.contract.vllm_server import SLOTS, MakeVllm
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_filters_are_refused_without_kept_sets(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
+def test_filters_leave_no_kept_sets_unless_they_are_captured(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
     async def main() -> None:
         engine = make_vllm()
-        with pytest.raises(EngineCapabilityError, match="capture_mask"):
-            await engine.open("s", "solver").generate(request("r", prompt(5), **filters))
+        completion = await engine.open("s", "solver").generate(request("r", prompt(5), **filters))
+        assert (len(completion), completion.kept) == (8, None)
         await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_greedy_and_penalized_calls_agree_with_the_embedded_engine(make_vllm: MakeVllm, zoo: ModelZoo) -> None:
+    calls = ({"temperature": 0.0}, {"temperature": 0.0, **PENALTIES})
+
+    async def main() -> None:
+        engine = make_vllm()
+        other = EmbeddedEngine.load(versions=START, model_path=str(zoo.directory()), max_context=256)
+        for number, sampling in enumerate(calls):
+            call = request(f"r{number}", prompt(9), max_tokens=20, **sampling)
+            one = await engine.open(f"s{number}", "solver").generate(call)
+            two = await other.open(f"s{number}", "solver").generate(call)
+            assert one.token_ids.tolist() == two.token_ids.tolist()
+            assert not one.logprobs.any()
+        await engine.close()
+        await other.close()
 
     make_vllm.run(main)
 

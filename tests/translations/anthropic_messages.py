@@ -114,18 +114,18 @@ ROWS = [
         "limits",
         [USER],
         [SEEN],
-        {"max_tokens": 9, "stop": ["a"], "temperature": 0.5, "tool_choice": {"type": "any"}},
+        {"max_tokens": 9, "stop": ["a"], "temperature": 0.5, "top_k": 4},
         max_tokens=9,
         stop_sequences=["a"],
         temperature=0.5,
-        tool_choice={"type": "any"},
+        top_k=4,
     ),
     row(
         "enforced form",
         [USER],
         [SEEN],
-        {"response_format": {"type": "json_schema"}},
-        output_format={"type": "json_schema"},
+        {"response_format": ["json_schema", '{"type": "object"}']},
+        output_format={"type": "json_schema", "schema": {"type": "object"}},
     ),
 ]
 

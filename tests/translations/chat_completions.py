@@ -27,7 +27,12 @@ def request_parts(protocol: ChatProtocol, body: Any) -> tuple[Any, Any]:
     ]
     tools = [[tool.name, tool.description, tool.parameters] for tool in request.tools]
     limits = {"max_tokens": request.max_tokens, "stop": list(request.stop), "n": request.n if request.n > 1 else None}
-    return sees + tools, dict(request.demands) | {name: value for name, value in limits.items() if value}
+    decides = dict(request.demands) | dict(request.sampling) | {name: value for name, value in limits.items() if value}
+    if request.tool_choice.mode != "auto":
+        decides["tool_choice"] = request.tool_choice.tool or request.tool_choice.mode
+    if request.reply_form.kind != "text":
+        decides["response_format"] = [part for part in request.reply_form if part]
+    return sees + tools, decides
 
 
 def called(arguments: Any, **more: Any) -> dict[str, Any]:
@@ -144,18 +149,26 @@ ROWS = [
         "limits",
         [USER],
         [["user", "Go."]],
-        {"max_tokens": 9, "stop": ["a", "b"], "n": 2, "temperature": 0.5, "tool_choice": "none"},
+        {"max_tokens": 9, "stop": ["a", "b"], "n": 2, "temperature": 0.5, "frequency_penalty": 1.0},
         max_completion_tokens=9,
         stop=["a", "b"],
         n=2,
         temperature=0.5,
-        tool_choice="none",
+        frequency_penalty=1,
+    ),
+    row(
+        "a tool to be called",
+        [USER],
+        [["user", "Go."], ["look", "Look.", {"type": "object"}]],
+        {"tool_choice": "look"},
+        tools=[LOOK],
+        tool_choice={"type": "function", "function": {"name": "look"}},
     ),
     row(
         "enforced form",
         [USER],
         [["user", "Go."]],
-        {"response_format": {"type": "json_object"}},
+        {"response_format": ["json_object"]},
         response_format={"type": "json_object"},
     ),
     row("null for text", [{"role": "user", "content": None}], refused="messages[0].content is null; it must be text"),

@@ -121,8 +121,8 @@ ROWS = [
         "enforced form",
         "Go.",
         [SEEN],
-        {"response_format": {"type": "json_schema"}},
-        text={"format": {"type": "json_schema"}},
+        {"response_format": ["json_schema", '{"type": "object"}']},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
     ),
 ]
 

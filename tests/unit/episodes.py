@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import agentrl
-from agentrl.core.ports import GenerateRequest
+from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
@@ -15,6 +15,7 @@ from agentrl.journal.entries import EntryBody
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.episode import GatewaySampling
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 
 
@@ -36,6 +37,8 @@ class Played:
     """Detail of the committed episode."""
     activity: Mapping[str, float]
     """Totals of the worker."""
+    sampling: list[SamplingParams]
+    """How each call was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,7 @@ class Setting:
     episode_timeout_s: float
     attempts: int
     seed: int
+    gateway_sampling: GatewaySampling
 
 
 def play(
@@ -64,6 +68,7 @@ def play(
     episode_timeout_s: float = 60.0,
     attempts: int = 1,
     seed: int = 1,
+    gateway_sampling: GatewaySampling = "agent",
 ) -> Played:
     """Run one episode in which the policy says `replies`, turn by turn: text, or tokens, which are bytes."""
     setting = Setting(
@@ -75,6 +80,7 @@ def play(
         episode_timeout_s=episode_timeout_s,
         attempts=attempts,
         seed=seed,
+        gateway_sampling=gateway_sampling,
     )
     return asyncio.run(_play(environment, list(replies), setting))
 
@@ -83,12 +89,14 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
     journal, said = MemoryJournal(), iter(replies)
     seen: list[list[int]] = []
     rows: list[int] = []
+    sampling: list[SamplingParams] = []
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         reply = next(said)
         sampled = [*(reply.encode() if isinstance(reply, str) else reply), STOP_TOKEN]
         seen.append([*request.token_ids.tolist(), *sampled])
         rows.append(request.row)
+        sampling.append(request.sampling)
         return sampled
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=setting.max_context)
@@ -99,6 +107,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         tool_timeout_s=setting.tool_timeout_s,
         episode_timeout_s=setting.episode_timeout_s,
     )
+    settings = replace(settings, gateway_sampling=setting.gateway_sampling)
     failures: list[BaseException] = []
     dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
     worker = dispatcher.worker
@@ -110,7 +119,9 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         raise failures[0]
     entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
     end = next(end for end in journal.of_kind(EpisodeEnd) if end.header.episode_id == "e0")
-    return Played(ended[0], entries, worker.last_failure, seen, rows, end.metrics, end.detail, worker.activity())
+    return Played(
+        ended[0], entries, worker.last_failure, seen, rows, end.metrics, end.detail, worker.activity(), sampling
+    )
 
 
 def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:

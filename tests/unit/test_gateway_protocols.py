@@ -287,16 +287,16 @@ def test_a_held_conversation_is_refused_so_that_its_client_sends_whole_ones() ->
 @pytest.mark.parametrize(
     ("protocol", "body"),
     [
-        (ChatCompletionsProtocol(), {"response_format": {"type": "json_schema"}}),
-        (OpenAIResponsesProtocol(), {"text": {"format": {"type": "json_schema"}}}),
-        (AnthropicMessagesProtocol(), {"output_config": {"format": {"type": "json_schema"}}}),
-        (AnthropicMessagesProtocol(), {"output_format": {"type": "json_schema"}}),
+        (ChatCompletionsProtocol(), {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}),
+        (OpenAIResponsesProtocol(), {"text": {"format": {"type": "json_schema", "schema": {"a": 1}}}}),
+        (AnthropicMessagesProtocol(), {"output_config": {"format": {"type": "json_schema", "schema": {"a": 1}}}}),
+        (AnthropicMessagesProtocol(), {"output_format": {"type": "json_schema", "schema": {"a": 1}}}),
     ],
 )
-def test_an_enforced_form_is_one_demand_in_every_protocol(protocol: ChatProtocol, body: dict[str, Any]) -> None:
+def test_a_reply_form_is_the_same_in_every_protocol(protocol: ChatProtocol, body: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "a"}]
     request = protocol.read({"model": "m", "messages": messages, "input": messages, **body})
-    assert request.demands == {"response_format": {"type": "json_schema"}}
+    assert (request.reply_form, request.demands) == (("json_schema", '{"a": 1}'), {})
 
 
 @pytest.mark.parametrize("has_calls", [True, False])

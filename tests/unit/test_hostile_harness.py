@@ -133,7 +133,7 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
     changes = {"ignored_fields": ("tool_choice",), "failed_reward": failed_reward, "__module__": __name__}
     for end, how in (("sys.exit", "failed before it got a reply: exit status 1"), ("print", "ended before it got a")):
         changes["command"] = (sys.executable, "-c", ASK.replace("sys.exit", end), fields)
-        found = play(type("Refused", (Program,), changes), [])
+        found = play(type("Refused", (Program,), changes), [], gateway_sampling="refuse")
         assert found.header.drop_reason == "environment_error"
         assert how in found.said
         first, _, output = found.said.partition("\n")
@@ -165,13 +165,13 @@ def test_a_request_for_other_sampling_after_a_reply_is_told_first_but_is_a_failu
     changes |= {"command": (sys.executable, "-c", ASK, "{}", '{"temperature": 0.3}')}
     refused = type("Refused", (Program,), {**changes, **({"play": in_loop} if in_process else {})})
     ignored = type("Ignored", (Program,), {**changes, "ignored_fields": ("temperature",)})
-    assert play(ignored, ["a", "b"]).header.drop_reason is None
+    assert play(ignored, ["a", "b"], gateway_sampling="refuse").header.drop_reason is None
     if failed_reward is not None:
         with pytest.warns(UserWarning, match="Refused: an episode got failed_reward after .*: temperature is 0.3"):
-            found = play(refused, ["a"])
+            found = play(refused, ["a"], gateway_sampling="refuse")
         assert (found.header.drop_reason, found.header.reward) == (None, failed_reward)
         return
-    found = play(refused, ["a"])
+    found = play(refused, ["a"], gateway_sampling="refuse")
     assert found.header.drop_reason == "environment_error"
     first = found.said.partition("\n")[0]
     end = "RuntimeError: Error code: 400 - …." if in_process else "exit status 1."
@@ -187,8 +187,9 @@ def test_env_check_compares_requests_with_the_sampling_of_the_run(tmp_path: Path
         def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
             return [agentrl.Task(id=split, data={"split": split})]
 
-    report = check_environment(Warm)
-    assert "temperature is 0.3, but the run uses 1.0" in report.text.splitlines()[1]
+    assert check_environment(Warm).passed
+    report = check_environment(Warm, gateway_sampling="refuse")
+    assert "requests with temperature will be refused" in report.text.splitlines()[1]
     (tmp_path / "train.toml").write_text(
         'environment.id = "a:B"\nmodel.path = "tiny"\nsampling.temperature = 0.5\n'
         "policies.main.sampling.temperature = 0.3\n"
@@ -196,7 +197,7 @@ def test_env_check_compares_requests_with_the_sampling_of_the_run(tmp_path: Path
     config = _config_of_run(str(tmp_path / "train.toml"), [])
     assert config is not None
     sampling = config.sampling_of("main").model_dump(include={"temperature"})
-    assert check_environment(Warm, sampling=sampling).passed
+    assert check_environment(Warm, sampling=sampling, gateway_sampling="refuse").passed
 
 
 def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:

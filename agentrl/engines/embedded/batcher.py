@@ -121,7 +121,7 @@ class ActiveRequest:
         table = msgspec.structs.replace(
             sampled,
             spans=tuple(self.spans),
-            kept=KeptSets.of(mask_recorder.sets_of_call(slot)) if mask_recorder else None,
+            kept=KeptSets.of(mask_recorder.sets_of_call(slot)) if mask_recorder and columns.filtered[slot] else None,
             experts=tap.routing_of_call(slot, int(columns.computed[slot])) if tap else None,
         )
         return Completion.of(table, reason, self.cached)

@@ -165,22 +165,21 @@ class SamplingMaskRecorder:
     """Records the sampling mask of each slot's call: the kept set of every sampled token."""
 
     def __init__(self, slots: int) -> None:
-        self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]
+        self._sets: list[list[NDArray[np.int32]]] = [[] for _ in range(slots)]
 
     def clear(self, slot: int) -> None:
         """Start a new call in `slot`."""
         self._sets[slot] = []
 
     def store(self, slots: Slots, mask: Tensor | None, is_filtered: BoolArray) -> None:
-        """Store the kept sets of one token per slot, from `kept`, `[B, V]`, for calls with filters."""
+        """Store the kept sets of one token per slot, from `mask`, `[B, V]`, for calls with filters."""
         if mask is None:
-            for slot in slots.tolist():
-                self._sets[slot].append(None)
             return
         table = mask.cpu().numpy()
         for i, slot in enumerate(slots.tolist()):
-            self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if is_filtered[i] else None)
+            if is_filtered[i]:
+                self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32))
 
-    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32] | None]:
-        """Return the kept sets of the slot's call, one per sampled token; None if nothing was filtered."""
+    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32]]:
+        """Return the kept sets of the slot's call with filters, one per sampled token."""
         return self._sets[slot]

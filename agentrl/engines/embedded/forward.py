@@ -356,6 +356,10 @@ def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor
         tokens `[B]` int64; their logprobs `[B]` float32; the kept set `[B, V]` bool, None if no row has a filter.
     """
     scores = logits.float()
+    if batch.penalties:
+        scores = scores.clone()
+    for penalties in batch.penalties:
+        penalties.apply(scores)
     if batch.tempered:
         scores = scores / torch.from_numpy(batch.temperature).to(scores.device)[:, None]
     mask = sampling_filter_mask(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None

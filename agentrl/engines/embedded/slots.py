@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from agentrl.core.ports import GenerateRequest
+    from agentrl.core.ports import GenerateRequest, SamplingParams
 
     Slots = NDArray[np.int64]
 
@@ -53,6 +53,31 @@ class RowSamplingParameters:
     """Whether any row has a filter."""
     tempered: bool
     """Whether any row has a temperature other than 1."""
+    penalties: Sequence[Penalties] = ()
+    """Rows with penalties."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """The penalties of one row of a pass."""
+
+    row: int
+    tokens: NDArray[np.int64]
+    """The context and the tokens of the turn."""
+    num_sampled: int
+    """Number of tokens of the turn, the last ones."""
+    presence: float
+    frequency: float
+    repetition: float
+
+    def apply(self, scores: Tensor) -> None:
+        """Change the logits `[B, V]` in place, as vLLM does."""
+        row = scores[self.row]
+        seen = torch.from_numpy(np.unique(self.tokens)).to(row.device)
+        row[seen] = torch.where(row[seen] > 0, row[seen] / self.repetition, row[seen] * self.repetition)
+        sampled, counts = np.unique(self.tokens[len(self.tokens) - self.num_sampled :], return_counts=True)
+        penalty = torch.from_numpy((self.presence + self.frequency * counts).astype(np.float32)).to(row.device)
+        row[torch.from_numpy(sampled).to(row.device)] -= penalty
 
 
 class SlotColumns:
@@ -75,6 +100,8 @@ class SlotColumns:
         self._min_p = np.zeros(slots, np.float32)
         self.filtered = np.zeros(slots, np.bool_)
         self._has_temperature = np.zeros(slots, np.bool_)
+        self._penalized: dict[int, SamplingParams] = {}
+        """Sampling parameters of the slots whose call has penalties."""
         self._stops = np.full((slots, 1), -1, np.int64)
 
     def begin(self, slot: int, request: GenerateRequest, *, num_reused: int) -> None:
@@ -88,12 +115,15 @@ class SlotColumns:
         self.limit[slot] = min(count + sampling.max_tokens, capacity)
         self._seeds[slot] = request.seed & 0xFFFFFFFFFFFFFFFF
         self._sampled_before[slot] = request.sampled_before
-        self._temperature[slot] = sampling.temperature
-        self._top_k[slot] = sampling.top_k
+        self._temperature[slot] = 1.0 if sampling.is_greedy else sampling.temperature
+        self._top_k[slot] = 1 if sampling.is_greedy else sampling.top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
-        self.filtered[slot] = sampling.is_filtered
-        self._has_temperature[slot] = sampling.temperature != 1.0
+        self.filtered[slot] = sampling.is_filtered or sampling.is_greedy
+        self._has_temperature[slot] = self._temperature[slot] != 1.0
+        self._penalized.pop(slot, None)
+        if sampling.is_penalized:
+            self._penalized[slot] = sampling
         self._set_stops(slot, sampling.stop_token_ids)
 
     def _set_stops(self, slot: int, stops: Sequence[int]) -> None:
@@ -114,7 +144,22 @@ class SlotColumns:
             min_p=self._min_p[slots],
             filtered=bool(self.filtered[slots].any()),
             tempered=bool(self._has_temperature[slots].any()),
+            penalties=self._penalties(slots) if self._penalized else (),
         )
+
+    def _penalties(self, slots: Slots) -> list[Penalties]:
+        return [
+            Penalties(
+                row=row,
+                tokens=self.tokens[slot, : self.length[slot]],
+                num_sampled=int(self._sampled_before[slot] + self.length[slot] - self.prompt[slot]),
+                presence=sampling.presence_penalty,
+                frequency=sampling.frequency_penalty,
+                repetition=sampling.repetition_penalty,
+            )
+            for row, slot in enumerate(slots.tolist())
+            if (sampling := self._penalized.get(slot)) is not None
+        ]
 
     def pending(self, slots: Slots, *, to_prompt_end: bool) -> NDArray[np.int64]:
         """Return the number of tokens that each slot has to compute, with `to_prompt_end` first those before the last

@@ -314,16 +314,11 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
-        if request.sampling.is_filtered and not self.capabilities.sampling_mask:
-            raise EngineCapabilityError(
-                f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the set of "
-                "tokens that the filter kept, which this vLLM was not started to return (capture_mask)"
-            )
         if self._samples_nothing(request):
             return empty_completion("length")
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
-        call.kept_sets = [] if request.sampling.is_filtered else None
+        call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
         self._calls[request.request_id], session.request = call, request
         try:
             completion = call.complete(await self._sample(call))
@@ -378,10 +373,14 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         num_sampled, filters = request.sampled_before + before, request.sampling
         routing_start = call.routing.start_of_request(serving) if self._expert_layers else 0
         parameters = SamplingParams(
-            temperature=filters.temperature,
-            top_k=filters.top_k or self._top_k_without_filter,
+            # vLLM returns no kept sets of requests at temperature 0
+            temperature=1.0 if filters.is_greedy else filters.temperature,
+            top_k=1 if filters.is_greedy else filters.top_k or self._top_k_without_filter,
             top_p=filters.top_p,
             min_p=filters.min_p,
+            presence_penalty=filters.presence_penalty,
+            frequency_penalty=filters.frequency_penalty,
+            repetition_penalty=filters.repetition_penalty,
             routed_experts_prompt_start=routing_start,
             max_tokens=limit,
             seed=(stable_hash64(request.seed, num_sampled) if num_sampled else request.seed) & (2**63 - 1),

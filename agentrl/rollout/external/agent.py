@@ -42,7 +42,17 @@ from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import common_prefix_length, plural, shorten_lines
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
-from agentrl.gateway.calls import ChatReply, ChatRequest, ReplyEnd, RequestRefusedError, bounded_repr
+from agentrl.gateway.calls import (
+    ChatReply,
+    ChatRequest,
+    ReplyEnd,
+    ReplyForm,
+    RequestRefusedError,
+    TokenLogprob,
+    ToolChoice,
+    bounded_repr,
+)
+from agentrl.gateway.options import ignored_fields_line, instructions
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.observe.metrics import PROGRAM_FAILED, PROGRAM_OK
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
@@ -69,20 +79,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OFF: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "tool_choice": ("auto", {"type": "auto"}),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-}
-"""Values of request fields that change nothing; fields of the run's sampling parameters are compared with the run's."""
+_ENDPOINT_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that a remote endpoint takes."""
 _REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
 ORDER_S = 10.0
 """Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
@@ -98,7 +96,7 @@ class ExternalAgent(TurnRecorder):
         episode: the running attempt.
         seat: seat of the environment.
         volatile: patterns of text that differs between requests by nature; see `TokenTree`.
-        ignored_parameters: request fields that are neither honored nor refused.
+        ignored_parameters: request fields that have no effect and are not refused.
     """
 
     __slots__ = (
@@ -153,21 +151,27 @@ class ExternalAgent(TurnRecorder):
         )
 
     def count_tokens(self, request: ChatRequest) -> int:
+        request = self._honored(request)
         self._check_length(request)
         length = self._render(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
-        self._check_demands(request)
+        self._check_stops(self._honored(request))
         self._check_limits(self._settings.limits, replies=request.n)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
-        self._check_demands(request)
-        sampling = self._sampling(request.max_tokens)
+        request = self._honored(request)
+        self._check_stops(request)
+        run_sampling = self._sampling(request.max_tokens)
+        sampling = dataclasses.replace(run_sampling, **dict(request.sampling))  # type: ignore[arg-type]
         self._check_limits(self._settings.limits)
         self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
         digest = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_to_bytes, request.stop))
+        if sampling != run_sampling or request.tool_choice.mode == "none":
+            differences = json.dumps([dict(request.sampling), request.tool_choice.mode], sort_keys=True)
+            digest = request_hash(digest, differences.encode())
         call_id = f"{self.seat}:{digest.hex()}.{self._request_counts[digest]}"
         self._request_counts[digest] += 1
         call = self._episode.journal.open_named(call_id, digest)
@@ -229,7 +233,7 @@ class ExternalAgent(TurnRecorder):
         self, request: ChatRequest, call: JournaledCall, placement: RequestPlacement, recorded_turn: TurnEntry
     ) -> ChatReply:
         completion = completion_from_entry(recorded_turn)
-        answer = self._parse(completion, request.tools)
+        answer = self._parse(completion, _readable_tools(request))
         return self._reply(request, call, placement, completion, answer, recorded_turn.started)
 
     def _inherited_placement(
@@ -265,7 +269,7 @@ class ExternalAgent(TurnRecorder):
                 self._refuse_context(len(placement.row.tokens))
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
-            answer = self._parse(completion, request.tools)
+            answer = self._parse(completion, _readable_tools(request))
             entry = self._entry(
                 _new(request, placement),
                 placement.row.number,
@@ -276,7 +280,9 @@ class ExternalAgent(TurnRecorder):
                 clock.monotonic() - start_s,
                 sampler.pauses,
             )
-            entry = msgspec.structs.replace(entry, request=_request_entry(request, placement, sampling))
+            entry = msgspec.structs.replace(
+                entry, temperature=sampling.temperature, request=_request_entry(request, placement, sampling)
+            )
             self._record(call, entry)
         except EngineError as error:
             self._episode.journal.fail(error)
@@ -299,10 +305,29 @@ class ExternalAgent(TurnRecorder):
         sample = partial(sampler.sample, call, placement.context(), row, opening, sampled_before=self._sampled)
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
-            return self._cut(await sample(sampling=sampling), stops)
+            completion = self._cut(await sample(sampling=sampling), stops)
+            return completion.lost(masked=self._count_untrained(sampling))
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
         return _completion_of_text(str(edits[-1]["content"]), completion, self._settings.chat_format)
+
+    def _count_untrained(self, sampling: SamplingParams) -> bool:
+        """Count a turn whose tokens cannot be trained, because of how they are sampled; returns whether it is one.
+
+        At temperature 0 a token has no gradient. Training computes no penalties, and needs the kept sets of filters.
+        """
+        if self._settings.is_external:  # no policy of a remote endpoint is trained
+            return False
+        cause = None
+        if sampling.is_greedy:
+            cause = "greedy"
+        elif sampling.is_penalized:
+            cause = "penalty"
+        elif sampling.is_filtered and not self._episode.services.engine.capabilities.sampling_mask:
+            cause = "filter"
+        if cause is not None and self._episode.spec.purpose == "train":
+            self._episode.metric(f"untrained/{cause}", 1.0, self)
+        return cause is not None
 
     def _note_difference(
         self, call: JournaledCall, request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams
@@ -355,8 +380,9 @@ class ExternalAgent(TurnRecorder):
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         completion = ended_by_text(completion, text, request.stop)
-        read = message if request.tools or refusal is not None else chat_format.parse(token_ids)
-        self._count_reply(read, completion, request.tools, is_cut=is_cut(completion.finish_reason))
+        tools = _readable_tools(request)
+        read = message if tools or refusal is not None else chat_format.parse(token_ids)
+        self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
@@ -373,7 +399,15 @@ class ExternalAgent(TurnRecorder):
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cached_tokens=completion.cached_tokens,
+            logprobs=self._logprobs(completion) if request.logprobs else None,
         )
+
+    def _logprobs(self, completion: Completion) -> list[TokenLogprob] | None:
+        chat_format = self._settings.chat_format
+        if isinstance(chat_format, JsonChatFormat):  # an endpoint's tokens are unknown
+            return None
+        pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
+        return [TokenLogprob(chat_format.decode([token]), logprob) for token, logprob in pairs]
 
     def _parse(self, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
         """Parse a reply. Without `tools`, calls are text, as OpenAI's and vLLM's servers return them."""
@@ -419,39 +453,56 @@ class ExternalAgent(TurnRecorder):
                 f"the model's chat format cannot express the messages or tools: {describe_user_code_error(error)}"
             ) from error
 
-    def _check_demands(self, request: ChatRequest) -> None:
-        """Refuse request fields that contradict the run's sampling.
+    def _honored(self, request: ChatRequest) -> ChatRequest:
+        """Return a request as it is answered: without the fields that have no effect here, and with instructions that
+        say in words what is not enforced.
 
         Raises:
-            RequestRefusedError: the request has such a field.
+            RequestRefusedError: the request has a field that is refused.
         """
-        sampling = self._settings.sampling
-        run_values: dict[str, tuple[Any, ...]] = {
-            "temperature": (sampling.temperature,),
-            "top_p": (sampling.top_p,),
-            "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
-            "min_p": (sampling.min_p,),
+        ignored = set(self._ignored_parameters)
+        mode = self._episode.services.settings.gateway_sampling
+        refused = {name: "no run supports it" for name in request.demands if name not in ignored}
+        if mode == "refuse":
+            refused |= {name: reason for name, reason in self._differences(request).items() if name not in ignored}
+        if refused and mode != "check":
+            self._refuse_fields({**_asked(request), **request.demands}, refused)
+        if mode == "run":
+            ignored |= request.sampling.keys()
+        if self._settings.is_external:
+            ignored |= request.sampling.keys() - set(_ENDPOINT_FIELDS)
+        without_effect = (name for name in (*_asked(request), *request.demands) if name in ignored | refused.keys())
+        request = dataclasses.replace(
+            request,
+            sampling={name: value for name, value in request.sampling.items() if name not in ignored},
+            tool_choice=ToolChoice() if "tool_choice" in ignored else request.tool_choice,
+            reply_form=ReplyForm() if "response_format" in ignored else request.reply_form,
+            ignored=(*request.ignored, *without_effect),
+        )
+        return _instructed(request, instructions(request.tool_choice, request.reply_form))
+
+    def _differences(self, request: ChatRequest) -> dict[str, str]:
+        """Return the fields of a request that differ from the run's sampling, and the run's values."""
+        run_sampling = self._settings.sampling
+        run_values = {name: getattr(run_sampling, name) for name in request.sampling}
+        differences = {
+            name: f"the run uses {bounded_repr(run_values[name])}"
+            for name, value in request.sampling.items()
+            if value != run_values[name]
         }
-        refused: dict[str, str] = {}
-        for name, value in request.demands.items():
-            run_settings = run_values.get(name) or _OFF.get(name, ())
-            if (
-                name in self._ignored_parameters
-                or value in run_settings
-                or (name == "tool_choice" and not request.tools)
-            ):
-                continue
-            has = f"the run uses {bounded_repr(run_settings[0])}" if run_settings else "no run supports it"
-            refused[name] = f"{name} is {bounded_repr(value)}, but {has}"
-        if refused:
-            ignored = ", ".join(f'"{name}"' for name in (*self._ignored_parameters, *refused))
-            line = f"ignored_fields = ({ignored}{',' * (len(self._ignored_parameters) + len(refused) == 1)})"
-            raise RequestRefusedError(
-                f"{'; '.join(refused.values())}. Remove {'it' if len(refused) == 1 else 'them'} from the request, or "
-                f"write `{line}` in the environment's class",
-                "setting",
-                next(iter(refused)),
-            )
+        enforced = [name for name in _asked(request) if name in ("tool_choice", "response_format")]
+        return differences | dict.fromkeys(enforced, "this run does not honor it (gateway.sampling = 'refuse')")
+
+    def _refuse_fields(self, values: Mapping[str, Any], refused: Mapping[str, str]) -> NoReturn:
+        reasons = [f"{name} is {bounded_repr(values[name])}, but {reason}" for name, reason in refused.items()]
+        raise RequestRefusedError(
+            f"{'; '.join(reasons)}. Remove {'it' if len(refused) == 1 else 'them'} from the request, or "
+            f"write `{ignored_fields_line((*self._ignored_parameters, *refused))}` in the environment's class",
+            "setting",
+            next(iter(refused)),
+        )
+
+    def _check_stops(self, request: ChatRequest) -> None:
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
             raise RequestRefusedError(
                 "stop: a run that records expert routing cannot end a reply at a stop string; remove it"
@@ -675,6 +726,8 @@ def describe_request_difference(
         return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
     if before.stop != request.stop:
         return f"{where}, stop: {shortened_repr(before.stop)}, now {shortened_repr(request.stop)}; {_REMEDY}"
+    if before.asked != request.asked:
+        return f"{where}, sampling: {_two_values(before.asked, request.asked)}; {_REMEDY}"
     return f"{where}: an earlier message; {_REMEDY}"
 
 
@@ -736,12 +789,48 @@ def _new(request: ChatRequest, placement: RequestPlacement) -> Sequence[Message]
     return request.messages[len(request.messages) - placement.new_messages :]
 
 
+def _asked(request: ChatRequest) -> dict[str, float | str | bool]:
+    """Return what a request sets besides messages, tools, limits and stop texts, as the journal records it."""
+    choice, form = request.tool_choice, request.reply_form
+    fields: dict[str, float | str | bool] = dict(request.sampling)
+    if choice.mode != "auto":
+        fields["tool_choice"] = choice.tool or choice.mode
+    if form.kind != "text":
+        fields["response_format"] = form.kind
+    if request.logprobs:
+        fields["logprobs"] = True
+    return fields
+
+
+def _instructed(request: ChatRequest, text: str) -> ChatRequest:
+    """Return a request whose first message ends with a text. Requests with equal texts continue each other's rows."""
+    if not text:
+        return request
+    first, *others = request.messages
+    if first.role in ("system", "user"):
+        first = dataclasses.replace(first, content=f"{first.content}\n\n{text}")
+    else:
+        first, others = Message(role="system", content=text), [first, *others]
+    return dataclasses.replace(request, messages=[first, *others])
+
+
+def _readable_tools(request: ChatRequest) -> Sequence[ToolSpec]:
+    """Return the tools whose calls are read in the reply: the model sees tools that it must not call, too."""
+    return () if request.tool_choice.mode == "none" else request.tools
+
+
 def _request_entry(
     request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams, *, with_tools: bool = False
 ) -> ExternalRequestParameters:
     """Return a request's parameters besides messages; with its tools if `with_tools`, or if it begins a row."""
     tools = tools_text(request.tools) if with_tools or not placement.before else None
-    return ExternalRequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
+    return ExternalRequestParameters(
+        max_tokens=sampling.max_tokens,
+        stop=tuple(request.stop),
+        tools=tools,
+        asked=_asked(request),
+        ignored=request.ignored,
+    )
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> ReplyEnd:

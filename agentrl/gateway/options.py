@@ -1,0 +1,188 @@
+"""The fields of a request that say how its reply is sampled, read and checked, in all protocols.
+
+Numbers have the ranges of the vendors' APIs, and those of vLLM's server for the fields that only it has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from agentrl.gateway.calls import ReplyForm, RequestRefusedError, ToolChoice, bounded_repr
+
+if TYPE_CHECKING:
+    from agentrl.core.records import ToolSpec
+
+LEAST_TEMPERATURE = 0.01
+"""A lower temperature counts as 0: the gradient of a token grows with its inverse."""
+MAX_SCHEMA_CHARACTERS = 1 << 16
+"""Maximum length of a reply's JSON schema, which the model reads with every request."""
+MAX_IGNORED = 16
+"""Number of ignored fields of a request that are named."""
+
+
+class _Range(NamedTuple):
+    least: float
+    most: float
+    is_whole: bool = False
+
+
+_NUMBERS: Mapping[str, _Range] = {
+    "temperature": _Range(0, 2),
+    "top_p": _Range(0, 1),
+    "top_k": _Range(-1, (1 << 31) - 1, is_whole=True),
+    "min_p": _Range(0, 1),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0.01, 100),
+}
+SAMPLING_FIELDS = frozenset(_NUMBERS)
+"""Fields of requests that `SamplingParams` has too."""
+
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),  # its token ids are those of another tokenizer
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "mcp_servers": (),
+    "container": (),
+    "name": (),
+}
+"""Fields that no run supports, and their values that change nothing."""
+
+
+def unsupported_fields(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return those of some unsupported fields that a body sets."""
+    return {name: body[name] for name in names if body.get(name) not in (None, *UNSUPPORTED[name])}
+
+
+def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters that a body asks for, by their name in `SamplingParams`.
+
+    Raises:
+        RequestRefusedError: a value is not a number in the range of its field.
+    """
+    sampling = {name: _number(body[name], name) for name in _NUMBERS if body.get(name) is not None}
+    if sampling.get("top_k") == -1:
+        sampling["top_k"] = 0
+    if sampling.get("top_p") == 0:  # only the likeliest token is left
+        sampling |= {"top_p": 1.0, "temperature": 0.0}
+    if sampling.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        sampling["temperature"] = 0.0
+    return sampling
+
+
+def _number(value: Any, name: str) -> float:
+    least, most, is_whole = _NUMBERS[name]
+    is_number = type(value) is int or (type(value) is float and math.isfinite(value) and not is_whole)
+    if not is_number or not least <= value <= most:
+        kind = "an integer" if is_whole else "a number"
+        raise RequestRefusedError(
+            f"{name} is {bounded_repr(value)}; it must be {kind} from {least:g} to {most:.10g}", "invalid", name
+        )
+    return value if is_whole else float(value)
+
+
+_MODES: Mapping[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+    "any": "required",
+}
+
+
+def read_tool_choice(value: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
+    """Read `tool_choice` of any protocol: a mode, or an object with a mode or a tool's name.
+
+    Raises:
+        RequestRefusedError: the value is no choice, or names a tool that the request does not offer.
+    """
+    if value is None or not tools:
+        return ToolChoice()
+    if isinstance(value, dict):
+        kind, function = value.get("type"), value.get("function")
+        if kind == "allowed_tools":  # which of them it calls is not checked
+            allowed = value.get("allowed_tools")
+            value = (allowed if isinstance(allowed, dict) else value).get("mode")
+        elif kind in ("function", "custom", "tool"):
+            name = function.get("name") if isinstance(function, dict) else value.get("name")
+            if name not in [tool.name for tool in tools]:
+                raise RequestRefusedError(
+                    f"tool_choice names {bounded_repr(name)}, which is none of the tools", "invalid", "tool_choice"
+                )
+            return ToolChoice("required", name)
+        else:
+            value = kind
+    mode = _MODES.get(value) if isinstance(value, str) else None
+    if mode is None:
+        raise RequestRefusedError(
+            f"tool_choice is {bounded_repr(value)}; it must be a choice", "invalid", "tool_choice"
+        )
+    return ToolChoice(mode)
+
+
+def read_reply_form(value: Any, location: str) -> ReplyForm:
+    """Read the format that a request asks of the reply.
+
+    Raises:
+        RequestRefusedError: the format is unknown, or its schema is not an object or too long.
+    """
+    if value is None:
+        return ReplyForm()
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text" | "json_object":
+            return ReplyForm(kind)
+        case "json_schema":
+            inner = value.get("json_schema", value)
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if not isinstance(schema, dict):
+                raise RequestRefusedError(
+                    f"{location} has the schema {bounded_repr(schema)}, which is not an object", "invalid", location
+                )
+            text = json.dumps(schema, ensure_ascii=False)
+            if len(text) > MAX_SCHEMA_CHARACTERS:
+                raise RequestRefusedError(
+                    f"{location} has a schema of {len(text)} characters; at most {MAX_SCHEMA_CHARACTERS} are read",
+                    "invalid",
+                    location,
+                )
+            return ReplyForm(kind, text)
+    raise RequestRefusedError(
+        f"{location} is {bounded_repr(value)}; its type must be text, json_object or json_schema", "invalid", location
+    )
+
+
+def ignored_fields(body: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of a body's fields that are not among the `known` ones."""
+    names = sorted(name[:40] for name, value in body.items() if value is not None and name not in known)
+    return tuple(names[:MAX_IGNORED])
+
+
+def ignored_fields_line(names: Sequence[str]) -> str:
+    """Return the line with which an environment's class ignores fields of requests.
+
+    Example:
+        >>> ignored_fields_line(["logit_bias"])
+        'ignored_fields = ("logit_bias",)'
+    """
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return f"ignored_fields = ({quoted}{',' * (len(names) == 1)})"
+
+
+def instructions(choice: ToolChoice, form: ReplyForm) -> str:
+    """Return what a model is told instead of being forced: which tool to call, and the format of its reply."""
+    sentences = []
+    if choice.mode == "required":
+        sentences.append(f"Call the tool {choice.tool}." if choice.tool else "Call a tool.")
+    match form.kind:
+        case "json_object":
+            sentences.append("Reply with a JSON object and no other text.")
+        case "json_schema":
+            sentences.append(f"Reply with JSON that fits this JSON schema, and no other text: {form.schema}")
+    return " ".join(sentences)

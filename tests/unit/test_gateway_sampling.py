@@ -1,0 +1,366 @@
+"""What requests ask of sampling: how they are sampled, what is recorded, trained and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+
+import agentrl
+from agentrl.core.tokens import KeptCount
+from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
+from agentrl.gateway.calls import ChatProtocol, RequestRefusedError
+from agentrl.gateway.chat_completions import ChatCompletionsProtocol
+from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
+from agentrl.gateway.options import MAX_SCHEMA_CHARACTERS
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
+from agentrl.journal.rows import assemble_trajectories
+from agentrl.testing.check import check_environment
+from tests.unit.episodes import Played, play
+from tests.unit.test_gateway import CALL, TOOLS, Loop, user
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages"}
+RESPONSES_TOOL = {"type": "function", **TOOLS[0]["function"]}
+MESSAGES_TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
+PLAN = {"type": "object", "properties": {"plan": {"type": "string"}}}
+
+
+class Asks(Loop):
+    """Sends requests, each of a protocol and with fields, and keeps the answers."""
+
+    sent: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    answers: ClassVar[list[tuple[int, dict[str, Any]]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for protocol, fields in self.sent:
+            body: dict[str, Any] = {"model": "main", "max_tokens": 200, "messages": [user("a")], **fields}
+            if protocol == "responses":
+                body["input"] = body.pop("messages")
+                body["max_output_tokens"] = body.pop("max_tokens")
+            async with client.post(endpoint.url + PATHS[protocol], json=body) as response:
+                self.answers.append((response.status, json.loads(await response.read())))
+
+
+def asks(*sent: tuple[str, dict[str, Any]], **changes: Any) -> type[Asks]:
+    return type("Asked", (Asks,), {"sent": list(sent), "answers": [], "__module__": __name__, **changes})
+
+
+def turns(played: Played) -> list[TurnEntry]:
+    return [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+
+
+def trained(played: Played) -> list[bool]:
+    """Of each turn, whether its tokens are trained."""
+    begin = BeginEntry("e", "", "t", {}, 0, {"main": "policy"}, "train", "g0", 1, None)
+    bodies = [begin, *turns(played)]
+    entries = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(bodies)]
+    found: dict[int, bool] = {}
+    for trajectory in assemble_trajectories(entries):
+        for row in trajectory.rows:
+            for part in row.trainable():
+                for number in np.unique(part.turn_index[part.turn_index >= 0]):
+                    found[int(number)] = bool(part.loss_mask[part.turn_index == number].all())
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+def test_a_call_is_sampled_as_it_asks_and_recorded(protocol: str) -> None:
+    environment = asks((protocol, {"temperature": 0.7, "top_p": 0.9}), (protocol, {}), (protocol, {"temperature": 1.3}))
+    played = play(environment, ["x", "y", "z"])
+    assert [(each.temperature, each.top_p) for each in played.sampling] == [(0.7, 0.9), (1.0, 1.0), (1.3, 1.0)]
+    assert [turn.temperature for turn in turns(played)] == [0.7, 1.0, 1.3]
+    asked = [turn.request.asked for turn in turns(played) if turn.request]
+    assert asked == [{"temperature": 0.7, "top_p": 0.9}, {}, {"temperature": 1.3}]
+
+
+UNTRAINED = [
+    ({"temperature": 0}, "greedy"),
+    ({"temperature": 0.001}, "greedy"),
+    ({"top_p": 0}, "greedy"),
+    ({"frequency_penalty": 0.5}, "penalty"),
+    ({"repetition_penalty": 1.1}, "penalty"),
+    ({"top_p": 0.5}, "filter"),  # the scripted engine records no kept sets
+]
+
+
+@pytest.mark.parametrize(("fields", "cause"), UNTRAINED)
+def test_what_cannot_be_trained_is_played_and_counted(fields: dict[str, Any], cause: str) -> None:
+    played = play(asks(("chat", fields), ("chat", {"temperature": 0.5})), ["x", "y"])
+    assert played.header.drop_reason is None
+    assert trained(played) == [False, True]
+    assert {name: value for name, value in played.metrics.items() if name.startswith("untrained/")} == {
+        f"untrained/{cause}": 1.0
+    }
+    kept = turns(played)[0].sampled().kept
+    assert kept is not None
+    assert set(kept.counts.tolist()) == {KeptCount.MISSING}
+
+
+def test_penalties_of_no_effect_are_trained() -> None:
+    fields = {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1, "top_k": -1, "min_p": 0}
+    played = play(asks(("chat", fields)), ["x"])
+    assert trained(played) == [True]
+    assert not [name for name in played.metrics if name.startswith("untrained/")]
+
+
+def test_a_row_has_the_temperatures_of_its_calls() -> None:
+    class Chat(Loop):
+        async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+            messages: list[Any] = [user("a")]
+            for temperature in (0.5, 2.0):
+                body = {"model": "main", "messages": messages, "temperature": temperature}
+                async with client.post(f"{endpoint.url}/chat/completions", json=body) as response:
+                    messages += [(await response.json())["choices"][0]["message"], user("b")]
+
+    played = play(Chat, ["x", "y"])
+    begin = BeginEntry("e", "", "t", {}, 0, {"main": "policy"}, "train", "g0", 1, None)
+    bodies = [begin, *turns(played)]
+    entries = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(bodies)]
+    (row,) = assemble_trajectories(entries)[0].rows
+    assert row.temperatures is not None
+    assert row.temperatures[row.turn_index == 0].tolist() == [0.5, 0.5]
+    assert row.temperatures[row.turn_index == 1].tolist() == [2.0, 2.0]
+    assert set(row.temperatures[row.turn_index == -1].tolist()) == {1.0}
+
+
+def test_a_run_may_insist_on_its_sampling() -> None:
+    environment = asks(("chat", {"temperature": 0, "top_p": 0.5, "presence_penalty": 1}))
+    played = play(environment, ["x"], gateway_sampling="run")
+    (sampling,) = played.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.is_penalized) == (1.0, 1.0, False)
+    assert trained(played) == [True]
+    (turn,) = turns(played)
+    assert turn.request is not None
+    assert (turn.request.asked, turn.request.ignored) == ({}, ("temperature", "top_p", "presence_penalty"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5},
+        {"presence_penalty": 1},
+        {"tool_choice": "required", "tools": TOOLS},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_a_run_may_refuse_what_differs(fields: dict[str, Any]) -> None:
+    environment = asks(
+        ("chat", fields), ("chat", {"temperature": 1.0, "top_p": 1, "response_format": {"type": "text"}})
+    )
+    play(environment, ["x"], gateway_sampling="refuse")
+    (refused, error), (answered, _) = environment.answers
+    name = next(iter(fields))
+    assert (refused, answered) == (400, 200)
+    assert error["error"]["message"].startswith(f"{name} is ")
+    assert f'`ignored_fields = ("{name}",)`' in error["error"]["message"]
+
+
+def seen(played: Played, call: int = 0) -> str:
+    return bytes(token for token in played.seen[call] if token < 256).decode()
+
+
+FORMS: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"response_format": {"type": "json_object"}}, "Reply with a JSON object and no other text."),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PLAN}}}, '"plan"'),
+    ("responses", {"text": {"format": {"type": "json_schema", "name": "p", "schema": PLAN}}}, '"plan"'),
+    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": PLAN}}}, '"plan"'),
+    ("chat", {"tools": TOOLS, "tool_choice": "required"}, "Call a tool."),
+    ("messages", {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}}, "Call a tool."),
+    (
+        "chat",
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        "Call the tool add.",
+    ),
+    (
+        "responses",
+        {"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "add"}},
+        "Call the tool add.",
+    ),
+    ("messages", {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "tool", "name": "add"}}, "Call the tool add."),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields", "words"), FORMS)
+def test_what_is_not_enforced_is_said_to_the_model_and_trained(
+    protocol: str, fields: dict[str, Any], words: str
+) -> None:
+    environment = asks((protocol, fields))
+    played = play(environment, ["x"])
+    assert environment.answers[0][0] == 200
+    assert words in seen(played)
+    assert trained(played) == [True]
+
+
+def test_a_conversation_whose_requests_ask_for_the_same_form_is_one_row() -> None:
+    class Chat(Loop):
+        async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+            messages: list[Any] = [user("a")]
+            for _ in range(3):
+                body = {"model": "main", "messages": messages, "response_format": {"type": "json_object"}}
+                async with client.post(f"{endpoint.url}/chat/completions", json=body) as response:
+                    messages += [(await response.json())["choices"][0]["message"], user("b")]
+
+    played = play(Chat, ["x", "y", "z"])
+    assert [turn.row for turn in turns(played)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tools", "choice"),
+    [
+        ("chat", TOOLS, "none"),
+        ("responses", [RESPONSES_TOOL], "none"),
+        ("messages", [MESSAGES_TOOL], {"type": "none"}),
+    ],
+)
+def test_without_a_choice_of_tools_calls_are_text(protocol: str, tools: list[Any], choice: Any) -> None:
+    environment = asks((protocol, {"tools": tools, "tool_choice": choice}), (protocol, {"tools": tools}))
+    played = play(environment, [CALL, CALL])
+    (_, none), (_, auto) = environment.answers
+    assert "<tool_call>" in json.dumps(none)
+    assert "<tool_call>" not in json.dumps(auto)
+    assert played.metrics["tool/not_offered"] == 1.0
+
+
+def test_logprobs_are_returned_in_the_form_of_each_protocol() -> None:
+    environment = asks(
+        ("chat", {"logprobs": True}),
+        ("chat", {}),
+        ("responses", {"include": ["message.output_text.logprobs"]}),
+    )
+    play(environment, ["xy", "xy", "xy"])
+    (_, chat), (_, without), (_, responses) = environment.answers
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in content[:2]] == ["x", "y"]
+    assert content[0]["bytes"] == [120]
+    assert all(each["logprob"] <= 0 for each in content)
+    assert without["choices"][0]["logprobs"] is None
+    assert responses["output"][0]["content"][0]["logprobs"] == content
+
+
+IGNORED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    (
+        "chat",
+        {"seed": 3, "reasoning_effort": "low", "prediction": {}, "user": "u"},
+        ("prediction", "reasoning_effort", "seed"),
+    ),
+    ("chat", {"parallel_tool_calls": False, "top_logprobs": 3}, ("parallel_tool_calls", "top_logprobs")),
+    (
+        "responses",
+        {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "store": False},
+        ("reasoning", "text.verbosity"),
+    ),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {}}, ("thinking",)),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields", "names"), IGNORED)
+def test_fields_without_effect_are_recorded(protocol: str, fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    (turn,) = turns(play(asks((protocol, fields)), ["x"]))
+    assert turn.request is not None
+    assert turn.request.ignored == names
+
+
+PROTOCOLS: list[ChatProtocol] = [ChatCompletionsProtocol(), OpenAIResponsesProtocol(), AnthropicMessagesProtocol()]
+BAD: list[tuple[str, Any]] = [
+    ("temperature", -0.1),
+    ("temperature", 2.5),
+    ("temperature", "NaN"),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", True),
+    ("temperature", 10**400),
+    ("temperature", [1]),
+    ("top_p", 2),
+    ("top_p", -1),
+    ("tool_choice", "perhaps"),
+    ("tool_choice", {"type": "function", "function": {"name": "no_such"}}),
+    ("tool_choice", {"type": "allowed_tools", "allowed_tools": [3]}),
+    ("tool_choice", {"type": ["x"]}),
+    ("tool_choice", 7),
+]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_a_value_out_of_range_is_refused_by_name(protocol: ChatProtocol, name: str, value: Any) -> None:
+    tools: Mapping[str, Any] = {
+        "chat completions": TOOLS,
+        "responses": [RESPONSES_TOOL],
+        "messages": [MESSAGES_TOOL],
+    }
+    messages = [user("a")]
+    body = {"model": "m", "messages": messages, "input": messages, "tools": tools[protocol.name], name: value}
+    with pytest.raises(RequestRefusedError) as refused:
+        protocol.read(body)
+    assert str(refused.value).startswith(f"{name} ")
+    assert len(str(refused.value)) < 300
+    assert refused.value.status == 400
+    assert protocol.refusal(refused.value)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_p", 1.5),
+        ("top_k", 0.5),
+        ("top_k", -2),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("response_format", "json"),
+        ("response_format", {"type": "grammar"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}),
+        ("response_format", {"type": "json_schema", "json_schema": 3}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"a": "x" * MAX_SCHEMA_CHARACTERS}}}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_chat_completion_with_a_bad_field_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestRefusedError) as refused:
+        ChatCompletionsProtocol().read({"model": "m", "messages": [user("a")], name: value})
+    assert str(refused.value).startswith(f"{name} ")
+    assert len(str(refused.value)) < 300
+
+
+def test_a_program_that_is_refused_goes_on_with_other_requests() -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * 1_000_000}}}
+    environment = asks(("chat", {"temperature": -1}), ("chat", {"response_format": schema}), ("chat", {}))
+    played = play(environment, ["x"])
+    assert [status for status, _ in environment.answers] == [400, 400, 200]
+    assert environment.answers[0][1]["error"]["param"] == "temperature"
+    assert (played.header.reward, trained(played)) == (1.0, [True])
+
+
+def test_env_check_lists_at_once_what_requests_ask_for() -> None:
+    class Several(Asks):
+        sent: ClassVar = [
+            ("chat", {"temperature": 0, "seed": 3, "logit_bias": {"1": 1}}),
+            ("chat", {"tools": TOOLS, "tool_choice": "required", "web_search_options": {"a": 1}}),
+            ("chat", {"response_format": {"type": "json_object"}, "presence_penalty": 1.0}),
+        ]
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id=split, data={"split": split})]
+
+    report = check_environment(Several)
+    assert not report.passed
+    assert "requests with logit_bias, web_search_options will be refused" in report.text
+    assert '`ignored_fields = ("logit_bias", "web_search_options")`' in report.text
+    assert "asked for temperature 0: their tokens are played, but not trained" in report.text
+    assert "asked for presence_penalty: their tokens" in report.text
+    own = type("Own", (Several,), {"ignored_fields": ("logit_bias", "web_search_options"), "__module__": __name__})
+    report = check_environment(own)
+    assert report.passed
+    assert "temperature = 0.0 (" in report.text
+    assert "Fields without effect, in this many requests: seed (1), logit_bias (1)" in report.text
+    assert "told response_format and tool_choice in words" in report.text
+    report = check_environment(own, gateway_sampling="run")
+    assert report.passed
+    assert "not trained" not in report.text
