@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -415,7 +416,9 @@ def prepare_evaluation(
         InputError: `policy` gives weights that cannot be used.
     """
     config = with_frozen_policies(
-        config, [weights_from_directory(name, path) for name, path in _by_policy(config.policies, policy).items()]
+        config,
+        [weights_from_directory(name, path) for name, path in _by_policy(config.policies, policy).items()],
+        config.evaluation.sampling.changes,
     )
     check_local_models(config)
     check_endpoints(config.policies)
@@ -483,13 +486,18 @@ async def play_in_new_run(
         return headers
 
 
-def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]) -> RunConfig:
-    """Return the configuration without trained policies, and with an engine that can serve the given weights."""
+def with_frozen_policies(
+    config: RunConfig,
+    frozen_weights: Sequence[WeightsRef],
+    sampling: Mapping[str, float] = MappingProxyType({}),
+) -> RunConfig:
+    """Return the configuration without trained policies, and with an engine that can serve the given weights;
+    `sampling` has what differs from `[sampling]` for the policies that were trained."""
     paths = dict.fromkeys(config.trained, "") | {weights.version.policy: weights.path for weights in frozen_weights}
     frozen = {
         name: FrozenPolicy.model_validate(
             config.policies[name].model_dump(include=set(LocalPolicy.model_fields))
-            | {"kind": "frozen", "path": path, "sampling": config.sampling_of(name).model_dump()}
+            | {"kind": "frozen", "path": path, "sampling": config.sampling_of(name).model_dump() | dict(sampling)}
         )
         for name, path in paths.items()
     }

@@ -270,6 +270,7 @@ def rollout_settings(plan: RolloutPlan, chat_format: ChatFormat, max_context: in
         compares_turns=plan.credit.compares_turns,
         scored=plan.scored,
         gateway_sampling=plan.gateway.sampling,
+        evaluation_sampling=dict.fromkeys(plan.trained, plan.evaluation_sampling.changes),
     )
 
 

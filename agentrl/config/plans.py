@@ -12,7 +12,14 @@ from pydantic import TypeAdapter
 
 from agentrl.config.policies import AnyPolicy, BotPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import CreditConfig, GatewayConfig, ModelConfig, SamplingConfig, SandboxConfig
+from agentrl.config.sections import (
+    CreditConfig,
+    EvaluationSamplingConfig,
+    GatewayConfig,
+    ModelConfig,
+    SamplingConfig,
+    SandboxConfig,
+)
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -180,6 +187,8 @@ class RolloutPlan:
     sampling: SamplingConfig
     sampling_by_policy: Mapping[str, SamplingConfig]
     gateway: GatewayConfig
+    evaluation_sampling: EvaluationSamplingConfig
+    """How policies that learn are sampled in evaluations."""
     scorers: Mapping[str, ScorerConfig]
     external: Mapping[str, RemotePolicy | BotPolicy]
     """Policies that no engine serves, with the share of `max_concurrent` of one process."""

@@ -233,7 +233,7 @@ class RunConfig(Section):
 
     def _check_sampling(self, name: str) -> None:
         try:
-            self.sampling_of(name)
+            is_greedy = self.sampling_of(name).temperature == 0
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             key = ".".join(map(str, detail["loc"]))
@@ -241,6 +241,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"policies.{name}.sampling.{key}: {problem if detail['type'] == 'extra_forbidden' else detail['msg']}"
             ) from None
+        if is_greedy and name in self.trained:
+            raise ValueError(
+                f"sampling.temperature = 0 of policies.{name}: the likeliest token has no gradient, so the policy "
+                "would learn nothing. Set it above 0; to measure it at 0, set evaluation.sampling.temperature = 0"
+            )
 
     def with_functions(
         self,
@@ -425,6 +430,7 @@ class RunConfig(Section):
             sampling=self.sampling,
             sampling_by_policy={name: self.sampling_of(name) for name in self.policies},
             gateway=self.gateway,
+            evaluation_sampling=self.evaluation.sampling,
             scorers=self.scorers,
             external=self._external,
             credit=self.credit,

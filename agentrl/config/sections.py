@@ -205,8 +205,9 @@ class EngineConfig(Section):
 class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
-    temperature: PerEpisode[Rate] = 1.0
-    """Divisor of the logits. Training optimizes the policy at this temperature."""
+    temperature: PerEpisode[Annotated[float, Field(ge=0)]] = 1.0
+    """Divisor of the logits. Training optimizes the policy at this temperature. 0: the likeliest token is taken, which
+    no policy that learns can do."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Sample from the k most likely tokens, after `min_p`; 0: all. The kept set of any filter is recorded and used in
     training."""
@@ -461,6 +462,24 @@ class ClusterConfig(Section):
             raise ValueError("min_nodes needs a cluster: set address, too")
 
 
+class EvaluationSamplingConfig(Section):
+    """How the evaluated policies are sampled in evaluations, where that differs from training."""
+
+    temperature: Fixed[Annotated[float, Field(ge=0)] | None] = None
+    """As in `[sampling]`; 0: the likeliest token is taken. Null, here and below: as in training."""
+    top_k: Fixed[Annotated[NonNegative, NumberUnit("tokens")] | None] = None
+    """As in `[sampling]`."""
+    top_p: Fixed[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """As in `[sampling]`."""
+    min_p: Fixed[Share | None] = None
+    """As in `[sampling]`."""
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The settings that are not null."""
+        return self.model_dump(exclude_none=True)
+
+
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
@@ -471,6 +490,7 @@ class EvaluationConfig(Section):
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Live[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
 
     @property
     def splits(self) -> list[tuple[str, str, int]]:

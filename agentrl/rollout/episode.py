@@ -113,6 +113,8 @@ class RolloutSettings:
     """Policies whose turns and episodes are scored without being asked for."""
     missing_scorer: Callable[[str], Scorer] | None = None
     """Makes a scorer for a name that is not among `scorers`, for checks of environments without a run."""
+    evaluation_sampling: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Fields of `SeatSettings` that differ in evaluations, keyed by policy."""
     gateway_sampling: GatewaySampling = "agent"
     """Whose sampling parameters the calls of external agents have; see `GatewayConfig.sampling`."""
 

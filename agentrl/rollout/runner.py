@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
@@ -315,7 +317,8 @@ class EpisodeRunner:
         if code_hash is None:
             code_hash = code_digest(environment.source())
             self._code_hashes[environment] = code_hash
-        settings = self._settings(spec)
+        run_settings = self._settings(spec)
+        settings = self._evaluation_settings(spec, run_settings) if spec.purpose == "evaluate" else run_settings
         began = journal.begin(
             lambda: BeginEntry(
                 environment=spec.environment,
@@ -353,7 +356,7 @@ class EpisodeRunner:
                 reason="code_changed",
                 begin_again=policy == "restart",
             )
-        return AS_THE_RUN if began.settings in ({}, settings) else self._began_under(spec, began)
+        return AS_THE_RUN if began.settings in ({}, run_settings) else self._began_under(spec, began)
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, SeatSettings]:
         """Return the run's settings for `BeginEntry.settings`: one shared dict if no policy has overrides."""
@@ -363,6 +366,16 @@ class EpisodeRunner:
         return self._run_settings | {
             seat: overrides[binding.policy] for seat, binding in spec.seats.items() if binding.policy in overrides
         }
+
+    def _evaluation_settings(self, spec: EpisodeSpec, run_settings: dict[str, SeatSettings]) -> dict[str, SeatSettings]:
+        """Return the settings of an evaluation's episode."""
+        changes = self._services.settings.evaluation_sampling
+        changed = {
+            seat: msgspec.structs.replace(run_settings.get(seat, run_settings[""]), **changes[binding.policy])
+            for seat, binding in spec.seats.items()
+            if changes.get(binding.policy)
+        }
+        return run_settings | changed
 
     def _began_under(self, spec: EpisodeSpec, began: BeginEntry) -> Mapping[str, PolicySettings]:
         """Return the settings of an episode that began under others than the run's now.

@@ -18,7 +18,7 @@ from agentrl.journal.port import UnitDropped
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.sim import MANY_SEEDS
-from tests.sim.small_run import SmallRun, config_for, guess
+from tests.sim.small_run import TASKS, SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crashes import crash_everywhere
@@ -256,6 +256,26 @@ def test_a_policy_samples_as_its_own_section_says(simulated_loop: SeededSimulati
         run = SmallRun(config=config_for(policies=policies, steps=1), environment=Duel, script=listen)
         await run.run()
         assert asked == {("x", 1.0, 64), ("o", 0.5, 9)}
+
+    simulated_loop.run(main)
+
+
+def test_an_evaluation_samples_as_its_section_says(simulated_loop: SeededSimulation) -> None:
+    """The opponent keeps its own sampling, and so does training."""
+    asked: set[tuple[str, str, float]] = set()
+
+    def listen(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        asked.add((request.request_id[0], policy, request.sampling.temperature))
+        return guess(request, policy, version)
+
+    async def main() -> None:
+        policies = {"x": {"step_size": 8}, "o": {"kind": "frozen", "sampling": {"temperature": 0.5}}}
+        evaluation = {"tasks": 2, "sampling": {"temperature": 0}}
+        config = config_for(policies=policies, steps=1, evaluation=evaluation)
+        run = SmallRun(config=config, environment=Duel, script=listen, held_out=TASKS[:2])
+        await run.run()
+        trained, evaluated = {("e", "x", 1.0), ("e", "o", 0.5)}, {("v", "x", 0.0), ("v", "o", 0.5)}
+        assert asked == trained | evaluated
 
     simulated_loop.run(main)
 

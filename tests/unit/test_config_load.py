@@ -238,6 +238,16 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_only_what_does_not_learn_may_take_the_likeliest_token(tmp_path: Path) -> None:
+    judge = '[policies.judge]\nkind = "frozen"\nsampling.temperature = 0\n[evaluation]\nsampling.temperature = 0\n'
+    config = load(write(tmp_path, f"{BASE}\n{judge}"))
+    assert (config.sampling_of("judge").temperature, config.evaluation.sampling.changes) == (0, {"temperature": 0})
+    with pytest.raises(ConfigError, match=r"sampling.temperature = 0 of policies.*evaluation.sampling.temperature = 0"):
+        load(write(tmp_path), ["sampling.temperature=0"])
+    with pytest.raises(ConfigError, match=r"evaluation.sampling.temperature = -1"):
+        load(write(tmp_path), ["evaluation.sampling.temperature=-1"])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
