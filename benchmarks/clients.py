@@ -65,7 +65,6 @@ class Driven(agentrl.HarnessEnvironment):
     """One client's program, which does its task `tasks_each` times."""
 
     seats = ("main",)
-    ignored_fields = ("tool_choice", "temperature", "top_p", "parallel_tool_calls")
     failed_reward = -1.0
     tasks_each = 1
 

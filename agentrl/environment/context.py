@@ -310,7 +310,7 @@ class EpisodeContext(ABC):
         Args:
             aliases: additional model names; see `HarnessEnvironment.aliases`.
             volatile: regular expressions of text that is ignored when requests are compared.
-            ignored_fields: request fields that are ignored, instead of refused, if the run cannot honor them.
+            ignored_fields: request fields that are ignored, instead of honored or refused.
             recall: whether a restarted attempt gets the replies of earlier attempts.
 
         Raises:

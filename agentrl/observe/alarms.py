@@ -824,13 +824,13 @@ RULES: tuple[Rule | MetricRule, ...] = (
     *[
         MetricRule(
             f"untrained_{cause}",
-            f"{UNTRAINED_SHARE:.0%} or more of the turns of a step are not trained, because an outside agent asked for "
-            f"them {how}",
+            f"{UNTRAINED_SHARE:.0%} or more of the newest step's turns are not trained, because an outside agent asked "
+            f"for them {how}",
             metric=f"untrained/{cause}",
             per="episodes/turns",
             at_least=UNTRAINED_SHARE,
-            text=f"{{mean:.0%}} of the turns in the last {{steps}} are not trained: the agent asked for them {how}",
-            advice=f"{cure}, or set gateway.sampling = 'run'",
+            text=f"{{mean:.0%}} of the newest step's turns are not trained: the agent asked for them {how}",
+            advice=f"{cure}, or set gateway.sampling = 'run': the run's values then replace the agent's",
             window=1,
             example=f"untrained/{cause}",
         )

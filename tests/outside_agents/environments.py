@@ -88,7 +88,6 @@ class PydanticAI(Clerk):
 
 class Smolagents(Clerk):
     command = program("smolagents")
-    ignored_fields = ("tool_choice",)
 
 
 class CrewAI(Clerk):

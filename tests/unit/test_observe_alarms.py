@@ -269,6 +269,19 @@ def test_a_collapse_of_what_is_proposed_is_the_run_s(name: str, changes: dict[st
     assert advice in alarm.advice
 
 
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [("greedy", "a temperature above 0"), ("penalty", "presence_penalty"), ("filter", "[sampling]")],
+)
+def test_turns_that_are_not_trained_are_said_after_one_step(cause: str, advice: str) -> None:
+    (alarm,) = find_alarms(a_run(1, **{f"untrained__{cause}": 0.9}))
+    assert (alarm.name, alarm.policy) == (f"untrained_{cause}", "solver")
+    assert alarm.text.startswith("30% of the newest step's turns are not trained: the agent asked for them ")
+    assert advice in alarm.advice
+    assert "gateway.sampling = 'run'" in alarm.advice
+    assert not find_alarms(a_run(1, **{f"untrained__{cause}": 0.02}))
+
+
 def test_masked_tokens_are_said_from_a_quarter_on() -> None:
     (alarm,) = find_alarms(a_run(5, before=10, staleness__masked=0.3))
     assert (alarm.name, alarm.policy) == ("masked", "solver")

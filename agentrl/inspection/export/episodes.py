@@ -73,6 +73,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     messages: list[dict[str, Any]]
     temperature: float
+    """Temperature of the first turn."""
     token_ids: list[int]
     loss_mask: list[int]
     """1 where the policy sampled the token."""
@@ -87,6 +88,8 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     filter."""
     kept_ids: list[int]
     """Ids of the kept tokens, one set after another."""
+    temperatures: list[float]
+    """Temperature at which each token was sampled, 1 where the mask is 0. Empty if all turns have the first one's."""
     trained_in: str | None
     """Version made by the newest step that trained on the row and kept its columns; None if there is none."""
     advantages: list[float | None]
@@ -252,6 +255,7 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
     versions: list[tuple[int, int, str]] = []
     counts: list[int] = []
     kept_ids: list[int] = []
+    temperatures: list[float] = []
     for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
         messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
         before, many = len(context), len(sampled)
@@ -260,6 +264,7 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
         mask += [0] * before + [int(turn.turn >= token_row.first)] * many
         logprobs += [0.0] * before + sampled.logprobs.tolist()
         turn_index += [-1] * before + [turn.turn] * many
+        temperatures += [1.0] * before + [turn.temperature] * many
         counts += [0] * before + ([0] * many if sampled.kept is None else sampled.kept.counts.tolist())
         kept_ids += [] if sampled.kept is None else sampled.kept.ids.tolist()
         versions += [(start + span.start, start + span.stop, str(span.version)) for span in sampled.spans]
@@ -275,6 +280,7 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
         versions=versions,
         kept_counts=counts if is_filtered else [],
         kept_ids=kept_ids,
+        temperatures=temperatures if len({turn.temperature for turn in token_row.turns}) > 1 else [],
         trained_in=None if step_values is None else step_values.step,
         recorded=recorded_columns(token_row),
         **_training(step_values, len(ids)),
@@ -413,7 +419,8 @@ def parquet_table_schema() -> Any:
     columns |= {"temperature": number, "token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())}
     columns |= {"logprobs": pa.list_(pa.float32()), "turn_index": pa.list_(integer)}
     columns |= {"versions": pa.list_(pa.struct(version)), "kept_counts": pa.list_(pa.int32())}
-    columns |= {"kept_ids": pa.list_(pa.int32()), "trained_in": text, "advantages": pa.list_(pa.float32())}
+    columns |= {"kept_ids": pa.list_(pa.int32()), "temperatures": pa.list_(number)}
+    columns |= {"trained_in": text, "advantages": pa.list_(pa.float32())}
     columns |= {"trainer_logprobs": pa.list_(pa.float32()), "lags": pa.list_(pa.int32())}
     columns |= {"recorded": pa.map_(text, pa.list_(number))}
     return pa.schema(columns)
