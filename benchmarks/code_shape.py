@@ -161,6 +161,7 @@ OTHER_REFUSALS: Mapping[str, str] = {
     "agentrl.app.policies:check_quantized_models": "what a model's files can do",
     "agentrl.cluster.trainer_pool:refuse_monkeypatches": "changed functions of this process",
     "agentrl.config.run:RunConfig._check_models": "a policy without a model",
+    "agentrl.config.run:RunConfig._check_sampling": "a temperature at which nothing is learned",
     "agentrl.config.run:RunConfig.check_turns_fit": "turns longer than a context",
     "agentrl.config.run:_check_scorers": "a table that lacks a name of another",
 }
