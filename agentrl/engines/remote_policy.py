@@ -235,6 +235,8 @@ class RemotePolicyClient:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        penalties = {name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty")}
+        body |= {name: value for name, value in penalties.items() if value}
         for name in self._left_out:
             if body[name] == 1.0:  # which is without effect
                 del body[name]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,7 +20,10 @@ from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 from agentrl.gateway.options import MAX_SCHEMA_CHARACTERS
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.rows import assemble_trajectories
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.testing.check import check_environment
+from agentrl.testing.execution import ExecutedEpisode, execute_episode, spec_of
 from tests.unit.episodes import Played, play
 from tests.unit.test_gateway import CALL, TOOLS, Loop, user
 
@@ -335,6 +340,30 @@ def test_a_program_that_is_refused_goes_on_with_other_requests() -> None:
     assert [status for status, _ in environment.answers] == [400, 400, 200]
     assert environment.answers[0][1]["error"]["param"] == "temperature"
     assert (played.header.reward, trained(played)) == (1.0, [True])
+
+
+def test_a_restarted_program_gets_recorded_replies_to_requests_that_ask_for_the_same_sampling() -> None:
+    """A reply at one temperature is none to a request for another."""
+    fields = ("chat", {"temperature": 0.5}), ("chat", {"temperature": 0}), ("chat", {})
+
+    async def main() -> None:
+        environment = asks(*fields)
+        spec = spec_of(environment, agentrl.Task(id="t", data={}), 0, 0)
+        first = await execute_episode(environment, spec, lambda *_: [120, STOP_TOKEN])
+        assert isinstance(first, ExecutedEpisode)
+        answers = list(external_turns_with_context(first.entries))
+        for change, recalled in (({"temperature": 0.5}, 3.0), ({"temperature": 0.7}, 2.0), ({"top_k": 3}, 2.0)):
+            environment.sent = [("chat", change), *fields[1:]]
+            again = await execute_episode(
+                environment, replace(spec, attempt=1), lambda *_: [121, STOP_TOKEN], answers=answers
+            )
+            assert isinstance(again, ExecutedEpisode)
+            assert again.metrics["replies/recalled"] == recalled
+            assert again.metrics["untrained/greedy"] == 1.0
+            bodies = [body for entry in again.entries if isinstance(body := entry.decode(), TurnEntry)]
+            assert [turn.temperature for turn in bodies] == [change.get("temperature", 1.0), 0.0, 1.0]
+
+    asyncio.run(main())
 
 
 def test_env_check_lists_at_once_what_requests_ask_for() -> None:

@@ -300,7 +300,7 @@ def test_requests_that_are_refused_together_for_a_parameter_are_all_sent_again_w
             config = RemotePolicy(kind="remote", url=str(server.make_url("/v1")), model="m")
             endpoint = RemotePolicyClient(policy="judge", config=config)
             said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
-            sampling = SamplingParams(max_tokens=9)
+            sampling = SamplingParams(max_tokens=9, presence_penalty=0.5)
             requests = [
                 GenerateRequest(request_id=f"r{n}", token_ids=said, sampling=sampling, seed=0) for n in range(4)
             ]
@@ -308,6 +308,7 @@ def test_requests_that_are_refused_together_for_a_parameter_are_all_sent_again_w
             await endpoint.close()
         assert [completion.finish_reason for completion in completions] == ["stop"] * 4
         assert [(body["max_completion_tokens"], body["top_p"]) for body in bodies] == [(9, 1.0)] * 4
+        assert all(body["presence_penalty"] == 0.5 and "frequency_penalty" not in body for body in bodies)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

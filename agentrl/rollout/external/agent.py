@@ -224,6 +224,7 @@ class ExternalAgent(TurnRecorder):
             messages=tuple(encode_message(message) for message in _new(request, placement)),
             request=_request_entry(request, placement, sampling),
         )
+        self._count_untrained(sampling)
         self._episode.journal.record_again(call, entry)
         self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
