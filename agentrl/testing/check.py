@@ -760,8 +760,8 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
     result.figures["asked"] = [[name, value, number] for (name, value), number in asked.items()]
     result.figures["ignored"] = dict(ignored)
     if asked:
-        fields = ", ".join(f"{name} = {value!r} ({number})" for (name, value), number in asked.items())
-        result.remarks.append(f"Of {total}, this many asked for: {fields}.")
+        fields = ", ".join(f"{name} = {value!r} ({plural(number, 'time')})" for (name, value), number in asked.items())
+        result.remarks.append(f"{total} asked for {fields}.")
     own = getattr(subject.environment, "ignored_fields", ())
     refused = [name for name in ignored if name in UNSUPPORTED and name not in own]
     if subject.gateway_sampling == "refuse":
@@ -771,8 +771,9 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
             f"requests with {', '.join(refused)} will be refused",
             f"Remove them from the agent's requests, or write `{ignored_fields_line([*own, *refused])}` in the class",
         )
-    if without_effect := [f"{name} ({number})" for name, number in ignored.items() if name not in refused]:
-        result.remarks.append(f"Fields without effect, in this many requests: {', '.join(without_effect)}.")
+    without_effect = [f"{name} ({plural(number, 'time')})" for name, number in ignored.items() if name not in refused]
+    if without_effect:
+        result.remarks.append(f"Fields without effect: {', '.join(without_effect)}.")
     told = {name for name, value in asked if name in ("tool_choice", "response_format") and value != "none"}
     if told:
         result.remarks.append(

@@ -387,8 +387,8 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
     own = type("Own", (Several,), {"ignored_fields": ("logit_bias", "web_search_options"), "__module__": __name__})
     report = check_environment(own)
     assert report.passed
-    assert "temperature = 0.0 (" in report.text
-    assert "Fields without effect, in this many requests: seed (1), logit_bias (1)" in report.text
+    assert "3 requests asked for temperature = 0.0 (1 time), " in report.text
+    assert "Fields without effect: seed (1 time), logit_bias (1 time)" in report.text
     assert "told response_format and tool_choice in words" in report.text
     report = check_environment(own, gateway_sampling="run")
     assert report.passed
