@@ -40,8 +40,6 @@ _NUMBERS: Mapping[str, _Range] = {
 }
 SAMPLING_FIELDS = frozenset(_NUMBERS)
 """Fields of requests that `SamplingParams` has too."""
-
-
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),  # its token ids are those of another tokenizer
     "functions": ([],),
@@ -121,7 +119,7 @@ def read_tool_choice(value: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
     mode = _MODES.get(value) if isinstance(value, str) else None
     if mode is None:
         raise RequestRefusedError(
-            f"tool_choice is {bounded_repr(value)}; it must be a choice", "invalid", "tool_choice"
+            f"tool_choice is {bounded_repr(value)}; it must be auto, none, required or a tool", "invalid", "tool_choice"
         )
     return ToolChoice(mode)
 
