@@ -300,7 +300,7 @@ def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
         ([], {}, "context"),
         ([5, VOCABULARY], {}, "must lie in"),
         ([-1], {}, "must lie in"),
-        ([5], {"temperature": 0.0}, "temperature"),
+        ([5], {"temperature": -0.5}, "temperature"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
