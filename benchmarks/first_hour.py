@@ -1,6 +1,6 @@
 """What a newcomer waits for and is told in the first hour.
 
-    python -m benchmarks.first_hour [--quick] [--part start|check|export|alarms|messages|agents|examples]
+    python -m benchmarks.first_hour [--quick] [--part start|check|export|alarms|messages|doors|agents|examples]
 
 Seconds are CPU seconds of real processes unless said otherwise, so that they mean the same on a busy machine.
 
@@ -16,6 +16,8 @@ Seconds are CPU seconds of real processes unless said otherwise, so that they me
   step with the cause first; `false_alarms`: those of runs without a failure. `bottleneck_right`: the share of
   `bottleneck_runs` with a known bottleneck that is shown at every refresh after the third turn.
 * `messages`: mistakes that are answered with place, cause and remedy, of `messages_tried`.
+* `doors`. `foreign_calls_named`: replies that hold a call in a form that the run does not read and are named, of
+  `foreign_calls_written` in ten forms; `answers_accused`: plain answers that are taken for one, of `answers_written`.
 * `agents` (on request, it installs packages). `agents_trained`: agents written for other libraries that train
   unmodified and go on after a kill; `agents_tokens_resampled`: tokens that the resumed runs sampled again.
 * `examples`. `frozenlake_start`, `frozenlake_end`, `frozenlake_end_median`: held-out reward before and after
@@ -37,6 +39,7 @@ FIGURES = (
     "export_ms_per_episode",
     *("early_alarms_found", "early_alarms_planted", "false_alarms", "bottleneck_right", "bottleneck_runs"),
     *("messages", "messages_tried"),
+    *("foreign_calls_named", "foreign_calls_written", "answers_accused", "answers_written"),
     *("agents_trained", "agents_tokens_resampled"),
     *("frozenlake_start", "frozenlake_end", "frozenlake_end_median", "frozenlake_s"),
     *("scaffold_start", "scaffold_end", "scaffold_s", "help_cpu_s", "list_cpu_s"),

@@ -109,6 +109,8 @@ CALLS = {
     "muse_glimmer": f"<atem:function_calls>\n{_invokes('atem:')}</atem:function_calls>",
     "llama3_json": "; ".join(f'{{"name": "weather", "parameters": {given}}}' for given in (_ONE, _TWO)),
     "llama4_pythonic": f"[{', '.join(_PYTHON)}]",
+    "json": "\n".join(f'```json\n{{"name": "weather", "arguments": {arguments}}}\n```' for arguments in (_ONE, _TWO)),
+    "python": "\n".join(f"```python\n{call}\n```" for call in _PYTHON),
 }
 """By format: the calls `FIRST` and `SECOND`."""
 WHOLE = {"llama3_json", "llama4_pythonic"}

@@ -71,6 +71,7 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
+from agentrl.observe.alarms import fill_commands, foreign_calls_alarm
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
@@ -268,7 +269,11 @@ def evaluate(
         asyncio.run(
             _record_metrics(run_path, {name: metrics | task_digest for name, metrics in metrics_by_policy.items()})
         )
-    return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
+    metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode)
+    if (alarm := foreign_calls_alarm(metrics, "", held_out=True)) is not None:
+        run = "RUN" if journal is None else run_argument(run_path)
+        warnings.warn(alarm._replace(advice=fill_commands(alarm.advice, run, "")).line, stacklevel=1)
+    return Evaluation(metrics, episodes)
 
 
 def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[RunConfig, Sequence[Task] | None]:

@@ -309,6 +309,12 @@ def base_model_chat_formats(model: ModelConfig, bases: Iterable[BaseModelPlan]) 
     return {name: chat_format for base in other_bases for chat_format in [load(base.path)] for name in base.policies}
 
 
+def environments_with_tools(environment: type[Environment]) -> list[str]:
+    """Return the names of the environments, of a mixture for example, that may offer tools from their first turn."""
+    members = root_environments(environment)
+    return [member.__name__ for member in members if issubclass(member, ToolEnvironment | HarnessEnvironment)]
+
+
 def hidden_tools(plan: RolloutPlan, environment: type[Environment], chat_format: ChatFormat) -> str:
     """Return a warning if a chat template hides the environment's tools from a policy; empty if none does.
 
@@ -318,20 +324,16 @@ def hidden_tools(plan: RolloutPlan, environment: type[Environment], chat_format:
             `HarnessEnvironment` are known only once an episode runs.
         chat_format: the chat format of `model.path`.
     """
-    seats_with_tools = [
-        member.__name__
-        for member in root_environments(environment)
-        if issubclass(member, ToolEnvironment | HarnessEnvironment)
-    ]
+    with_tools = environments_with_tools(environment)
     formats = base_model_chat_formats(plan.model, plan.bases)
     policies = [
         name for name in plan.policies if name not in plan.external and not formats.get(name, chat_format).shows_tools
     ]
-    if not seats_with_tools or not policies:
+    if not with_tools or not policies:
         return ""
     return (
         f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees the tools of "
-        f"{' and '.join(seats_with_tools)}. Set model.tools_in = 'system' to list them in the system message"
+        f"{' and '.join(with_tools)}. Set model.tools_in = 'system' to list them in the system message"
     )
 
 

@@ -392,17 +392,22 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 
 def tool_checks(config: RunConfig) -> list[Check]:
-    """Check that the chat templates of models in directories show the environment's tools. Imports the environment."""
-    from agentrl.app.policies import hidden_tools
+    """Check that the chat templates of models in directories show the environment's tools, and say how calls are read.
+    Imports the environment."""
+    from agentrl.app.policies import environments_with_tools, hidden_tools
     from agentrl.app.run_parts import environment_of, make_chat_format
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     try:
-        hidden = hidden_tools(config.rollout_plan, environment_of(config), make_chat_format(config.model))
+        environment, chat_format = environment_of(config), make_chat_format(config.model)
+        hidden = hidden_tools(config.rollout_plan, environment, chat_format)
     except InputError as error:
         return [Check(name="tools", result=str(error), level="missing")]
     if hidden:
         return [Check(name="tools", result=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
-    return []
+    if not isinstance(chat_format, TemplateChatFormat) or not environments_with_tools(environment):
+        return []
+    return [Check(name="tool calls", result=chat_format.reply_format.description)]
 
 
 def _with_local_models(config: RunConfig) -> RunConfig | None:

@@ -102,7 +102,7 @@ def env_check(options: argparse.Namespace) -> int:
         return {
             "passed": report.passed,
             "class": report.figures.get("resume_class"),
-            "text": report.text + _hidden_tools(options.model, tools),
+            "text": report.text + _model_line(options.model, tools),
             "checks": [asdict(check) for check in report.checks],
         }
 
@@ -155,14 +155,19 @@ def env_import(options: argparse.Namespace) -> int:
     return 0 if usable == len(refusals) else CheckFailedError.exit_code
 
 
-def _hidden_tools(model: str | None, tools: set[str]) -> str:
-    """Return a line about the tools that a model's chat template hides; empty if it hides none."""
+def _model_line(model: str | None, tools: set[str]) -> str:
+    """Return a line about the tools that a model's chat template hides, or about the calls that a run reads; empty
+    without tools."""
     if model is None or not tools:
         return ""
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
-    if TemplateChatFormat.load(model).shows_tools:
-        return ""
+    chat_format = TemplateChatFormat.load(model)
+    if chat_format.shows_tools:
+        return (
+            f"\nRuns with {model} read tool calls as {chat_format.reply_format.description}. `agentrl evaluate` warns "
+            "if the model writes them in another form."
+        )
     return (
         f"\nThe chat template of {model} ignores tools, so the model never sees {', '.join(sorted(tools))}. "
         "Train and evaluate with model.tools_in = 'system'."

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScoreRequest,
         StepReport,
         Task,
+        ToolCall,
         ToolSpec,
         TrainBatch,
         WeightsRef,
@@ -354,6 +355,11 @@ class ChatFormat(Protocol):
             tools: the offered tools, for the types of arguments that the format writes without types.
             reads_calls: False: calls are part of the content.
         """
+        ...
+
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+        """Return the call that a completion holds in a form that `parse` does not read; see
+        `core.reply_formats.find_foreign_call`."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

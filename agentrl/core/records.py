@@ -158,6 +158,11 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] | str
     """The parsed JSON object, or the raw text if it did not parse."""
+    form: str = ""
+    """Name of the reply format (`model.reply_format`) in which the model wrote a complete call, if the run reads
+    another one. The call is then malformed, and `arguments` is the text of the reply."""
+    problem: str = ""
+    """Why a call with a `form` is malformed, for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 `REPLY_FORMATS` has one row per syntax of calls, under the names of vLLM's parsers: the marks around a block of calls,
 and the `Grammar` within. There are five kinds of grammar: a JSON object, a JSON list, a name and JSON, tagged pairs,
-Python calls. `THINKING` has the pairs of marks around thinking. This module sees text, not tokens; the environment
+Python calls. Models also write calls without the marks of their template; `json` and `python` read those, alone or in
+code fences. `THINKING` has the pairs of marks around thinking. This module sees text, not tokens; the environment
 checks names and arguments. It does not use vLLM's parsers because a replay parses recorded tokens again: the result
 must not depend on whether vLLM is installed, or on its version. `tests/contract/test_reply_formats_vllm.py` compares
 the two.
+
+A run reads one format. `find_foreign_call` recognizes calls in the others, to name them, never to run them.
 
 Invariants: parsing never raises; text that looks like a call but is not well-formed becomes a
 `ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`; names,
@@ -761,6 +764,73 @@ def _written_in_json(match: re.Match[str]) -> str:
     return f'{match[1]}"{match[2]}":' if match[2] else {"None": "null", "True": "true", "False": "false"}[match[3]]
 
 
+# --- calls without marks ----------------------------------------------------------------------------------------------
+
+_FENCE = re.compile(r"```[\w+-]{0,20}\s(.*?)(?:```|\Z)", re.DOTALL)
+_BETWEEN_CALLS = re.compile(r"[\s,;]*")
+_JSON_CALL = re.compile(r'[\[\s]*\{\s*"name"\s*:\s*"([^"\\]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:')
+_JSON_LINE = re.compile(r'^[ \t]*(?:\[\s*)?\{\s*"(?:name|arguments|parameters)"\s*:', re.MULTILINE)
+_WHOLE = re.compile(r"\A")
+_JSON_DECODER = json.JSONDecoder()
+
+
+def _without_marks(read: Reader, start: re.Pattern[str]) -> Callable[..., ParsedReply]:
+    """Make the parser of calls that fill code fences, with text around, or else the end of the message.
+
+    Args:
+        read: parses the text of a fence or of the end; without calls, it is content.
+        start: first place at which the end of the message may begin.
+    """
+
+    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        end = start.search(text)
+        spans = [(match.start(), match.end(), match[1]) for match in _FENCE.finditer(text)]
+        for blocks in (spans, [] if end is None else [(end.start(), len(text), text[end.start() :])]):
+            content, calls, at = list[str](), list[ToolCall](), 0
+            for begin, stop, block in blocks:
+                raw = block.strip(SPACE)
+                if block_calls := read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else ():
+                    calls += [_call(n, raw, named_call) for n, named_call in enumerate(block_calls, len(calls))]
+                    content.append(text[at:begin])
+                    at = stop
+            if calls:
+                return "".join([*content, text[at:]]).strip(SPACE), tuple(calls[:MAX_CALLS])
+        return text, ()
+
+    return parse
+
+
+def _json_calls(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
+    """Parse JSON objects with a name and arguments, or lists of them; an object without one of the two is an answer."""
+    values = [item for piece in _json_pieces(raw) for item in _items(parse_json_value(piece))]
+    if values and all(isinstance(v, dict) and "name" in v and not v.keys().isdisjoint(_ARGUMENTS) for v in values):
+        return [_named_call(value, raw) for value in values]
+    broken = _JSON_CALL.match(raw)
+    return [] if broken is None else [(broken[1], None)]
+
+
+def _json_pieces(raw: str) -> list[str]:
+    """Split JSON values that follow each other; empty if there is other text."""
+    pieces, at = list[str](), 0
+    while at < len(raw) and len(pieces) < MAX_CALLS and raw[at] in "{[":
+        try:
+            stop = _JSON_DECODER.raw_decode(raw, at)[1]
+        except (ValueError, RecursionError):
+            return []
+        pieces.append(raw[at:stop])
+        between = _BETWEEN_CALLS.match(raw, stop)
+        at = stop if between is None else between.end()
+    return pieces if at == len(raw) else []
+
+
+def _python_calls(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
+    """Parse calls with named arguments, or malformed ones of the tools; other code is an answer."""
+    if not _PYTHON_CALL.match(raw):
+        return []
+    calls, names = _pythonic(raw, tools), {tool.name for tool in tools}
+    return calls if all(call[1] is not None or call[0] in names for call in calls) else []
+
+
 # --- channels ---------------------------------------------------------------------------------------------------------
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
@@ -816,13 +886,32 @@ class ReplyFormat:
     name: str
     """Name of vLLM's parser, if it has one."""
     models: str
-    """Model families that use the syntax."""
+    """Model families that use the syntax; empty: no family's template does."""
     parse: Callable[..., ParsedReply]
     """Parses text without thinking, with the offered tools, into content and calls."""
     markup: tuple[str, ...]
     """Marks that the parser must see even if they are special tokens."""
     ends: tuple[str, ...] = ()
     """Tokens that end a reply, if they differ from the token after a message in the template."""
+    example: str = ""
+    """How a call is written, if the marks do not show it."""
+    needs_marks: bool = True
+    """Whether a call of another model is recognized by the marks alone."""
+
+    @property
+    def syntax(self) -> str:
+        """How a call is written, for people and models.
+
+        Example:
+            >>> REPLY_FORMATS["jamba"].syntax
+            '<tool_calls>…</tool_calls>'
+        """
+        return self.example or "…".join(self.markup[:2])
+
+    @property
+    def description(self) -> str:
+        """Name and syntax, for people."""
+        return f"{self.name} ({self.syntax})"
 
     def read(
         self,
@@ -844,7 +933,13 @@ class ReplyFormat:
 
 
 def _format(
-    name: str, models: str, marks: tuple[str, str], grammar: Grammar, left_out: tuple[str, ...] = ()
+    name: str,
+    models: str,
+    marks: tuple[str, str],
+    grammar: Grammar,
+    left_out: tuple[str, ...] = (),
+    *,
+    example: str = "",
 ) -> ReplyFormat:
     """Make a format of blocks between marks, the second of which may be empty; marks in `left_out` are removed from the
     content."""
@@ -856,7 +951,8 @@ def _format(
                 content = content.replace(mark, "").strip(SPACE)
         return content, calls
 
-    return ReplyFormat(name, models, parse, tuple(filter(None, (*marks, *left_out, *grammar.marks))))
+    markup = tuple(filter(None, (*marks, *left_out, *grammar.marks)))
+    return ReplyFormat(name, models, parse, markup, example=example)
 
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -867,9 +963,21 @@ _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 REPLY_FORMATS: Mapping[str, ReplyFormat] = {
     reply_format.name: reply_format
     for reply_format in (
-        ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
-        ReplyFormat("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", parse_qwen3_coder, (OPEN, CLOSE)),
-        _format("glm45", "GLM-4.5 and later", (OPEN, CLOSE), _tagged(_glm)),
+        ReplyFormat(
+            "hermes",
+            "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5",
+            parse_hermes,
+            (OPEN, CLOSE),
+            example=f'{OPEN}{{"name": …, "arguments": {{…}}}}{CLOSE}',
+        ),
+        ReplyFormat(
+            "qwen3_coder",
+            "Qwen3-Coder, Qwen3.5 and later, Nemotron 3",
+            parse_qwen3_coder,
+            (OPEN, CLOSE, "<function="),
+            example=f"{OPEN}<function=…><parameter=…>…</parameter></function>{CLOSE}",
+        ),
+        _format("glm45", "GLM-4.5 and later", (OPEN, CLOSE), _tagged(_glm), example=f"{OPEN}…<arg_key>…{CLOSE}"),
         _format(
             "deepseek_v3",
             "DeepSeek-V3, -R1",
@@ -892,7 +1000,14 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
         ),
         _format("deepseek_v4", "DeepSeek-V4", ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), _invokes("｜DSML｜")),
         _format("mistral", "Mistral, Magistral", ("[TOOL_CALLS]", ""), _MISTRAL),
-        ReplyFormat("openai", "gpt-oss", _harmony, _HARMONY, ("<|return|>", "<|call|>")),
+        ReplyFormat(
+            "openai",
+            "gpt-oss",
+            _harmony,
+            _HARMONY,
+            ("<|return|>", "<|call|>"),
+            example="<|channel|>commentary to=functions.…<|message|>{…}<|call|>",
+        ),
         _format(
             "kimi_k2",
             "Kimi K2",
@@ -927,8 +1042,69 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
         _format("apertus", "Apertus", ("<|tools_prefix|>", "<|tools_suffix|>"), Grammar(_apertus_list)),
         _format("longcat", "LongCat-Flash", ("<longcat_tool_call>", "</longcat_tool_call>"), _JSON),
         _format("muse_glimmer", "Muse Glimmer", ("<atem:function_calls>", "</atem:function_calls>"), _invokes("atem:")),
-        ReplyFormat("llama3_json", "Llama 3.1 to 3.3", parse_llama, (PYTHON_TAG,)),
+        ReplyFormat(
+            "llama3_json", "Llama 3.1 to 3.3", parse_llama, (PYTHON_TAG,), example='{"name": …, "parameters": {…}}'
+        ),
         ReplyFormat("llama4_pythonic", "Llama 4", parse_pythonic, ("<|python_start|>", "<|python_end|>")),
+        ReplyFormat(
+            "json",
+            "",
+            _without_marks(_json_calls, _JSON_LINE),
+            ("```",),
+            example='{"name": …, "arguments": {…}}, alone, after text or in a code fence',
+            needs_marks=False,
+        ),
+        ReplyFormat(
+            "python",
+            "",
+            _without_marks(_python_calls, _WHOLE),
+            ("```",),
+            example="name(argument=…), alone or in a code fence",
+            needs_marks=False,
+        ),
     )
 }
 """Formats, keyed by name. Of formats with the same marks, the one that can parse a reply is chosen."""
+
+ALL_MARKUP = frozenset(mark for each in REPLY_FORMATS.values() for mark in each.markup)
+"""Marks of all formats, by which a call in a form that a run does not read is recognized."""
+
+
+def _may_call(tool: ToolSpec, arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments may belong to a call: the tool's own schema, which some answers repeat, does not, nor do no
+    arguments where some are required."""
+    is_schema = "properties" in arguments and "properties" not in tool.parameters.get("properties", ())
+    return not is_schema and bool(arguments or not tool.parameters.get("required"))
+
+
+def find_foreign_call(text: str, tools: Sequence[ToolSpec], read: str) -> ToolCall | None:
+    """Return the first complete call of an offered tool that a reply holds in another form than the run reads, as a
+    malformed call with the name of its form; None if there is none.
+
+    Args:
+        text: the reply without thinking.
+        tools: the offered tools.
+        read: the reply format of the run.
+
+    Example:
+        >>> look = ToolSpec(name="look", description="", parameters={})
+        >>> find_foreign_call('{"name": "look", "arguments": {}}', [look], "hermes").form
+        'json'
+        >>> find_foreign_call("I look(at=you)", [look], "hermes")
+    """
+    named = {tool.name: tool for tool in tools if tool.name in text}
+    if not named or len(text) > MAX_CALL_CHARACTERS:  # the first test suffices for almost all answers
+        return None
+    for form in REPLY_FORMATS.values():
+        if form.name == read or (form.needs_marks and not any(mark in text for mark in form.markup)):
+            continue
+        for call in form.parse(text, tools)[1]:
+            tool = named.get(call.name)
+            if tool is None or isinstance(call.arguments, str) or not _may_call(tool, call.arguments):
+                continue
+            # A small model copies what it is shown, so that the form it wrote is not repeated.
+            problem = (
+                f"the call was not run, because its form is not read here; write it as {REPLY_FORMATS[read].syntax}"
+            )
+            return ToolCall(id=f"{UNWRITTEN_ID}0", name=call.name, arguments=text, form=form.name, problem=problem)
+    return None

@@ -371,6 +371,8 @@ async def run_tool(
 
     `at_once`: see `EpisodeContext.call_tool`.
     """
+    if call.problem:
+        return await _refuse(ctx, call, InvalidToolCallError(call.problem, outcome="bad_arguments"))
     bound = tools.get(call.name)
     if bound is None and not call.name and isinstance(call.arguments, str):
         return await _refuse(

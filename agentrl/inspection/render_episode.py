@@ -186,7 +186,9 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
 def _calls(page: TerminalPage, calls: Sequence[dict[str, Any]]) -> None:
     for call in calls:
         name, arguments = call.get("name"), call.get("arguments")
-        if isinstance(arguments, str):
+        if form := call.get("form"):  # its text is the reply, which is shown already
+            page.line((f"    ✗ call of {name} written as {form}, which the run does not read", "bold red"))
+        elif isinstance(arguments, str):
             page.line((f"    ✗ malformed call of {name or 'no tool'}", "bold red"))
             page.block(arguments, "red", indent=6)
         else:

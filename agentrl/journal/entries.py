@@ -118,7 +118,8 @@ class ReplyRecord(msgspec.Struct, frozen=True, array_like=True):
     thinking: str = ""
     content: str = ""
     calls: tuple[dict[str, Any], ...] = ()
-    """`name` and `arguments` of each call; malformed arguments are text."""
+    """`name` and `arguments` of each call; malformed arguments are text. A complete call in a form that the run does
+    not read also has its `form`."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

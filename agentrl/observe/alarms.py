@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
+    FOREIGN_CALLS,
+    HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     PROGRAM_OK,
+    count_foreign_calls,
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import (
@@ -63,6 +67,8 @@ WINDOW = 5
 """Number of newest steps that an alarm looks at."""
 
 
+FOREIGN_SHARE = 0.1
+"""Share of replies with a call in a form that the run does not read at which an alarm is raised."""
 BROKEN_SHARE = 0.3
 """Share of turns that break the format at which the policy's output counts as illegal."""
 EARLY_BROKEN_SHARE = 0.5
@@ -308,6 +314,46 @@ def _blocked_loop(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
             f"{place} blocked the event loop for {share:.0%} of the time, in which no episode makes progress",
             REMEDY,
         )
+
+
+def _foreign_calls(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the newest step; before the first one at the evaluation before training."""
+    if policy.last:
+        alarm = foreign_calls_alarm(policy.last, policy.name)
+    else:
+        alarm = foreign_calls_alarm(policy.evaluations.get(0, {}), policy.name, held_out=True)
+    if alarm is not None:
+        yield alarm
+
+
+def foreign_calls_alarm(values: Values, policy: str, *, held_out: bool = False) -> Alarm | None:
+    """Return the alarm about calls in forms that the run does not read; None if few replies hold one.
+
+    Args:
+        values: metrics of a step, or of an evaluation.
+        policy: name of the policy concerned.
+        held_out: whether they are those of an evaluation.
+    """
+    counts = count_foreign_calls(values, HELD_OUT_FOREIGN_CALLS if held_out else FOREIGN_CALLS)
+    turns = values.get("evaluation/turns" if held_out else "episodes/turns", 0.0)
+    episodes = values.get("evaluation/episodes" if held_out else "format/episodes", 0.0)
+    if not counts or sum(counts.values()) < FOREIGN_SHARE * turns:
+        return None
+    form = next(iter(counts))
+    forms = [
+        f"{count * episodes:.0f} as {REPLY_FORMATS[name].description if name in REPLY_FORMATS else name}"
+        for name, count in counts.items()
+    ]
+    return Alarm(
+        "foreign_calls",
+        policy,
+        f"{sum(counts.values()) * episodes:.0f} of {turns * episodes:.0f} replies hold a call of an offered tool in a "
+        f"form that this run does not read, so no tool is called: {', '.join(forms)}",
+        f"read that form: model.reply_format = {form!r}; or train the form that the run reads, which `agentrl doctor "
+        "FILE` shows, with a worked call in the prompt. `agentrl episode list RUN --where "
+        f"'metric.{FOREIGN_CALLS}{form} > 0'` lists such replies for `agentrl episode show`",
+        f"{FOREIGN_CALLS}{form}",
+    )
 
 
 def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -850,10 +896,19 @@ RULES: tuple[Rule | MetricRule, ...] = (
     ),
     Rule(
         {
+            "foreign_calls": f"in the newest step, or before the first one in the evaluation before training, "
+            f"{FOREIGN_SHARE:.0%} or more of the replies hold a call to an offered tool in a form that the run does "
+            "not read"
+        },
+        _foreign_calls,
+    ),
+    Rule(
+        {
             "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share "
             f"is not falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more"
         },
         _illegal_output,
+        explained_by="foreign_calls",
     ),
     Rule({}, partial(_tool_errors, all_raise=False)),
     Rule(
@@ -870,6 +925,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "other episode to compare them with",
         },
         _nothing_taught_yet,
+        explained_by="foreign_calls",
     ),
     Rule(
         {

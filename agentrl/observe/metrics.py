@@ -30,6 +30,9 @@ ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
+FOREIGN_CALLS = "foreign_calls/"
+"""Prefix of the metric of the turns that hold a call in a form that the run does not read."""
+HELD_OUT_FOREIGN_CALLS = f"evaluation/{FOREIGN_CALLS}"
 SCORES_FAILED = "scores/failed/"
 """Prefix of the metric of the scores that another scorer gave, because the named one failed."""
 SCORE_REQUESTS = "scores/requests/"
@@ -120,6 +123,11 @@ METRICS: tuple[Metric, ...] = (
         "evaluation/failed",
         "episodes",
         "committed held-out episodes whose program failed (`HarnessEnvironment.failed_reward`), if there are any",
+    ),
+    Metric(
+        f"{HELD_OUT_FOREIGN_CALLS}<form>",
+        "turns",
+        f"`{FOREIGN_CALLS}<form>` per held-out episode, if there are any",
     ),
     Metric(
         "evaluation/dropped",
@@ -229,6 +237,12 @@ METRICS: tuple[Metric, ...] = (
         "calls",
         "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool), and turns that call "
         "tools although none is offered (not_offered)",
+    ),
+    Metric(
+        f"{FOREIGN_CALLS}<form>",
+        "turns",
+        "turns per episode that hold a call to an offered tool in a form that the run does not read, named as in "
+        "`model.reply_format` (docs/reference/models.md); such a call is malformed",
     ),
     Metric(
         "program/<outcome>",
@@ -543,11 +557,25 @@ def reward_metrics(names: Iterable[str], total: str = "reward/mean") -> list[str
 def broken_turns(metrics: Mapping[str, float]) -> float:
     """Return the number of turns or calls of an episode that broke the format.
 
-    An environment may itself judge a turn that calls a tool although none is offered, so these count once.
+    An environment may itself judge a turn that calls a tool although none is offered, or in a form that the run does
+    not read, so these count once.
     """
     cut, stray = metrics.get("turns/length", 0.0), metrics.get("tool/not_offered", 0.0)
+    foreign = sum(count_foreign_calls(metrics).values())
     judged = sum(metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal"))
-    return cut + max(judged, stray)
+    return cut + max(judged, stray + foreign)
+
+
+def count_foreign_calls(values: Mapping[str, float], prefix: str = FOREIGN_CALLS) -> dict[str, float]:
+    """Return the turns per episode that hold a call in a form that the run does not read, keyed by form, the commonest
+    first.
+
+    Args:
+        values: metrics of a step or an episode, or with `HELD_OUT_FOREIGN_CALLS` as `prefix` of an evaluation.
+        prefix: beginning of the metrics' names.
+    """
+    counts = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix) and value}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def is_failure(name: str) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,7 +27,13 @@ from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import JournalStore, MetricRow
-from agentrl.observe.metrics import PROGRAM_FAILED, TASK_DIGEST, find_registered_metric
+from agentrl.observe.metrics import (
+    HELD_OUT_FOREIGN_CALLS,
+    PROGRAM_FAILED,
+    TASK_DIGEST,
+    count_foreign_calls,
+    find_registered_metric,
+)
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
@@ -337,7 +344,9 @@ def _course(
             f"evaluation: no episode of {len(dropped_headers)} was committed, {first.episode_id} because of "
             f"{first.drop_reason}"
         )
-    num_failed = sum(bool(metrics_by_episode.get(header.episode_id, {}).get(PROGRAM_FAILED)) for header in main_headers)
+    main_metrics = [metrics_by_episode.get(header.episode_id, {}) for header in main_headers]
+    num_failed = sum(bool(metrics.get(PROGRAM_FAILED)) for metrics in main_metrics)
+    foreign_calls = sum((Counter(count_foreign_calls(metrics)) for metrics in main_metrics), Counter[str]())
     return {
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),
         "evaluation/tokens": _mean([float(header.tokens) for header in main_headers]),
@@ -345,6 +354,7 @@ def _course(
         "evaluation/truncated": float(sum(header.stop_reason != "completed" for header in main_headers)),
         "evaluation/dropped": float(len(dropped_headers)),
         **({"evaluation/failed": float(num_failed)} if num_failed else {}),
+        **{f"{HELD_OUT_FOREIGN_CALLS}{form}": count / len(main_headers) for form, count in foreign_calls.items()},
     }
 
 

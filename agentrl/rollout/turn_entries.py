@@ -73,7 +73,10 @@ def record_reply(message: Message) -> ReplyRecord:
     """Return what the journal holds of a parsed reply besides its text."""
     if not (message.thinking or message.tool_calls):
         return ReplyRecord()
-    calls = [{"name": call.name, "arguments": to_journal_data(call.arguments)} for call in message.tool_calls]
+    calls = [
+        {"name": call.name, "arguments": to_journal_data(call.arguments)} | ({"form": call.form} if call.form else {})
+        for call in message.tool_calls
+    ]
     return ReplyRecord(message.thinking, message.content, tuple(calls))
 
 

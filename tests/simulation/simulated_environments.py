@@ -181,6 +181,9 @@ class LengthChatFormat:
         """Return an empty message, because simulated tokens have no text."""
         return Message(role="assistant", content="")
 
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> None:
+        """Return None, because simulated tokens have no text."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return "", because simulated tokens have no text."""
         return ""

@@ -280,6 +280,31 @@ def test_parse_of_both_tool_call_formats(qwen: TemplateChatFormat, llama: Templa
     assert llama.parse(llama.encode("Five.<|eot_id|>")).content == "Five."
 
 
+def test_a_call_with_the_special_tokens_of_another_model_is_recognized(tmp_path: Path) -> None:
+    """A run that does not read them leaves them out of the text."""
+    calls = '[{"name": "add", "arguments": {"a": 1}}]'
+    chat = TemplateChatFormat.load(write_model(tmp_path, QWEN, (*QWEN_SPECIAL, "[TOOL_CALLS]"), QWEN_MARKUP))
+    ids = chat.encode(f"<think>Add.</think>[TOOL_CALLS]{calls}<|im_end|>")
+    assert (chat.parse(ids, [ADD]).content, chat.parse(ids, [ADD]).tool_calls) == (calls, ())
+    call = chat.foreign_call(ids, [ADD])
+    assert call is not None
+    assert (call.name, call.form, call.arguments) == ("add", "mistral", f"[TOOL_CALLS]{calls}")
+    assert chat.foreign_call(chat.encode("It is 3, says add.<|im_end|>"), [ADD]) is None
+
+
+@pytest.mark.parametrize("name", ["json", "python"])
+def test_a_form_without_marks_can_be_read_by_name(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
+    chat = TemplateChatFormat.load(tmp_path, reply_format=name)
+    call = {"json": '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "python": "add(a=1)"}[name]
+    ids = chat.encode(f"{call}<|im_end|>")
+    (read,) = chat.parse(ids, [ADD]).tool_calls
+    assert (read.name, read.arguments) == ("add", {"a": 1})
+    foreign = chat.foreign_call(chat.encode('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'), [ADD])
+    assert foreign is not None
+    assert foreign.form == "hermes"
+
+
 @given(st.lists(st.integers(0, 400), max_size=12), st.data())
 def test_a_closing_token_changes_nothing_of_what_a_turn_says(
     qwen: TemplateChatFormat, llama: TemplateChatFormat, drawn: list[int], data: st.DataObject

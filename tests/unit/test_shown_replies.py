@@ -26,6 +26,11 @@ CALL = f"<tool_call>{BARE}</tool_call>"
 ADD = {"name": "add", "arguments": {"a": 1}}
 
 
+def foreign(text: str, form: str) -> ReplyRecord:
+    """Return the record of a reply that holds a call in a form that the run does not read."""
+    return ReplyRecord(content=text, calls=({"name": "add", "arguments": text, "form": form},))
+
+
 class Adding(agentrl.ToolEnvironment):
     """A tool that returns its argument."""
 
@@ -44,10 +49,10 @@ class Adding(agentrl.ToolEnvironment):
 @pytest.mark.parametrize(
     ("replies", "records"),
     [
-        ([BARE], [ReplyRecord()]),
+        ([BARE, "5"], [foreign(BARE, "json"), ReplyRecord()]),
         ([f"so {CALL}", "done"], [ReplyRecord(content="so", calls=(ADD,)), ReplyRecord()]),
-        ([f"[TOOL_CALLS]add{BARE}"], [ReplyRecord()]),
-        (["[add(a=1)]"], [ReplyRecord()]),
+        ([f"[TOOL_CALLS][{BARE}]", "5"], [foreign(f"[TOOL_CALLS][{BARE}]", "mistral"), ReplyRecord()]),
+        (["[add(a=1)]", "5"], [foreign("[add(a=1)]", "python"), ReplyRecord()]),
         (["<tool_call>add</tool_call>", "5"], [ReplyRecord(calls=({"name": "", "arguments": "add"},)), ReplyRecord()]),
     ],
     ids=["bare JSON", "a call", "Mistral", "Python", "malformed"],

@@ -141,8 +141,18 @@ def test_env_check_says_whether_a_model_sees_the_tools(
 ) -> None:
     assert main(["env", "check", "agentrl.environments.calculator:Calculator", "--model", str(model)]) == 0
     assert "never sees calculate" in capsys.readouterr().out
-    shown = _config(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP))
+    qwen = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
+    shown = _config(qwen)
     assert not hidden_tools(shown.rollout_plan, environment_of(shown), make_chat_format(shown.model))
+    assert main(["env", "check", "agentrl.environments.calculator:Calculator", "--model", str(qwen)]) == 0
+    assert "read tool calls as hermes (<tool_call>" in capsys.readouterr().out
+
+
+def test_doctor_says_how_calls_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "examples/01_tool_use.toml", "--model.reply_format=json", "--json"])
+    checks = json.loads(capsys.readouterr().out)["sections"]["examples/01_tool_use.toml will use"]
+    (calls,) = [check["result"] for check in checks if check["name"] == "tool calls"]
+    assert calls == 'json ({"name": …, "arguments": {…}}, alone, after text or in a code fence)'
 
 
 def test_doctor_is_not_ready_if_the_template_hides_the_tools(

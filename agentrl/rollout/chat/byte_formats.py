@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
-from agentrl.core.reply_formats import CLOSE, OPEN, arguments_object, parse_hermes
+from agentrl.core.reply_formats import CLOSE, OPEN, arguments_object, find_foreign_call, parse_hermes
 from agentrl.environment.context import LimitReachedError
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class PlainChatFormat:
         text = _bytes(token_ids).decode("utf-8", "replace")
         content, calls = parse_hermes(text) if reads_calls else (text, ())
         return Message(role="assistant", content=content, tool_calls=calls)
+
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+        return find_foreign_call(_bytes(token_ids).decode("utf-8", "replace"), tools, "hermes")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, control tokens as `<|start|>` and `<|stop|>`."""
@@ -177,6 +180,9 @@ class JsonChatFormat:
             content=content if isinstance(content, str) else "",
             tool_calls=tuple(_tool_call(call) for call in calls if _is_call(call)) if isinstance(calls, list) else (),
         )
+
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> None:
+        """Return None: the endpoint reads its model's calls."""
 
     def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
         """Return the endpoint's token counts of a turn; empty if it gave none."""

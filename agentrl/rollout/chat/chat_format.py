@@ -29,8 +29,16 @@ from tokenizers import Tokenizer
 from agentrl.core.errors import ModelError
 from agentrl.core.files import MAX_TOKENIZER_BYTES, read_json, read_whole
 from agentrl.core.model_layers import config_parts
-from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
-from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat, is_thinking_open
+from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolCall, ToolSpec
+from agentrl.core.reply_formats import (
+    ALL_MARKUP,
+    HARMONY_THINKING,
+    REPLY_FORMATS,
+    THINKING,
+    ReplyFormat,
+    find_foreign_call,
+    is_thinking_open,
+)
 from agentrl.core.text import common_prefix_length, valid_unicode
 from agentrl.rollout.chat import tools_in_system
 from agentrl.rollout.chat.chat_template import (
@@ -147,7 +155,7 @@ class TemplateChatFormat:
         self._id_mapping = _renumbering(self._anchor_tokenizer or self._plain, tokenizer)
         self._encoded, self._encoded_plain = TokenizedTextCache(_KEPT_CHARACTERS), TokenizedTextCache(_KEPT_CHARACTERS)
         self._check_plain()
-        self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
+        self._silent, self._foreign_marks = _silent_tokens(tokens, markup)
         configured_ids = stop_token_ids(directory)
         self._closing_id = self._find_closing()
         self._call_closing = self._find_call_closing(configured_ids)
@@ -436,6 +444,18 @@ class TemplateChatFormat:
             text, self._thinking, tools, is_open=self._opens_thinking, reads_calls=reads_calls
         )
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)
+
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+        if self._with_tools is not None:
+            return self._with_tools.foreign_call(token_ids, tools)
+        ids = _as_list(token_ids)
+        if self._foreign_marks.isdisjoint(ids):
+            text = self._decode_reply(ids)
+        else:
+            ids = ids[:-1] if ids[-1] in self._ends else ids
+            text = self.decode([token for token in ids if token not in self._silent - self._foreign_marks])
+        answer = self.reply_format.read(text, self._thinking, is_open=self._opens_thinking, reads_calls=False).content
+        return find_foreign_call(answer, tools, self.reply_format.name)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -903,6 +923,15 @@ def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] |
     """Return the marks around thinking that a template reads or writes, or else those among the tokens."""
     mark_pairs = (pair for pair in THINKING if pair[1] in source)
     return next(mark_pairs, next((pair for pair in THINKING if pair[1] in literals), None))
+
+
+def _silent_tokens(tokens: Sequence[AddedToken], markup: Collection[str]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the tokens that are left out of a reply's text, and those of them that are marks of other formats."""
+    silent = [token for token in tokens if token.special and token.literal not in markup]
+    return (
+        frozenset(token.token_id for token in silent),
+        frozenset(token.token_id for token in silent if token.literal in ALL_MARKUP),
+    )
 
 
 def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:

@@ -235,7 +235,7 @@ class ExternalAgent(TurnRecorder):
     ) -> ChatReply:
         completion = completion_from_entry(recorded_turn)
         answer = self._parse(completion, _readable_tools(request))
-        return self._reply(request, call, placement, completion, answer, recorded_turn.started)
+        return self._reply(request, call, placement, completion, answer, recorded_turn.started, recorded_turn)
 
     def _inherited_placement(
         self, request: ChatRequest, call: JournaledCall, entry: TurnEntry, context: Int32Array
@@ -277,7 +277,7 @@ class ExternalAgent(TurnRecorder):
                 placement.context_ids,
                 placement.before,
                 completion,
-                answer,
+                self._name_foreign_call(answer, completion, _readable_tools(request)),
                 clock.monotonic() - start_s,
                 sampler.pauses,
             )
@@ -349,8 +349,9 @@ class ExternalAgent(TurnRecorder):
         completion: Completion,
         answer: Message | LimitReachedError,
         start_s: float,
+        recorded_turn: TurnEntry | None = None,
     ) -> ChatReply:
-        """Append a turn that is in the journal, and return the client's reply.
+        """Append a turn that is in the journal, and return the client's reply, with the calls that the run reads.
 
         Raises:
             RequestRefusedError: a remote endpoint refused the turn.
@@ -383,6 +384,7 @@ class ExternalAgent(TurnRecorder):
         completion = ended_by_text(completion, text, request.stop)
         tools = _readable_tools(request)
         read = message if tools or refusal is not None else chat_format.parse(token_ids)
+        read = self._name_foreign_call(read, completion, tools, recorded_turn)
         self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()

@@ -89,6 +89,7 @@ class LiveAgent(TurnRecorder):
             if recorded_turn is not None:
                 completion = completion_from_entry(recorded_turn)
                 answer = self._parse(completion, self._rows.tools)
+                answer = self._name_foreign_call(answer, completion, self._rows.tools, recorded_turn)
             else:
                 completion, answer, entry = await self._generate(call, request, context)
                 self._record(call, entry)
@@ -176,7 +177,7 @@ class LiveAgent(TurnRecorder):
             journal.fail(error)
             raise
         seconds = clock.monotonic() - start_s
-        answer = self._parse(completion, rows.tools)
+        answer = self._name_foreign_call(self._parse(completion, rows.tools), completion, rows.tools)
         entry = self._entry(request.messages, row, context, before, completion, answer, seconds, sampler.pauses)
         if request.state is not None:
             entry = msgspec.structs.replace(entry, state=request.state)

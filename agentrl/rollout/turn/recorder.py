@@ -14,7 +14,7 @@ from agentrl.core.tokens import Completion
 from agentrl.environment.context import Agent, LimitReachedError
 from agentrl.environment.rewards import check_reward_name, finite_reward
 from agentrl.journal.entries import ReplyRecord, RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
-from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.observe.metrics import FOREIGN_CALLS, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.turn_entries import encode_message, record_reply
 
@@ -175,12 +175,36 @@ class TurnRecorder(Agent):
         except LimitReachedError as refusal:
             return refusal
 
+    def _name_foreign_call(
+        self,
+        reply: Message | LimitReachedError,
+        completion: Completion,
+        tools: Sequence[ToolSpec],
+        recorded_turn: TurnEntry | None = None,
+    ) -> Message | LimitReachedError:
+        """Add to a reply without a complete call the one that it holds in another form than the run reads.
+
+        The text stays the content, because some environments read it themselves. A recorded turn is read as it was when
+        it was played: earlier versions named no such calls.
+        """
+        if not tools or isinstance(reply, LimitReachedError):
+            return reply
+        if any(not isinstance(call.arguments, str) for call in reply.tool_calls):
+            return reply
+        if recorded_turn is not None and not _has_foreign_call(recorded_turn):
+            return reply
+        call = self._settings.chat_format.foreign_call(completion.token_ids.tolist(), tools)
+        return reply if call is None else dataclasses.replace(reply, tool_calls=(call,))
+
     def _count_reply(
         self, message: Message, completion: Completion, tools: Sequence[ToolSpec], *, is_cut: bool
     ) -> None:
-        """Count a turn that was cut off by `max_tokens`, says nothing, or calls a tool although none is offered."""
+        """Count a turn that was cut off by `max_tokens`, says nothing, calls a tool although none is offered, or holds
+        a call in a form that is not read."""
         if message.tool_calls and not tools and not is_cut:
             self._episode.metric("tool/not_offered", 1.0, self)
+        if message.tool_calls and message.tool_calls[0].form and not is_cut:
+            self._episode.metric(f"{FOREIGN_CALLS}{message.tool_calls[0].form}", 1.0, self)
         if is_cut:
             self._episode.metric("turns/length", 1.0, self)
             if repeats_itself(completion.token_ids):
@@ -331,6 +355,10 @@ class TurnRecorder(Agent):
         """Release the engine's resources. Idempotent."""
         for sampler in self._samplers():
             sampler.close()
+
+
+def _has_foreign_call(entry: TurnEntry) -> bool:
+    return entry.reply is not None and any("form" in call for call in entry.reply.calls)
 
 
 def _age(version: PolicyVersion) -> tuple[int, int]:
