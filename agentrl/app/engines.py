@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agentrl.app.policies import adapter_slots_needed, has_expert_adapters, largest_lora_rank
+from agentrl.app.policies import (
+    adapter_slots_needed,
+    has_expert_adapters,
+    largest_lora_rank,
+    serves_only_adapters,
+)
 from agentrl.config.devices import DevicePlan, device_plan
 from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan
 from agentrl.config.policies import AnyPolicy, BotPolicy, RemotePolicy
@@ -206,7 +211,8 @@ async def _engines_of_base(
 
     devices = device_plan(plan.demand)
     device = {"device": f"cuda:{devices.engines[number][0]}"} if devices.engines else {}
-    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **{**program.arguments, **device})]
+    arguments = {**program.arguments, **device, "shares_weights": serves_only_adapters(plan.bases[number].policies)}
+    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)]
 
 
 def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:

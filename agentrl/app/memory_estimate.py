@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import weight_file_bytes
-from agentrl.app.policies import adapter_slots_needed, has_expert_adapters, largest_lora_rank
+from agentrl.app.policies import (
+    adapter_slots_needed,
+    has_expert_adapters,
+    largest_lora_rank,
+    serves_only_adapters,
+)
 from agentrl.config.devices import device_plan
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
@@ -491,9 +496,15 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
             )
         return vllm_parts
     adapters, memory = adapter_slots_needed(base.policies), _engine_memory(plan, base)
+    weights = part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True)
+    uses_trainers = (
+        plan.demand.engine_in_process
+        and serves_only_adapters(base.policies)
+        and (not devices.gpus or devices.engines[first][0] == devices.ranks[0])
+    )
     contexts = f"keys and values of {plan.slots} contexts of {section.max_context:,} tokens"
     parts = [
-        part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True),
+        *([] if uses_trainers else [weights]),
         part(name=contexts, bytes=memory.keys_and_values, setting=_CONTEXTS, is_exact=True),
         part(name="logits", bytes=memory.logits, setting=_CONTEXTS),
     ]

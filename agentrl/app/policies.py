@@ -653,6 +653,17 @@ def adapter_slots_needed(policies: Mapping[str, AnyPolicy]) -> int:
     return slots + SPARE if slots else 0
 
 
+def serves_only_adapters(policies: Mapping[str, AnyPolicy]) -> bool:
+    """Whether an engine of these policies never changes the weights of their base model, and one of them learns."""
+    for policy in policies.values():
+        player = policies[policy.of] if isinstance(policy, OpponentPoolPolicy) else policy
+        if isinstance(player, PolicyConfig) and player.served_adapter is None:
+            return False
+        if isinstance(player, FrozenPolicy) and player.path and not adapter_rank(player):
+            return False
+    return any(isinstance(policy, PolicyConfig) for policy in policies.values())
+
+
 def largest_lora_rank(policies: Iterable[AnyPolicy]) -> int:
     """Return the largest rank of a served adapter; at least 1."""
     ranks = [1]

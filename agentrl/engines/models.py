@@ -10,6 +10,7 @@ import json
 import os
 import re
 import warnings
+import weakref
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -231,6 +232,31 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
+_frozen_weights: dict[tuple[str, torch.dtype, torch.device], dict[str, weakref.ref[Tensor]]] = {}
+"""Weights of base models that a trainer in this process never changes, by path, dtype, device and name."""
+
+
+def share_frozen_weights(path: str | Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let engines that this process loads later use the weights of a model instead of a copy.
+
+    Args:
+        path: its directory.
+        model: the model, as read; its weights must never change. It may be deleted.
+        dtype: dtype for which it was read.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    key = os.path.realpath(path), dtype, model.device
+    _frozen_weights[key] = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+
+
+def frozen_weights(path: str | Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor] | None:
+    """Return the weights of a base model that this process holds already; None if it does not."""
+    references = _frozen_weights.get((os.path.realpath(path), dtype, device))
+    tensors = {name: reference() for name, reference in (references or {}).items()}
+    held = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    return held if held and len(held) == len(tensors) else None
+
+
 def read_model(
     path: str | Path,
     *,
@@ -238,6 +264,7 @@ def read_model(
     max_context: int,
     to_sample: bool = True,
     keep: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """Read a local Hugging Face causal LM directory, every weight of it from its safetensors files.
 
@@ -247,6 +274,7 @@ def read_model(
         max_context: longest context to compute, in tokens.
         to_sample: True: load for the embedded engine, which samples contexts of that length; False: for a trainer.
         keep: returns the part of a parameter to keep, such as a shard, before the next one is read; None keeps all.
+        weights: the weights, which the model then shares; None: they are read.
 
     Text from the directory never reaches a stream unescaped: transformers is silenced, and names are shown as literals.
 
@@ -266,7 +294,7 @@ def read_model(
         else:
             check_sparse_attention(config, max_context, path)
         with ONE_LOAD_AT_A_TIME, _track_parameters(keep):
-            model, report = _load_weights(language_model_class(config), Path(path), config, dtype)
+            model, report = _load_weights(language_model_class(config), Path(path), config, dtype, weights)
     except _LOAD_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(
@@ -279,9 +307,13 @@ def read_model(
 
 
 def _load_weights(
-    auto_class: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype
+    auto_class: Any,
+    path: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Load a model; returns it with the loading report."""
+    """Load a model, from its files unless its `weights` are given; returns it with the loading report."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "local_files_only": True,
@@ -291,12 +323,12 @@ def _load_weights(
         "output_loading_info": True,
     }
     model: PreTrainedModel
-    if not read_quantization(path):
+    if weights is None and not read_quantization(path):
         model, report = auto_class.from_pretrained(path, config=config, **options)
         return model, report
     with torch.device("meta"):
         shapes = auto_class.from_config(config, trust_remote_code=False)
-    tensors = checkpoint_tensors(path, dtype)
+    tensors = checkpoint_tensors(path, dtype) if weights is None else weights
     load: Any = type(shapes).from_pretrained
     model, report = load(None, config=shapes.config, state_dict=tensors, **options)
     model.name_or_path = str(path)

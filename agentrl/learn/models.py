@@ -42,6 +42,7 @@ from agentrl.engines.models import (
     quote_first_names,
     read_meta_model,
     read_model,
+    share_frozen_weights,
 )
 from agentrl.learn.adapters import (
     adaptable_modules,
@@ -355,6 +356,8 @@ def _load_on_base(
     result: dict[str, PolicyModel] = {}
     if adapters:
         shared = load_base()
+        if plan.demand.engine_in_process and mesh is None:
+            share_frozen_weights(path, shared.model, dtype)
         result = {name: shared.add(name, lora) for name, lora in adapters.items()}
     for name in base_plan.trained:
         if name not in result:

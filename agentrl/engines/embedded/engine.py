@@ -146,7 +146,9 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     fixed_shapes: whether to compute every token alone, in passes of one shape, so that it is bit-identical whatever the
     other rows and however often the conversation was interrupted; several times slower. threads: torch threads of this
     process; a model of small matrices is sampled by one. device: device of the model; None: the first GPU, or the CPU
-    if there is none. dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's. clock: times durations.
+    if there is none. dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's. shares_weights: whether to use the
+    frozen weights of a trainer in this process instead of a copy; only adapters may then be served on them. clock:
+    times durations.
     """
 
     versions: EmbeddedVersionTable
@@ -224,6 +226,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         threads: int = 1,
         device: str | None = None,
         dtype: str = "auto",
+        shares_weights: bool = False,
         clock: Clock | None = None,
     ) -> EmbeddedEngine:
         """Load a model directory and serve it; the class docstring explains the arguments.
@@ -240,7 +243,9 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         compute_dtype = model_dtype(model_path, dtype, torch.device(device))
-        model = load_model(model_path, max_context=max_context, dtype=compute_dtype, device=device)
+        model = load_model(
+            model_path, max_context=max_context, dtype=compute_dtype, device=device, shares_weights=shares_weights
+        )
         check_slots_match_forward(model, model_path, max_context=max_context)
         check_kv_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:

@@ -37,6 +37,7 @@ from agentrl.engines.models import (
     check_finite_logits,
     check_lengths,
     computing_in_float32,
+    frozen_weights,
     keep_cap_of_scores,
     kv_bytes_per_token,
     num_layers_with_state,
@@ -73,13 +74,23 @@ _STATE_TOLERANCE = 1e-2
 _ROW_TOKENS = 9
 
 
-def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def load_model(
+    path: str, *, max_context: int, dtype: torch.dtype, device: str, shares_weights: bool = False
+) -> PreTrainedModel:
     """Load a local Hugging Face causal LM directory for sampling.
+
+    Args:
+        path: the directory.
+        max_context: longest context in tokens.
+        dtype: dtype of the parameters.
+        device: device of the model.
+        shares_weights: use the weights of a trainer in this process, if it has frozen ones on the same device.
 
     Raises:
         ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
     """
-    return prepare_for_sampling(read_model(path, dtype=dtype, max_context=max_context), device)
+    weights = frozen_weights(path, dtype, torch.device(device)) if shares_weights else None
+    return prepare_for_sampling(read_model(path, dtype=dtype, max_context=max_context, weights=weights), device)
 
 
 def prepare_for_sampling(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
