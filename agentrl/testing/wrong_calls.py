@@ -19,12 +19,14 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import Failure
 
 UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
+OTHER_FORM = "a form that the run does not read"
 _TOOL = re.compile(r"^([^\s(]+)\((.*)\)$", re.MULTILINE)
 """Pattern for a tool in the first message of `PlainChatFormat`."""
 _TOOLS = "<|start|>tools\n"
 _REPLIES: dict[str, Callable[[str], str]] = {
     UNKNOWN: lambda tool: _written({"name": "no_such_tool", "arguments": {}}),
     WRONG_ARGUMENTS: lambda tool: _written({"name": tool, "arguments": {"no_such_argument": 0}}),
+    OTHER_FORM: lambda tool: msgspec.json.encode({"name": tool, "arguments": {"no_such_argument": 0}}).decode(),
     BROKEN_JSON: lambda tool: f'<tool_call>{{"name": "{tool or "no_such_tool"}", "arguments": {{"a": </tool_call>',
 }
 
@@ -57,7 +59,7 @@ def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
     outcomes = WrongCallOutcomes()
     seen_tools: set[str] = set()
     for kind in _REPLIES:
-        if kind == WRONG_ARGUMENTS and not seen_tools:  # the first kind was shown none
+        if kind in (WRONG_ARGUMENTS, OTHER_FORM) and not seen_tools:  # the first kind was shown none
             continue
         outcomes.kinds.append(kind)
         for number, task in enumerate(tasks):

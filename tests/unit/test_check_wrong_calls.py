@@ -9,7 +9,7 @@ from typing import Any
 import agentrl
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing.check import check_environment
-from agentrl.testing.wrong_calls import BROKEN_JSON, UNKNOWN, WRONG_ARGUMENTS
+from agentrl.testing.wrong_calls import BROKEN_JSON, OTHER_FORM, UNKNOWN, WRONG_ARGUMENTS
 
 
 class Tasks(agentrl.Environment):
@@ -54,11 +54,9 @@ def test_tools_answer_wrong_calls_themselves() -> None:
     for environment in (Adding, Forgiving):
         report = check_environment(environment)
         assert report.passed, report.text
-        assert report.figures["wrong_calls"]["kinds"] == [UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON]
-        assert (
-            "Wrong tool calls (an unknown tool, wrong arguments, broken JSON) caused no errors in 6 episodes."
-            in report.text
-        )
+        assert report.figures["wrong_calls"]["kinds"] == [UNKNOWN, WRONG_ARGUMENTS, OTHER_FORM, BROKEN_JSON]
+        kinds = "an unknown tool, wrong arguments, a form that the run does not read, broken JSON"
+        assert f"Wrong tool calls ({kinds}) caused no errors in 8 episodes." in report.text
 
 
 def test_own_code_that_a_wrong_call_breaks_is_found_with_its_line() -> None:
@@ -120,12 +118,12 @@ def test_programs_that_wrong_calls_end_are_named_with_the_remedy() -> None:
     assert report.passed, report.text
     (warning,) = report.warnings
     assert warning.startswith(
-        "wrong tool calls ended 3 of 3 episodes as an error (an unknown tool, wrong arguments, broken JSON): "
+        "wrong tool calls ended 3 of 4 episodes as an error (an unknown tool, wrong arguments, broken JSON): "
         "KeyError: 'no_such_tool'. Training drops"
     )
     assert "Set failed_reward = 0.0 in the class" in warning
     (warning,) = check_environment(RefusesNames, episodes=1).warnings
-    assert "ended 1 of 3 episodes as an error (an unknown tool): KeyError" in warning
+    assert "ended 1 of 4 episodes as an error (an unknown tool): KeyError" in warning
 
 
 def test_programs_whose_failure_is_rewarded_are_counted() -> None:
@@ -133,6 +131,6 @@ def test_programs_whose_failure_is_rewarded_are_counted() -> None:
     assert report.passed, report.text
     assert report.warnings == []
     assert (
-        "caused no errors in 3 episodes; in 3 of them the agent's program failed and got failed_reward = 0.0."
+        "caused no errors in 4 episodes; in 3 of them the agent's program failed and got failed_reward = 0.0."
         in report.text
     )
