@@ -63,7 +63,7 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     content: str
     """Text without thinking and calls; the whole text if there are neither."""
     calls: list[dict[str, Any]]
-    """Name and arguments of each call; malformed arguments are text."""
+    """Name and arguments of each call; malformed arguments are text. See `ReplyRecord.calls` for its `form`."""
     tokens: int
     finish_reason: str
     versions: list[tuple[int, str]]

@@ -318,7 +318,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "format/broken_turns",
         "fraction",
-        "share of the policy's turns that broke the format: cut off, illegal, or calling no known or offered tool",
+        "share of the policy's turns that broke the format: cut off, illegal, calling no known or offered tool, or "
+        "calling one in a form that the run does not read",
     ),
     Metric("format/broken_share", "fraction", "share of episodes with a turn that broke the format"),
     Metric("format/reward_broken", "reward", "mean reward of episodes with a turn that broke the format"),
