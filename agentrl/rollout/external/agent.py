@@ -384,7 +384,7 @@ class ExternalAgent(TurnRecorder):
         completion = ended_by_text(completion, text, request.stop)
         tools = _readable_tools(request)
         read = message if tools or refusal is not None else chat_format.parse(token_ids)
-        read = self._name_foreign_call(read, completion, tools, recorded_turn)
+        read = self._with_foreign_call(read, completion, tools, recorded_turn)
         self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
