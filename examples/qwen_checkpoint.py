@@ -25,8 +25,8 @@ SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
 @contextmanager
-def packaged_weights() -> Iterator[Path]:
-    """Yield the GGUF file that the installed packages hold in parts.
+def packaged_weights(packages: Path | None) -> Iterator[Path]:
+    """Yield the GGUF file that the packages hold in parts; `packages` is their directory, None if they are installed.
 
     Raises:
         SystemExit: a package or `gguf` is not installed, or the file is not the one that was tried.
@@ -35,7 +35,7 @@ def packaged_weights() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "model.gguf"
         with path.open("wb") as file:
-            for number, directory in enumerate(package_directories(PACKAGES), 1):
+            for number, directory in enumerate(package_directories(PACKAGES, packages), 1):
                 part = (directory / "data" / f"part{number:02}.bin").read_bytes()
                 digest.update(part)
                 file.write(part)

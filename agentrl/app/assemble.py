@@ -319,7 +319,7 @@ def _group_scoring(
 ) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
     names = [name for name, scorer in plan.scorers.items() if scorer.per == "group"]
-    if not names and not parts.past.group_scores.keys() & parts.past.open_groups:
+    if not names and not parts.past.group_scores:
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
     settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)

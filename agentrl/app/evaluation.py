@@ -502,7 +502,11 @@ def with_frozen_policies(
     frozen = {
         name: FrozenPolicy.model_validate(
             config.policies[name].model_dump(include=set(LocalPolicy.model_fields))
-            | {"kind": "frozen", "path": path, "sampling": config.sampling_of(name).model_dump() | dict(sampling)}
+            | {
+                "kind": "frozen",
+                "path": path,
+                "sampling": config.sampling_of(name).model_dump() | (dict(sampling) if name in config.trained else {}),
+            }
         )
         for name, path in paths.items()
     }

@@ -499,8 +499,9 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
     weights = part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True)
     uses_trainers = (
         plan.demand.engine_in_process
+        and plan.demand.ranks == 1
+        and not devices.gpus
         and serves_only_adapters(base.policies)
-        and (not devices.gpus or devices.engines[first][0] == devices.ranks[0])
     )
     contexts = f"keys and values of {plan.slots} contexts of {section.max_context:,} tokens"
     parts = [

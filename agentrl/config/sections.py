@@ -206,8 +206,8 @@ class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
     temperature: PerEpisode[Annotated[float, Field(ge=0)]] = 1.0
-    """Divisor of the logits. Training optimizes the policy at this temperature. 0: the likeliest token is taken, which
-    no policy that learns can do."""
+    """Divisor of the logits. Training optimizes the policy at this temperature. 0: always the likeliest token; refused
+    for policies that learn."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Sample from the k most likely tokens, after `min_p`; 0: all. The kept set of any filter is recorded and used in
     training."""
@@ -230,8 +230,8 @@ class SamplingConfig(Section):
 class GatewayConfig(Section):
     """How requests of external agents are answered."""
 
-    sampling: Free[Literal["agent", "run", "refuse"]] = "agent"
-    """Whose sampling parameters apply to a request that has its own. `agent`: the request's; its tokens are trained at
+    sampling: Fixed[Literal["agent", "run", "refuse"]] = "agent"
+    """Which sampling parameters win if a request sets some. `agent`: the request's; its tokens are trained at
     its temperature, and those at temperature 0 or with penalties are not trained. `run`: those of `[sampling]`.
     `refuse`: the request is refused unless it has the same."""
 

@@ -85,14 +85,16 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
-    """Divisor of the logits; 0: the likeliest token is taken, and has log-probability 0."""
+    """Divisor of the logits; 0: the likeliest token is taken, and has log-probability 0. Of equally likely ones, vLLM
+    takes any."""
     top_k: int = 0
     """Number of likeliest tokens to keep; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     presence_penalty: float = 0.0
-    """Subtracted from the logits of the tokens that the turn has already sampled."""
+    """Subtracted from the logits of the tokens that the turn has already sampled; vLLM counts from the newest
+    interruption of the turn."""
     frequency_penalty: float = 0.0
     """The same, for each time that the token was sampled."""
     repetition_penalty: float = 1.0

@@ -18,6 +18,7 @@ content and thinking are pieces of the text; the time is linear in its length.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from collections import Counter
@@ -511,17 +512,22 @@ def _kinds(schema: Any, definitions: Mapping[str, Any], levels: int = 4) -> set[
     if isinstance(reference := schema.get("$ref"), str):
         return _kinds(definitions.get(reference.rpartition("/")[2]), definitions, levels - 1)
     kind = schema.get("type")
-    kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
     if not kinds:
-        values = [schema["const"]] if "const" in schema else schema.get("enum", ())
+        values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         kinds = {name for value in values for name in _JSON_TYPES.get(type(value), ())}
     return kinds.union(
         *(
             _kinds(alternative, definitions, levels - 1)
             for key in ("anyOf", "oneOf", "allOf")
-            for alternative in schema.get(key, ())
+            for alternative in _list(schema.get(key))
         )
     )
+
+
+def _list(value: Any) -> Sequence[Any]:
+    """Return a list of a schema, which may hold anything in its place."""
+    return value if isinstance(value, list) else ()
 
 
 def _parameters(name: str, tools: Sequence[ToolSpec], *keys: str) -> Mapping[str, Any]:
@@ -775,7 +781,8 @@ _JSON_DECODER = json.JSONDecoder()
 
 
 def _without_marks(read: Reader, start: re.Pattern[str]) -> Callable[..., ParsedReply]:
-    """Make the parser of calls that fill code fences, with text around, or else the end of the message.
+    """Make the parser of calls that fill code fences, with text before and between, or else the end of the message. A
+    message that goes on after its last fence only shows calls.
 
     Args:
         read: parses the text of a fence or of the end; without calls, it is content.
@@ -784,7 +791,8 @@ def _without_marks(read: Reader, start: re.Pattern[str]) -> Callable[..., Parsed
 
     def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         end = start.search(text)
-        spans = [(match.start(), match.end(), match[1]) for match in _FENCE.finditer(text)]
+        fences = itertools.islice(_FENCE.finditer(text), MAX_CALLS)
+        spans = [(match.start(), match.end(), match[1]) for match in fences]
         for blocks in (spans, [] if end is None else [(end.start(), len(text), text[end.start() :])]):
             content, calls, at = list[str](), list[ToolCall](), 0
             for begin, stop, block in blocks:
@@ -793,8 +801,10 @@ def _without_marks(read: Reader, start: re.Pattern[str]) -> Callable[..., Parsed
                     calls += [_call(n, raw, named_call) for n, named_call in enumerate(block_calls, len(calls))]
                     content.append(text[at:begin])
                     at = stop
+            if calls and text[at:].strip(SPACE):
+                break
             if calls:
-                return "".join([*content, text[at:]]).strip(SPACE), tuple(calls[:MAX_CALLS])
+                return "".join(content).strip(SPACE), tuple(calls[:MAX_CALLS])
         return text, ()
 
     return parse
@@ -1071,9 +1081,12 @@ ALL_MARKUP = frozenset(mark for each in REPLY_FORMATS.values() for mark in each.
 
 
 def _may_call(tool: ToolSpec, arguments: Mapping[str, Any]) -> bool:
-    """Whether arguments may belong to a call: the tool's own schema, which some answers repeat, does not, nor do no
-    arguments where some are required."""
-    is_schema = "properties" in arguments and "properties" not in tool.parameters.get("properties", ())
+    """Whether arguments may belong to a call; False for the tool's schema, which some answers repeat, and for missing
+    required arguments."""
+    properties = tool.parameters.get("properties")
+    is_schema = "properties" in arguments and "properties" not in (
+        properties if isinstance(properties, Mapping) else ()
+    )
     return not is_schema and bool(arguments or not tool.parameters.get("required"))
 
 

@@ -336,7 +336,7 @@ class FirstFinishersRelease:
 
     def restore(self, past: PastRun) -> None:
         self._tasks.restore(past)
-        self._frozen = past.log.baselines()
+        self._frozen = dict(past.baselines)
         self.history = reward_history_from_journal(past.members(), past.open_groups, past.root_tasks)
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:

@@ -324,9 +324,15 @@ def _misplaced_result(location: str, problem: str) -> RequestRefusedError:
 
 
 def openai_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Write log-probabilities in the form of OpenAI's protocols."""
+    """Write log-probabilities in the form of OpenAI's protocols. The bytes of a token that is a part of a character are
+    unknown."""
     return [
-        {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
+        {
+            "token": text,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "logprob": logprob,
+            "top_logprobs": [],
+        }
         for text, logprob in logprobs
     ]
 

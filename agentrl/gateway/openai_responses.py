@@ -31,13 +31,17 @@ from agentrl.gateway.options import (
     read_reply_form,
     read_sampling,
     read_tool_choice,
+    unsupported_fields,
 )
+
+_UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio")
 
 _KNOWN = SAMPLING_FIELDS | {
     *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
     *("tool_choice", "parallel_tool_calls", "include", "top_logprobs"),
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("previous_response_id", "conversation", "background", "prompt", "truncation", "client_metadata"),
+    *_UNSUPPORTED,
 }
 """Fields that are read, and those that change no reply."""
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
@@ -81,6 +85,7 @@ class OpenAIResponsesProtocol:
             tool_choice=read_tool_choice(body.get("tool_choice"), offered),
             reply_form=read_reply_form(text_options.get("format"), "text.format"),
             logprobs=isinstance(included := body.get("include"), list) and "message.output_text.logprobs" in included,
+            demands=unsupported_fields(body, _UNSUPPORTED),
             ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
             options={
                 "tools": tools,
@@ -277,10 +282,10 @@ def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "store": False,
-        "temperature": request.sampling.get("temperature"),
+        "temperature": None,
         "tool_choice": "auto",
         "tools": request.options["tools"],
-        "top_p": request.sampling.get("top_p"),
+        "top_p": None,
         "truncation": "disabled",
     }
 

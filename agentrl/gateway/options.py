@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LEAST_TEMPERATURE = 0.01
 """A lower temperature counts as 0: the gradient of a token grows with its inverse."""
+LEAST_TOP_P = 1e-6
+"""A lower `top_p` keeps the likeliest token alone, as 0 does."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
 """Maximum length of a reply's JSON schema, which the model reads with every request."""
 MAX_IGNORED = 16
@@ -38,6 +40,8 @@ _NUMBERS: Mapping[str, _Range] = {
     "frequency_penalty": _Range(-2, 2),
     "repetition_penalty": _Range(0.01, 100),
 }
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values of the penalties that change nothing."""
 SAMPLING_FIELDS = frozenset(_NUMBERS)
 """Fields of requests that `SamplingParams` has too."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -68,7 +72,7 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
     sampling = {name: _number(body[name], name) for name in _NUMBERS if body.get(name) is not None}
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
-    if sampling.get("top_p") == 0:  # only the likeliest token is left
+    if sampling.get("top_p", 1.0) < LEAST_TOP_P:  # only the likeliest token is left
         sampling |= {"top_p": 1.0, "temperature": 0.0}
     if sampling.get("temperature", 1.0) < LEAST_TEMPERATURE:
         sampling["temperature"] = 0.0

@@ -186,7 +186,8 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
 def _calls(page: TerminalPage, calls: Sequence[dict[str, Any]]) -> None:
     for call in calls:
         name, arguments = call.get("name"), call.get("arguments")
-        if form := call.get("form"):  # its text is the reply, which is shown already
+        form = call.get("form")
+        if form and isinstance(form, str) and isinstance(arguments, str):  # its text is the reply, shown already
             page.line((f"    ✗ call of {name} written as {form}, which the run does not read", "bold red"))
         elif isinstance(arguments, str):
             page.line((f"    ✗ malformed call of {name or 'no tool'}", "bold red"))

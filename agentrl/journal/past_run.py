@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import StorageError
@@ -13,8 +12,10 @@ from agentrl.core.text import plural
 from agentrl.journal.entries import add_group_scores
 
 if TYPE_CHECKING:
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupScores, PolicyVersion
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, GroupScores, PolicyVersion
     from agentrl.journal.run_log import RunLog
+
+Value = TypeVar("Value")
 
 
 class PastRun:
@@ -55,26 +56,14 @@ class PastRun:
         """Groups with units that are still to be trained: they will end, or end again, in this attempt of the run."""
         self.ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = tuple(log.members(self.open_groups))
         """Committed members of the open groups, without the scores of their groups."""
-
-    @cached_property
-    def group_scores(self) -> Mapping[str, Sequence[GroupScores]]:
-        """Scores of each group."""
-        return self.log.group_scores()
-
-    @cached_property
-    def root_tasks(self) -> Mapping[str, str]:
+        self.group_scores: Mapping[str, Sequence[GroupScores]] = _of_keys(log.group_scores(), self.open_groups)
+        """Scores of each open group."""
+        self.baselines: Mapping[str, FrozenGroupBaselines] = _of_keys(log.baselines(), self.open_groups)
+        """Baselines of each open group."""
+        self.root_tasks = self._root_tasks()
         """Ids of the tasks of the root episodes of `ended` and `unfinished`, by episode id."""
-        open_specs = [*(spec for spec, _ in self.ended), *self.unfinished]
-        tasks = _root_tasks(open_specs)
-        roots = {ids.root_episode_id(spec.episode_id) for spec in open_specs}
-        if roots - tasks.keys():  # roots that ended, with children in groups that did not
-            tasks |= _root_tasks(spec for spec, _ in self.log.members() if spec.episode_id in roots)
-        return tasks
-
-    @property
-    def next_training(self) -> int:
+        self.next_training = -(-log.next_number("e") // group_size) * group_size
         """Number of the next root training episode, the first of its group."""
-        return -(-self.log.next_number("e") // self.group_size) * self.group_size
 
     def lost_numbers(self) -> Sequence[int]:
         """Return the numbers of root training episodes whose admission never reached the disk. Their entries may be
@@ -83,25 +72,37 @@ class PastRun:
 
     def members(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield all committed training episodes in order of commit, their rewards with the scores of their groups."""
+        scores = self.log.group_scores()
         for spec, header in self.log.members():
-            scores = self.group_scores.get(spec.group_id, ())
-            yield spec, add_group_scores(header, scores, self._reward_weights)
+            yield spec, add_group_scores(header, scores.get(spec.group_id, ()), self._reward_weights)
 
     def resolved_units(self, episode_ids: Collection[str]) -> Mapping[tuple[str, str], str | None]:
         """Map each resolved unit of some episodes, keyed by (policy, episode id), to its drop reason; None: trained."""
         resolved = self.log.resolved_units(self._consumed_through, episode_ids)
         return {(policy, episode_id): reason for (episode_id, _, policy), reason in resolved.items()}
 
+    def _root_tasks(self) -> Mapping[str, str]:
+        open_specs = [*(spec for spec, _ in self.ended), *self.unfinished]
+        tasks = _tasks_of_roots(open_specs)
+        roots = {ids.root_episode_id(spec.episode_id) for spec in open_specs}
+        if roots - tasks.keys():  # roots that ended, with children in groups that did not
+            tasks |= _tasks_of_roots(spec for spec, _ in self.log.members() if spec.episode_id in roots)
+        return tasks
+
 
 class Resumable(Protocol):
-    """A part of the loop with state that its own rows in the journal restore."""
+    """A part of the loop whose state is restored from the journal."""
 
     def restore(self, past: PastRun) -> None:
         """Restore the state that the previous attempts of the run left; called once, before any episode runs."""
         ...
 
 
-def _root_tasks(specs: Iterator[EpisodeSpec] | Sequence[EpisodeSpec]) -> dict[str, str]:
+def _of_keys(values: Mapping[str, Value], keys: Collection[str]) -> dict[str, Value]:
+    return {key: value for key, value in values.items() if key in keys}
+
+
+def _tasks_of_roots(specs: Iterable[EpisodeSpec]) -> dict[str, str]:
     return {spec.episode_id: spec.task.id for spec in specs if spec.parent_id is None}
 
 

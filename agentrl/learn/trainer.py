@@ -508,8 +508,8 @@ class PolicyTrainer:
         ):
             head, micro_batch = part.head, part.micro_batch
             reference_logprob = None if part.reference is None else part.reference.logprob
-            found = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
-            outputs.add(part.tokens, [column for column in found if column is not None])
+            parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
+            outputs.add(part.tokens, [column for column in parts if column is not None])
             if head.end_values is not None and micro_batch.end_sample is not None:
                 agents = columns.agent[columns.starts[micro_batch.end_sample]]
                 end_values |= dict(zip(agents.tolist(), head.end_values.tolist(), strict=True))

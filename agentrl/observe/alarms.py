@@ -349,7 +349,8 @@ def foreign_calls_alarm(values: Values, policy: str, *, held_out: bool = False) 
         policy,
         f"{sum(counts.values()) * episodes:.0f} of {turns * episodes:.0f} replies hold a call of an offered tool in a "
         f"form that this run does not read, so no tool is called: {', '.join(forms)}",
-        f"read that form: model.reply_format = {form!r}; or train the form that the run reads, which `agentrl doctor "
+        f"read that form in a new run, without model.tools_in = 'system': model.reply_format = {form!r}; or train the "
+        "form that the run reads, which `agentrl doctor "
         "FILE` shows, with a worked call in the prompt. `agentrl episode list RUN --where "
         f"'metric.{FOREIGN_CALLS}{form} > 0'` lists such replies for `agentrl episode show`",
         f"{FOREIGN_CALLS}{form}",
@@ -876,7 +877,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             per="episodes/turns",
             at_least=UNTRAINED_SHARE,
             text=f"{{mean:.0%}} of the newest step's turns are not trained: the agent asked for them {how}",
-            advice=f"{cure}, or set gateway.sampling = 'run': the run's values then replace the agent's",
+            advice=f"{cure}, or set gateway.sampling = 'run' in a new run, whose values then replace the agent's",
             window=1,
             example=f"untrained/{cause}",
         )

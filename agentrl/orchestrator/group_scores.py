@@ -94,7 +94,7 @@ class GroupScoring:
 
     def restore(self, past: PastRun) -> None:
         """Take over the recorded scores of groups that are scored no second time."""
-        self.known = {group: list(past.group_scores[group]) for group in past.open_groups & past.group_scores.keys()}
+        self.known = {group: list(scores) for group, scores in past.group_scores.items()}
 
     def waiting(self) -> Iterator[str]:
         """Yield the ids of the episodes that wait for scores."""

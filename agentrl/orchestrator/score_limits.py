@@ -39,7 +39,7 @@ class ScoreLimits:
             CheckFailedError: a limit was reached before.
         """
         self.spent.update({name: int(past.log.metric_total(name)) for name in self.limits})
-        for scores in itertools.chain.from_iterable(past.group_scores.values()):
+        for scores in itertools.chain.from_iterable(past.log.group_scores().values()):
             self._count(scores.scorer, scores.requests, scores.tokens)
         self._check()
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,7 @@ from agentrl.environment.registry import resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.task_contents import SourceContents, SplitOverlap, read_contents
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.gateway.options import UNSUPPORTED, ignored_fields_line
+from agentrl.gateway.options import NO_PENALTIES, UNSUPPORTED, ignored_fields_line
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
@@ -762,27 +763,31 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
     if asked:
         fields = ", ".join(f"{name} = {value!r} ({plural(number, 'time')})" for (name, value), number in asked.items())
         result.remarks.append(f"{total} asked for {fields}.")
-    own = getattr(subject.environment, "ignored_fields", ())
-    refused = [name for name in ignored if name in UNSUPPORTED and name not in own]
+    ignored_by_class = getattr(subject.environment, "ignored_fields", ())
+    refused = [name for name in ignored if name in UNSUPPORTED and name not in ignored_by_class]
     if subject.gateway_sampling == "refuse":
-        refused += [name for name, value in asked if name not in refused and subject.run_values.get(name) != value]
+        run_values = {**NO_PENALTIES, **subject.run_values}
+        different = [name for name, value in asked if name != "logprobs" and run_values.get(name) != value]
+        refused = list(dict.fromkeys([*refused, *different]))
     if refused:
         result.fault(
             f"requests with {', '.join(refused)} will be refused",
-            f"Remove them from the agent's requests, or write `{ignored_fields_line([*own, *refused])}` in the class",
+            f"Remove them from the agent's requests, or write "
+            f"`{ignored_fields_line([*ignored_by_class, *refused])}` in the class",
         )
     without_effect = [f"{name} ({plural(number, 'time')})" for name, number in ignored.items() if name not in refused]
     if without_effect:
         result.remarks.append(f"Fields without effect: {', '.join(without_effect)}.")
-    told = {name for name, value in asked if name in ("tool_choice", "response_format") and value != "none"}
-    if told:
+    unenforced = {name for name, value in asked if name in ("tool_choice", "response_format") and value != "none"}
+    if unenforced:
         result.remarks.append(
-            f"The model is told {' and '.join(sorted(told))} in words and not forced, so the agent must check replies."
+            f"The prompt asks for {' and '.join(sorted(unenforced))}, but nothing enforces it: the agent must check "
+            "replies."
         )
-    penalties = [name for name, _ in asked if name.endswith("_penalty")]
+    penalties = [[name for name, least in NO_PENALTIES.items() if r.asked.get(name, least) != least] for r in requests]
     for cause, number in (
         ("temperature 0", asked["temperature", 0.0]),
-        (", ".join(dict.fromkeys(penalties)), sum(number for (name, _), number in asked.items() if name in penalties)),
+        (", ".join(dict.fromkeys(itertools.chain.from_iterable(penalties))), sum(map(bool, penalties))),
     ):
         if number and subject.gateway_sampling == "agent":
             result.warn(

@@ -45,9 +45,13 @@ def find_distributions(log: RequestLog, owner: str, rows: Sequence[ClientRow]) -
             log-probabilities than the row.
     """
 
-    @functools.cache  # a group of samples is one answer
+    # A group of samples is one answer, and its rows follow each other. Answers are large.
+    @functools.lru_cache(maxsize=2)
     def recorded(request_id: str) -> dict[str, RecordedSample | None]:
-        result = log.result(request_id) if log.owner(request_id) == owner else None
+        request = log.request(request_id)
+        if request is None or request.owner != owner or request.route != "asample":
+            return {}
+        result = log.result(request_id)
         if result is None or result.kind != "protobuf":
             return {}
         samples = messages.read_stability_info(result.body)
@@ -55,11 +59,11 @@ def find_distributions(log: RequestLog, owner: str, rows: Sequence[ClientRow]) -
 
     distributions = []
     for row_number, row in enumerate(rows):
-        found = RowDistributions(
+        target_distributions = RowDistributions(
             np.zeros((len(row.targets), TOP_TOKENS), np.int64),
             np.full((len(row.targets), TOP_TOKENS + 1), _FLOOR, np.float32),
         )
-        found.top_logprobs[:, -1] = 0.0
+        target_distributions.top_logprobs[:, -1] = 0.0
         start = 0
         for span in row.provenance:
             targets = slice(start, start + span.length)
@@ -72,8 +76,8 @@ def find_distributions(log: RequestLog, owner: str, rows: Sequence[ClientRow]) -
                         "record_stability_info, which the loss stable_reinforce needs"
                     )
                 _check_targets(f"datum {row_number}", row, targets, span, sample)
-                _copy_distributions(found, targets, span, sample)
-        distributions.append(found)
+                _copy_distributions(target_distributions, targets, span, sample)
+        distributions.append(target_distributions)
     return distributions
 
 
@@ -94,10 +98,12 @@ def _check_targets(where: str, row: ClientRow, targets: slice, span: ProvenanceS
         )
 
 
-def _copy_distributions(found: RowDistributions, targets: slice, span: ProvenanceSpan, sample: RecordedSample) -> None:
+def _copy_distributions(
+    target_distributions: RowDistributions, targets: slice, span: ProvenanceSpan, sample: RecordedSample
+) -> None:
     tokens = slice(span.offset, span.offset + span.length)
     logprobs = np.maximum(sample.top_logprobs[tokens].astype(np.float64), _FLOOR)
     others = np.maximum(1.0 - np.exp(logprobs).sum(1), np.exp(_FLOOR))  # rounding may make it negative
-    found.top_ids[targets] = sample.top_ids[tokens]
-    found.top_logprobs[targets, :-1] = logprobs
-    found.top_logprobs[targets, -1] = np.log(others)
+    target_distributions.top_ids[targets] = sample.top_ids[tokens]
+    target_distributions.top_logprobs[targets, :-1] = logprobs
+    target_distributions.top_logprobs[targets, -1] = np.log(others)

@@ -20,6 +20,7 @@ from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from tests.replay.executions import Stage, digits
+from tests.support.builders import make_past, no_lost_group
 
 
 class Edited(agentrl.Environment):
@@ -143,7 +144,7 @@ async def resumed(environment: type[agentrl.Environment], entries: list[JournalE
     dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
     spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
     journal.admit(spec)
-    dispatcher.restore((), [spec])
+    dispatcher.restore(make_past(unfinished=[spec]), no_lost_group)
     await dispatcher.worker.drain()
     assert not failures, failures
     [end] = journal.of_kind(EpisodeEnd)

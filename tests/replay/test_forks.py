@@ -42,6 +42,7 @@ from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
 from tests.sim.small_run import config_for
+from tests.support.builders import make_past, no_lost_group
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ class World:
             purpose="train",
             pins=dict(pins),
         )
-        self.dispatcher.restore((), [spec])
+        self.dispatcher.restore(make_past(unfinished=[spec]), no_lost_group)
         self.store.admit(spec)
         await self.dispatcher.worker.drain()
         assert not self.failures, self.failures

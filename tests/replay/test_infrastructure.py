@@ -31,6 +31,7 @@ from tests.replay.sandboxes import (
     UsesOutside,
     calls_the_tool_once,
 )
+from tests.support.builders import make_past, no_lost_group
 
 FOR_EVER = 10_000
 
@@ -62,7 +63,7 @@ class Outcome:
             settings = plain_rollout_settings(episode_timeout_s=timeout_s)
             dispatcher, _ = wire_dispatcher(environment, engine, self.journal, settings, failures, policy="policy")
             self.journal.admit(spec)
-            dispatcher.restore((), [spec])
+            dispatcher.restore(make_past(unfinished=[spec]), no_lost_group)
             await dispatcher.worker.drain()
 
         failures: list[BaseException] = []

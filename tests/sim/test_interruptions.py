@@ -22,6 +22,7 @@ from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings,
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
+from tests.support.builders import no_lost_group
 
 pytestmark = pytest.mark.sim
 
@@ -193,7 +194,7 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
                 lambda *_: [STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_token=1.0
             )
             dispatcher, _ = wire_dispatcher(Swallowing, engine, journal, plain_rollout_settings(), failures)
-            dispatcher.restore(PastRun(journal, {}, group_size=1), lambda group: GroupStart(Task(id="t", data={})))
+            dispatcher.restore(PastRun(journal, {}, group_size=1), no_lost_group)
             if is_first:
                 dispatcher.admit_group(GroupStart(Task(id="t", data={})))
                 await asyncio.sleep(moment)

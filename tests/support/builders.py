@@ -24,7 +24,7 @@ from agentrl.core.tokens import Completion, ExpertRoutingSpan, TrajectoryRow
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agentrl.core.records import FinishReason, FrozenGroupBaselines, Purpose, StopReason
+    from agentrl.core.records import FinishReason, FrozenGroupBaselines, GroupStart, Purpose, StopReason
     from agentrl.journal.past_run import PastRun
 
 INITIAL = PolicyVersion("policy", 0, 0)
@@ -192,17 +192,36 @@ def make_trajectory(
 def make_past(
     members: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = (),
     *,
+    unfinished: Sequence[EpisodeSpec] = (),
     root_tasks: Mapping[str, str] | None = None,
     baselines: Mapping[str, FrozenGroupBaselines] | None = None,
 ) -> PastRun:
-    """The past of a run whose `members` were committed in this order, and none of whose groups is open."""
-    return cast(
-        "PastRun",
-        SimpleNamespace(
-            members=lambda: iter(members),
-            open_groups=set(),
-            root_tasks=root_tasks or {},
-            resolved_units=lambda episode_ids: {},
-            log=SimpleNamespace(baselines=lambda: dict(baselines or {}), dispatched=lambda newest: iter(members)),
-        ),
+    """The past of a run whose `members` were committed in this order, in groups that are not open, and whose
+    `unfinished` episodes continue."""
+    log = SimpleNamespace(
+        dispatched=lambda newest: iter(members),
+        next_number=lambda prefix: 0,
+        ended_children=lambda parents: {},
+        proposals=lambda newest: [],
+        episode_metrics=lambda episode_ids: {},
     )
+    past = SimpleNamespace(
+        log=log,
+        members=lambda: iter(members),
+        ended=(),
+        unfinished=unfinished,
+        open_groups={spec.group_id for spec in unfinished},
+        root_tasks=root_tasks or {},
+        baselines=baselines or {},
+        group_scores={},
+        group_size=1,
+        next_training=0,
+        lost_numbers=lambda: (),
+        resolved_units=lambda episode_ids: {},
+    )
+    return cast("PastRun", past)
+
+
+def no_lost_group(group: int) -> GroupStart:
+    """For `Dispatcher.restore` of a past without lost admissions."""
+    raise AssertionError(f"group {group} was not lost")

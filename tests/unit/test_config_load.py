@@ -184,7 +184,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("engine.placement=process", "unknown key engine.placement; there are: vllm, replicas"),
         ("engine.silence_timeout_s=1", "unknown key engine.silence_timeout_s"),
         ("environment.tool_timeout_s=1", "unknown key environment.tool_timeout_s"),
-        ("trainer.loss.name=sappo", "trainer.loss: 'sappo': there is no such loss; built in are truncated, ppo"),
+        ("trainer.loss.name=sappo", "trainer.loss: 'sappo': there is no such loss; built in are truncated, dppo, ppo"),
         ("credit.advantage=maxrl", "credit.advantage: 'maxrl': there is no such advantage; built in are leave_one"),
         ("steps=many", 'steps = "many": expected a whole number or a table { NAME = a whole number, ... }'),
         ("evaluation.tasks=all", 'tasks = "all": expected a whole number or a table { NAME = a whole number, ... }'),

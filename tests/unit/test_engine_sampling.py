@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from agentrl.engines.counter_random import uniform
+from agentrl.engines.embedded.capture import SamplingMaskRecorder
 from agentrl.engines.embedded.forward import RowSamplingParameters, sample, sampling_filter_mask
 
 
@@ -91,3 +92,21 @@ def test_temperature_sharpens_before_the_filters() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
     _, logprobs, _ = sample(logits, batch([0.0], temperature=0.5))
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.25 / 0.38]))
+
+
+def test_a_top_p_that_rounds_to_zero_keeps_the_likeliest_token() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0]])
+    found = sampling_filter_mask(scores, np.array([0]), np.full(1, 1e-300, np.float32), np.zeros(1, np.float32))
+    assert found.tolist() == [[False, True, False]]
+
+
+def test_a_filter_that_keeps_all_tokens_records_no_set() -> None:
+    recorder = SamplingMaskRecorder(1)
+    for kept in ([True, True, True], [True, False, True]):
+        recorder.store(np.array([0]), torch.tensor([kept]), np.array([True]))
+    everything, some = recorder.sets_of_call(0)
+    assert everything is None
+    assert some is not None
+    assert some.tolist() == [0, 2]
+    recorder.clear(0)
+    assert recorder.sets_of_call(0) == []

@@ -43,6 +43,40 @@ def test_an_answer_is_not_accused(text: str) -> None:
     assert form_of(text) == ""
 
 
+SHOWN = (
+    'I used\n```\nsearch(query="x")\n```\nFinal answer: Paris',
+    'Final answer: 7. A call looks like\n```json\n{"name": "search", "arguments": {"query": "x"}}\n```\nHope it helps.',
+    "To see them, type\n```\nlist_files()\n```\nThe final answer is 42.",
+)
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_call_that_an_answer_only_shows_is_no_call(text: str) -> None:
+    assert form_of(text) == ""
+    for reader in ("json", "python"):
+        assert REPLY_FORMATS[reader].read(text, None, TOOLS).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": None}, {"enum": 3}, {"anyOf": None}, {"type": [{}]}, {"type": {"a": 1}}, None, 5]
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "look", "arguments": {"properties": 1}}',
+        "<tool_call><function=look><parameter=a>1</parameter></function></tool_call>",
+        '<minimax:tool_call><invoke name="look"><parameter name="a">1</parameter></invoke></minimax:tool_call>',
+    ],
+)
+def test_a_tool_may_have_any_schema(text: str, schema: object) -> None:
+    for parameters in (
+        {"properties": schema},
+        {"properties": {"a": schema}},
+        {"properties": {"a": 1}, "$defs": schema},
+    ):
+        form_of(text, tools=(ToolSpec(name="look", description="", parameters=parameters),))
+
+
 @pytest.mark.parametrize("name", sorted(REPLY_FORMATS))
 def test_every_form_is_recognized_by_a_run_that_reads_another(name: str) -> None:
     read = "glm45" if name == "hermes" else READ

@@ -14,7 +14,7 @@ import pytest
 import agentrl
 from agentrl.core.tokens import KeptCount
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
-from agentrl.gateway.calls import ChatProtocol, RequestRefusedError
+from agentrl.gateway.calls import ChatProtocol, RequestRefusedError, TokenLogprob, openai_logprobs
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 from agentrl.gateway.options import MAX_SCHEMA_CHARACTERS
@@ -243,6 +243,7 @@ def test_logprobs_are_returned_in_the_form_of_each_protocol() -> None:
     content = chat["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in content[:2]] == ["x", "y"]
     assert content[0]["bytes"] == [120]
+    assert openai_logprobs([TokenLogprob("\ufffd", -1.0)])[0]["bytes"] is None, "a part of a character"
     assert all(each["logprob"] <= 0 for each in content)
     assert without["choices"][0]["logprobs"] is None
     assert responses["output"][0]["content"][0]["logprobs"] == content
@@ -389,7 +390,21 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
     assert report.passed
     assert "3 requests asked for temperature = 0.0 (1 time), " in report.text
     assert "Fields without effect: seed (1 time), logit_bias (1 time)" in report.text
-    assert "told response_format and tool_choice in words" in report.text
+    assert "The prompt asks for response_format and tool_choice, but nothing enforces it" in report.text
     report = check_environment(own, gateway_sampling="run")
     assert report.passed
     assert "not trained" not in report.text
+
+
+def test_env_check_accuses_no_request_that_changes_nothing() -> None:
+    class Neutral(Asks):
+        sent: ClassVar = [("chat", {"presence_penalty": 0, "frequency_penalty": 0, "logprobs": True})]
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id=split, data={"split": split})]
+
+    for mode in ("agent", "refuse"):
+        report = check_environment(Neutral, gateway_sampling=mode)
+        assert report.passed
+        assert "not trained" not in report.text

@@ -24,6 +24,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from tests.journal_cases import one_episode, spec, write, write_run
+from tests.support.builders import no_lost_group
 
 
 @pytest.mark.parametrize("file", ["control.db", "turns-w0.db"])
@@ -248,7 +249,7 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
     engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     dispatcher, _ = wire_dispatcher(Waiting, engine, store, plain_rollout_settings(), failures)
     if goes_on:
-        dispatcher.restore(PastRun(store, {}, group_size=1), lambda group: GroupStart(Task(id="t", data={})))
+        dispatcher.restore(PastRun(store, {}, group_size=1), no_lost_group)
         Waiting.gate.set()
         await dispatcher.worker.drain()
     else:

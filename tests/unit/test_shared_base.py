@@ -74,3 +74,4 @@ def test_the_plan_counts_shared_weights_once(repository: Path) -> None:
     assert weights(IN_PROCESS, ADAPTER) == 1
     assert weights(IN_PROCESS, ADAPTER, MERGED) == 2
     assert weights("--engine.replicas=1", ADAPTER) == 2
+    assert weights(IN_PROCESS, ADAPTER, "--trainer.ranks=2") == 2

@@ -161,15 +161,21 @@ def find_routers(model: PreTrainedModel) -> dict[str, int]:
     return routers
 
 
+MAX_KEPT_IDS = 1 << 24
+"""Number of ids after which a call's kept sets are recorded no further. With so many its turn is larger than a journal
+entry may be, so that its episode is dropped by name."""
+
+
 class SamplingMaskRecorder:
     """Records the sampling mask of each slot's call: the kept set of every sampled token."""
 
     def __init__(self, slots: int) -> None:
-        self._sets: list[list[NDArray[np.int32]]] = [[] for _ in range(slots)]
+        self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]
+        self._sizes = [0] * slots
 
     def clear(self, slot: int) -> None:
         """Start a new call in `slot`."""
-        self._sets[slot] = []
+        self._sets[slot], self._sizes[slot] = [], 0
 
     def store(self, slots: Slots, mask: Tensor | None, is_filtered: BoolArray) -> None:
         """Store the kept sets of one token per slot, from `mask`, `[B, V]`, for calls with filters."""
@@ -178,8 +184,12 @@ class SamplingMaskRecorder:
         table = mask.cpu().numpy()
         for i, slot in enumerate(slots.tolist()):
             if is_filtered[i]:
-                self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32))
+                kept = np.flatnonzero(table[i])
+                # A set of all tokens is none.
+                holds = len(kept) < table.shape[1] and self._sizes[slot] < MAX_KEPT_IDS
+                self._sets[slot].append(kept.astype(np.int32) if holds else None)
+                self._sizes[slot] += len(kept) * holds
 
-    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32]]:
-        """Return the kept sets of the slot's call with filters, one per sampled token."""
+    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32] | None]:
+        """Return the kept sets of the slot's call with filters, one per sampled token; None: all tokens were kept."""
         return self._sets[slot]

@@ -84,12 +84,14 @@ def load_model(
         max_context: longest context in tokens.
         dtype: dtype of the parameters.
         device: device of the model.
-        shares_weights: use the weights of a trainer in this process, if it has frozen ones on the same device.
+        shares_weights: use the weights of a trainer in this process, if it has frozen ones on the CPU. transformers
+            would copy those of a GPU.
 
     Raises:
         ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
     """
-    weights = frozen_weights(path, dtype, torch.device(device)) if shares_weights else None
+    is_shared = shares_weights and torch.device(device).type == "cpu"
+    weights = frozen_weights(path, dtype, torch.device(device)) if is_shared else None
     return prepare_for_sampling(read_model(path, dtype=dtype, max_context=max_context, weights=weights), device)
 
 
@@ -403,6 +405,7 @@ def sampling_filter_mask(
     before = mass.cumsum(-1, dtype=torch.float64) - mass
     nucleus = torch.from_numpy(top_p.astype(np.float64)).to(scores.device)[:, None]
     keep = ~removal_mask & ((before < nucleus) | (nucleus >= 1))
+    keep[:, 0] = True  # a `top_p` that rounds to 0 keeps the likeliest token
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 

@@ -82,7 +82,7 @@ function written({ thinking, content: text, calls }, reply) {
 
 /** A tool call with its arguments by name; a malformed one as it was written, unless the reply's text shows that. */
 function toolCall({ name, arguments: given, form }) {
-  if (form) return element("li", { class: "malformed" }, chip("malformed", "bad"), " ", element("b", {}, name), ` written as ${form}, which the run does not read`);
+  if (form && typeof form === "string" && typeof given === "string") return element("li", { class: "malformed" }, chip("malformed", "bad"), " ", element("b", {}, name), ` written as ${form}, which the run does not read`);
   if (typeof given === "string") return element("li", { class: "malformed" }, chip("malformed", "bad"), " ", element("b", {}, name || "no tool"), content(given, "content small"));
   const values = Object.entries(given);
   return element("li", {}, element("span", { class: "kind" }, "calls "), element("b", {}, name), values.length ? element("dl", {}, values.map(([key, value]) => [element("dt", {}, key), element("dd", {}, content(told(value), "content small"))])) : null);

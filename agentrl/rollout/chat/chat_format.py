@@ -453,7 +453,8 @@ class TemplateChatFormat:
             text = self._decode_reply(ids)
         else:
             ids = ids[:-1] if ids[-1] in self._ends else ids
-            text = self.decode([token for token in ids if token not in self._silent - self._foreign_marks])
+            hidden = self._silent - self._foreign_marks
+            text = self.decode([token for token in ids if token not in hidden])
         answer = self.reply_format.read(text, self._thinking, is_open=self._opens_thinking, reads_calls=False).content
         return find_foreign_call(answer, tools, self.reply_format.name)
 

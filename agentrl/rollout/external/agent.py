@@ -235,7 +235,8 @@ class ExternalAgent(TurnRecorder):
     ) -> ChatReply:
         completion = completion_from_entry(recorded_turn)
         answer = self._parse(completion, _readable_tools(request))
-        return self._reply(request, call, placement, completion, answer, recorded_turn.started, recorded_turn)
+        named = self._name_foreign_call(answer, completion, _readable_tools(request), recorded_turn)
+        return self._reply(request, call, placement, completion, answer, named, recorded_turn.started)
 
     def _inherited_placement(
         self, request: ChatRequest, call: JournaledCall, entry: TurnEntry, context: Int32Array
@@ -271,13 +272,14 @@ class ExternalAgent(TurnRecorder):
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
             answer = self._parse(completion, _readable_tools(request))
+            named = self._name_foreign_call(answer, completion, _readable_tools(request))
             entry = self._entry(
                 _new(request, placement),
                 placement.row.number,
                 placement.context_ids,
                 placement.before,
                 completion,
-                self._name_foreign_call(answer, completion, _readable_tools(request)),
+                named,
                 clock.monotonic() - start_s,
                 sampler.pauses,
             )
@@ -291,7 +293,7 @@ class ExternalAgent(TurnRecorder):
         except BaseException:
             self._tree.withdraw(placement)
             raise
-        return self._reply(request, call, placement, completion, answer, entry.started)
+        return self._reply(request, call, placement, completion, answer, named, entry.started)
 
     async def _completion(
         self,
@@ -348,10 +350,11 @@ class ExternalAgent(TurnRecorder):
         placement: RequestPlacement,
         completion: Completion,
         answer: Message | LimitReachedError,
+        named: Message | LimitReachedError,
         start_s: float,
-        recorded_turn: TurnEntry | None = None,
     ) -> ChatReply:
         """Append a turn that is in the journal, and return the client's reply, with the calls that the run reads.
+        `named` also has a call that it does not read.
 
         Raises:
             RequestRefusedError: a remote endpoint refused the turn.
@@ -374,6 +377,7 @@ class ExternalAgent(TurnRecorder):
                 else dataclasses.replace(tool_call, id=self._tool_call_id(call.call_id, n))
                 for n, tool_call in enumerate(calls)
             )
+        is_greedy = request.sampling.get("temperature") == 0  # then the recorded log-probabilities are 0
         stop_text = min((stop for stop in request.stop if stop in text), key=text.find, default=None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
@@ -384,7 +388,8 @@ class ExternalAgent(TurnRecorder):
         completion = ended_by_text(completion, text, request.stop)
         tools = _readable_tools(request)
         read = message if tools or refusal is not None else chat_format.parse(token_ids)
-        read = self._with_foreign_call(read, completion, tools, recorded_turn)
+        if isinstance(named, Message) and any(tool_call.form for tool_call in named.tool_calls):
+            read = named
         self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
         if self._episode.limit is not None:
             self._episode.limit.restart()
@@ -402,7 +407,7 @@ class ExternalAgent(TurnRecorder):
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cached_tokens=completion.cached_tokens,
-            logprobs=self._logprobs(completion) if request.logprobs else None,
+            logprobs=self._logprobs(completion) if request.logprobs and not is_greedy else None,
         )
 
     def _logprobs(self, completion: Completion) -> list[TokenLogprob] | None:
@@ -729,8 +734,8 @@ def describe_request_difference(
         return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
     if before.stop != request.stop:
         return f"{where}, stop: {shortened_repr(before.stop)}, now {shortened_repr(request.stop)}; {_REMEDY}"
-    if before.asked != request.asked:
-        return f"{where}, sampling: {_two_values(before.asked, request.asked)}; {_REMEDY}"
+    if before.asked and before.asked != request.asked:  # empty in earlier versions
+        return f"{where}, fields: {_two_values(before.asked, request.asked)}; {_REMEDY}"
     return f"{where}: an earlier message; {_REMEDY}"
 
 

@@ -182,7 +182,7 @@ class TurnRecorder(Agent):
         tools: Sequence[ToolSpec],
         recorded_turn: TurnEntry | None = None,
     ) -> Message | LimitReachedError:
-        """As `_with_foreign_call`; a refusal stays one."""
+        """Return the reply of `_with_foreign_call`; leave a refusal unchanged."""
         if isinstance(reply, LimitReachedError):
             return reply
         return self._with_foreign_call(reply, completion, tools, recorded_turn)
