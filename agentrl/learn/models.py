@@ -15,11 +15,11 @@ policy's initial weights do not depend on the other policies.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import peft
 import torch
@@ -380,6 +380,16 @@ def _load_on_base(
     return result
 
 
+class _AdaptableLayers(NamedTuple):
+    """The layers of a base model that can be trained and served under an adapter."""
+
+    modules: Sequence[str]
+    experts: list[str]
+    """Tensors of experts."""
+    matrices: Mapping[str, torch.Size]
+    """Shapes of all weight matrices."""
+
+
 class LoadedBase:
     """A base model in memory, on which adapters are put and from which they are removed, or whose weights one policy
     trains.
@@ -407,15 +417,22 @@ class LoadedBase:
         self._dtype = dtype
         self._recompute = recompute
         self._model: PreTrainedModel | None = None
-        model = self.model
-        self._matrices = weight_matrices(model)
-        self.adaptable = adaptable_modules(model)
-        """Layers that can be trained and served under an adapter."""
-        experts = adaptable_experts(model).items()
-        self._expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
-        self._unshared = why_unshared(model, plan.max_context)
+        self._unshared = why_unshared(self.model, plan.max_context)
         self._peft: peft.PeftModel | None = None
         self._number = 0
+
+    @cached_property
+    def _layers(self) -> _AdaptableLayers:
+        """The layers of the model, found before the first adapter is put on it."""
+        model = self.model
+        experts = adaptable_experts(model).items()
+        expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
+        return _AdaptableLayers(adaptable_modules(model), expert_names, weight_matrices(model))
+
+    @property
+    def adaptable(self) -> Sequence[str]:
+        """Layers that can be trained and served under an adapter."""
+        return self._layers.modules
 
     @property
     def model(self) -> PreTrainedModel:
@@ -464,15 +481,15 @@ class LoadedBase:
             ConfigError: a named layer cannot be both trained and served.
             ModelError: PEFT cannot put an adapter on a layer.
         """
-        model = self.model
-        targets = adapter_targets(f"policies.{name}.lora", lora, self.adaptable, model)
-        if lora.experts and not self._expert_names:
+        model, layers = self.model, self._layers
+        targets = adapter_targets(f"policies.{name}.lora", lora, layers.modules, model)
+        if lora.experts and not layers.experts:
             raise ConfigError(
                 f"policies.{name}.lora.experts = true: {type(model).__name__} has no experts on which an adapter can "
                 "be trained and served. Remove the setting"
             )
-        experts = self._expert_names if lora.experts else []
-        description = f"{name}: {describe_adapter(lora, [*targets, *experts], self._matrices)}"
+        experts = layers.experts if lora.experts else []
+        description = f"{name}: {describe_adapter(lora, [*targets, *experts], layers.matrices)}"
         if lora.merge and self._dtype != torch.float32:
             description += f"; merged into {str(self._dtype).removeprefix('torch.')}, which loses small updates"
         # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
