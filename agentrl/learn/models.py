@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import peft
@@ -361,7 +362,7 @@ def _load_on_base(
         result = {name: shared.add(name, lora) for name, lora in adapters.items()}
     for name in base_plan.trained:
         if name not in result:
-            result[name] = load_base().bare()
+            result[name] = load_base(takes_adapters=False).bare()
     sharded_forwards: dict[int, ShardedForward] = {}
     for policy_model in result.values():
         if mesh is not None:
@@ -383,11 +384,18 @@ def _load_on_base(
 class _AdaptableLayers(NamedTuple):
     """The layers of a base model that can be trained and served under an adapter."""
 
-    modules: Sequence[str]
-    experts: list[str]
+    modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     """Tensors of experts."""
-    matrices: Mapping[str, torch.Size]
+    matrices: Mapping[str, torch.Size] = MappingProxyType({})
     """Shapes of all weight matrices."""
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> _AdaptableLayers:
+        """Find the layers of a model without adapters."""
+        experts = adaptable_experts(model).items()
+        expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
+        return _AdaptableLayers(adaptable_modules(model), expert_names, weight_matrices(model))
 
 
 class LoadedBase:
@@ -400,6 +408,7 @@ class LoadedBase:
         read: reads the model.
         dtype: dtype in which it computes.
         recompute: whether its layers are computed again in the backward pass.
+        takes_adapters: whether adapters are put on it; if not, its layers are not examined.
     """
 
     def __init__(
@@ -410,6 +419,7 @@ class LoadedBase:
         dtype: torch.dtype,
         *,
         recompute: bool = False,
+        takes_adapters: bool = True,
     ) -> None:
         self._plan = plan
         self._path = path
@@ -417,21 +427,16 @@ class LoadedBase:
         self._dtype = dtype
         self._recompute = recompute
         self._model: PreTrainedModel | None = None
-        self._unshared = why_unshared(self.model, plan.max_context)
+        model = self.model
+        # Before `why_unshared`, which changes the attention.
+        self._layers = _AdaptableLayers.of(model) if takes_adapters else _AdaptableLayers()
+        self._unshared = why_unshared(model, plan.max_context)
         self._peft: peft.PeftModel | None = None
         self._number = 0
 
-    @cached_property
-    def _layers(self) -> _AdaptableLayers:
-        """The layers of the model, found before the first adapter is put on it."""
-        model = self.model
-        experts = adaptable_experts(model).items()
-        expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
-        return _AdaptableLayers(adaptable_modules(model), expert_names, weight_matrices(model))
-
     @property
     def adaptable(self) -> Sequence[str]:
-        """Layers that can be trained and served under an adapter."""
+        """Layers that can be trained and served under an adapter; none without `takes_adapters`."""
         return self._layers.modules
 
     @property
@@ -488,7 +493,7 @@ class LoadedBase:
                 f"policies.{name}.lora.experts = true: {type(model).__name__} has no experts on which an adapter can "
                 "be trained and served. Remove the setting"
             )
-        experts = layers.experts if lora.experts else []
+        experts = [*layers.experts] if lora.experts else []
         description = f"{name}: {describe_adapter(lora, [*targets, *experts], layers.matrices)}"
         if lora.merge and self._dtype != torch.float32:
             description += f"; merged into {str(self._dtype).removeprefix('torch.')}, which loses small updates"
