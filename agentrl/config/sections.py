@@ -231,9 +231,9 @@ class GatewayConfig(Section):
     """How requests of external agents are answered."""
 
     sampling: Fixed[Literal["agent", "run", "refuse"]] = "agent"
-    """Which sampling parameters win if a request sets some. `agent`: the request's; its tokens are trained at
-    its temperature, and those at temperature 0 or with penalties are not trained. `run`: those of `[sampling]`.
-    `refuse`: the request is refused unless it has the same."""
+    """Which sampling parameters win if a request sets some. `agent`: the request's. Its tokens are trained at its
+    temperature, or not at all at temperature 0 or with penalties. `run`: `[sampling]`. `refuse`: a request is refused
+    if it differs from `[sampling]`."""
 
 
 class FunctionConfig(Section):

@@ -781,8 +781,8 @@ _JSON_DECODER = json.JSONDecoder()
 
 
 def _without_marks(read: Reader, start: re.Pattern[str]) -> Callable[..., ParsedReply]:
-    """Make the parser of calls that fill code fences, with text before and between, or else the end of the message. A
-    message that goes on after its last fence only shows calls.
+    """Make the parser of calls that fill code fences, with text before and between, or else the end of the message.
+    Text after the last fence makes the message an answer.
 
     Args:
         read: parses the text of a fence or of the end; without calls, it is content.
@@ -1083,10 +1083,9 @@ ALL_MARKUP = frozenset(mark for each in REPLY_FORMATS.values() for mark in each.
 def _may_call(tool: ToolSpec, arguments: Mapping[str, Any]) -> bool:
     """Whether arguments may belong to a call; False for the tool's schema, which some answers repeat, and for missing
     required arguments."""
-    properties = tool.parameters.get("properties")
-    is_schema = "properties" in arguments and "properties" not in (
-        properties if isinstance(properties, Mapping) else ()
-    )
+    declared = tool.parameters.get("properties")
+    takes_properties = isinstance(declared, Mapping) and "properties" in declared
+    is_schema = "properties" in arguments and not takes_properties
     return not is_schema and bool(arguments or not tool.parameters.get("required"))
 
 

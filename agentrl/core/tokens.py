@@ -93,12 +93,12 @@ class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
     ids: Int32Array  # [sum of the positive counts]
 
     @staticmethod
-    def of(sets: Sequence[Int32Array | None]) -> KeptSets:
-        """Make the ragged array of a set per token; None: the token was sampled without filters."""
+    def of(sets: Sequence[Int32Array | KeptCount]) -> KeptSets:
+        """Make the ragged array of a set per token, or of the reason why it has none."""
         import numpy as np
 
-        parts = [part for part in sets if part is not None]
-        counts = np.array([KeptCount.NONE if part is None else len(part) for part in sets], np.int32)
+        parts = [part for part in sets if not isinstance(part, KeptCount)]
+        counts = np.array([part if isinstance(part, KeptCount) else len(part) for part in sets], np.int32)
         return KeptSets(counts, np.concatenate(parts) if parts else np.zeros(0, np.int32))
 
     @staticmethod

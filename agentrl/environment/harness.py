@@ -136,8 +136,8 @@ class HarnessEnvironment(Environment):
     """Regular expressions of text that differs between requests by nature; it is ignored when requests are compared
     with earlier ones."""
     ignored_fields: ClassVar[Sequence[str]] = ()
-    """Request fields that are ignored: those that would be refused (`logit_bias`), and those that the run's own values
-    replace (`temperature`)."""
+    """Request fields without effect: refused ones (`logit_bias`) are ignored, and sampling parameters (`temperature`)
+    keep the run's values."""
     replay_stable: ClassVar[bool] = True
     """Whether the program may be run again from its beginning with the recorded replies. If not, an interrupted episode
     restarts with new replies."""

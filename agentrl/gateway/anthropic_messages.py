@@ -33,7 +33,7 @@ _KNOWN = {
     *("temperature", "top_p", "top_k", "tool_choice", "output_config", "output_format"),
     *("metadata", "service_tier", "cache_control"),
 }
-"""Fields that are read, and those that change no reply."""
+"""Fields that are read, refused, or change no reply."""
 _ERRORS: Mapping[RefusalKind, str] = {
     "key": "authentication_error",
     "forbidden": "permission_error",
@@ -79,7 +79,7 @@ class AnthropicMessagesProtocol:
             tool_choice=read_tool_choice(choice, tools),
             reply_form=read_reply_form(output.get("format") or body.get("output_format"), "output_config.format"),
             demands=unsupported_fields(body, _UNSUPPORTED),
-            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
+            ignored=ignored_fields(body, _KNOWN, unread),
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:

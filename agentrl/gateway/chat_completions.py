@@ -22,6 +22,7 @@ from agentrl.gateway.calls import (
     stop_texts,
 )
 from agentrl.gateway.options import (
+    OPENAI_ACCOUNT_FIELDS,
     SAMPLING_FIELDS,
     ignored_fields,
     read_reply_form,
@@ -34,13 +35,16 @@ MOST_REPLIES = 64
 """Largest accepted `n`."""
 _ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "function": "tool"}
 _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio", "web_search_options")
-_KNOWN = SAMPLING_FIELDS | {
-    *_UNSUPPORTED,
-    *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
-    *("tool_choice", "parallel_tool_calls", "response_format", "logprobs", "top_logprobs"),
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-}
-"""Fields that are read, and those that change no reply."""
+_KNOWN = (
+    SAMPLING_FIELDS
+    | OPENAI_ACCOUNT_FIELDS
+    | {
+        *_UNSUPPORTED,
+        *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
+        *("tool_choice", "parallel_tool_calls", "response_format", "logprobs", "top_logprobs"),
+    }
+)
+"""Fields that are read, refused, or change no reply."""
 _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
 
 
@@ -74,7 +78,7 @@ class ChatCompletionsProtocol:
             reply_form=read_reply_form(body.get("response_format"), "response_format"),
             logprobs=body.get("logprobs") is True,
             demands=demands,
-            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
+            ignored=ignored_fields(body, _KNOWN, unread),
             options={"include_usage": isinstance(options, dict) and options.get("include_usage") is True},
         )
 

@@ -26,6 +26,7 @@ from agentrl.gateway.calls import (
 )
 from agentrl.gateway.chat_completions import content_text, openai_refusal, parse_tool_arguments, tool_arguments_text
 from agentrl.gateway.options import (
+    OPENAI_ACCOUNT_FIELDS,
     SAMPLING_FIELDS,
     ignored_fields,
     read_reply_form,
@@ -36,14 +37,17 @@ from agentrl.gateway.options import (
 
 _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio")
 
-_KNOWN = SAMPLING_FIELDS | {
-    *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
-    *("tool_choice", "parallel_tool_calls", "include", "top_logprobs"),
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("previous_response_id", "conversation", "background", "prompt", "truncation", "client_metadata"),
-    *_UNSUPPORTED,
-}
-"""Fields that are read, and those that change no reply."""
+_KNOWN = (
+    SAMPLING_FIELDS
+    | OPENAI_ACCOUNT_FIELDS
+    | {
+        *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
+        *("tool_choice", "parallel_tool_calls", "include", "top_logprobs"),
+        *("previous_response_id", "conversation", "background", "prompt", "truncation", "client_metadata"),
+        *_UNSUPPORTED,
+    }
+)
+"""Fields that are read, refused, or change no reply."""
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
 _COMPACT = (
@@ -86,7 +90,7 @@ class OpenAIResponsesProtocol:
             reply_form=read_reply_form(text_options.get("format"), "text.format"),
             logprobs=isinstance(included := body.get("include"), list) and "message.output_text.logprobs" in included,
             demands=unsupported_fields(body, _UNSUPPORTED),
-            ignored=(*ignored_fields(body, _KNOWN), *(name for name, value in unread.items() if value)),
+            ignored=ignored_fields(body, _KNOWN, unread),
             options={
                 "tools": tools,
                 "instructions": body.get("instructions"),

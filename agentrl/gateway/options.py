@@ -1,6 +1,6 @@
 """The fields of a request that say how its reply is sampled, read and checked, in all protocols.
 
-Numbers have the ranges of the vendors' APIs, and those of vLLM's server for the fields that only it has.
+Numbers have the ranges of the vendors' APIs. Fields of vLLM's server alone have its ranges.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_p
 """Values of the penalties that change nothing."""
 SAMPLING_FIELDS = frozenset(_NUMBERS)
 """Fields of requests that `SamplingParams` has too."""
+OPENAI_ACCOUNT_FIELDS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+)
+"""Fields of both OpenAI protocols for billing, storage and caches, which change no reply."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),  # its token ids are those of another tokenizer
+    "logit_bias": ({},),  # its token ids belong to another tokenizer
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -59,7 +63,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def unsupported_fields(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return those of some unsupported fields that a body sets."""
+    """Return the unsupported fields, among `names`, that a body sets."""
     return {name: body[name] for name in names if body.get(name) not in (None, *UNSUPPORTED[name])}
 
 
@@ -160,10 +164,11 @@ def read_reply_form(value: Any, location: str) -> ReplyForm:
     )
 
 
-def ignored_fields(body: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of a body's fields that are not among the `known` ones."""
+def ignored_fields(body: Mapping[str, Any], known: Collection[str], unread: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a request's fields that have no effect: those of the body that are not `known`, and the
+    `unread` ones with a value."""
     names = sorted(name[:40] for name, value in body.items() if value is not None and name not in known)
-    return tuple(names[:MAX_IGNORED])
+    return (*names[:MAX_IGNORED], *(name for name, value in unread.items() if value))
 
 
 def ignored_fields_line(names: Sequence[str]) -> str:

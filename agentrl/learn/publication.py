@@ -64,8 +64,7 @@ class Publication(ABC):
 
     @abstractmethod
     def layout(self) -> Mapping[str, Tensor]:
-        """Return tensors without data, with the names, shapes and dtypes of those that `tensors` yields, in its
-        order."""
+        """Return the tensors of `tensors` in its order, without data: names, shapes and dtypes."""
 
     def load(self, weights: WeightsRef) -> None:
         """Load the weights of a published version into the policy, bit for bit.

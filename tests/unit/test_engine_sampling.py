@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from agentrl.core.tokens import KeptCount
 from agentrl.engines.counter_random import uniform
 from agentrl.engines.embedded.capture import SamplingMaskRecorder
 from agentrl.engines.embedded.forward import RowSamplingParameters, sample, sampling_filter_mask
@@ -105,8 +106,8 @@ def test_a_filter_that_keeps_all_tokens_records_no_set() -> None:
     for kept in ([True, True, True], [True, False, True]):
         recorder.store(np.array([0]), torch.tensor([kept]), np.array([True]))
     everything, some = recorder.sets_of_call(0)
-    assert everything is None
-    assert some is not None
+    assert everything is KeptCount.NONE
+    assert not isinstance(some, KeptCount)
     assert some.tolist() == [0, 2]
     recorder.clear(0)
     assert recorder.sets_of_call(0) == []

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.core.tokens import ExpertRouting
+from agentrl.core.tokens import ExpertRouting, KeptCount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,15 +162,15 @@ def find_routers(model: PreTrainedModel) -> dict[str, int]:
 
 
 MAX_KEPT_IDS = 1 << 24
-"""Number of ids after which a call's kept sets are recorded no further. With so many its turn is larger than a journal
-entry may be, so that its episode is dropped by name."""
+"""Number of ids after which a call's kept sets are recorded no further. Its turn is then too large for a journal entry,
+so the episode is dropped by name."""
 
 
 class SamplingMaskRecorder:
     """Records the sampling mask of each slot's call: the kept set of every sampled token."""
 
     def __init__(self, slots: int) -> None:
-        self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]
+        self._sets: list[list[NDArray[np.int32] | KeptCount]] = [[] for _ in range(slots)]
         self._sizes = [0] * slots
 
     def clear(self, slot: int) -> None:
@@ -184,12 +184,17 @@ class SamplingMaskRecorder:
         table = mask.cpu().numpy()
         for i, slot in enumerate(slots.tolist()):
             if is_filtered[i]:
-                kept = np.flatnonzero(table[i])
-                # A set of all tokens is none.
-                holds = len(kept) < table.shape[1] and self._sizes[slot] < MAX_KEPT_IDS
-                self._sets[slot].append(kept.astype(np.int32) if holds else None)
-                self._sizes[slot] += len(kept) * holds
+                self._sets[slot].append(self._kept_set(slot, table[i]))
 
-    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32] | None]:
-        """Return the kept sets of the slot's call with filters, one per sampled token; None: all tokens were kept."""
+    def _kept_set(self, slot: int, mask: BoolArray) -> NDArray[np.int32] | KeptCount:
+        if mask.all():
+            return KeptCount.NONE
+        if self._sizes[slot] >= MAX_KEPT_IDS:
+            return KeptCount.MISSING
+        kept = np.flatnonzero(mask).astype(np.int32)
+        self._sizes[slot] += len(kept)
+        return kept
+
+    def sets_of_call(self, slot: int) -> Sequence[NDArray[np.int32] | KeptCount]:
+        """Return the kept sets of the slot's call with filters, one per sampled token, as `KeptSets.of` takes them."""
         return self._sets[slot]

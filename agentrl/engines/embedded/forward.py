@@ -84,8 +84,8 @@ def load_model(
         max_context: longest context in tokens.
         dtype: dtype of the parameters.
         device: device of the model.
-        shares_weights: use the weights of a trainer in this process, if it has frozen ones on the CPU. transformers
-            would copy those of a GPU.
+        shares_weights: use the weights of a trainer in this process, if it has frozen ones on the CPU. On a GPU
+            transformers copies them.
 
     Raises:
         ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.

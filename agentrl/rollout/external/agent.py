@@ -151,17 +151,17 @@ class ExternalAgent(TurnRecorder):
         )
 
     def count_tokens(self, request: ChatRequest) -> int:
-        request = self._honored(request)
+        request = self._as_answered(request)
         self._check_length(request)
         length = self._render(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
-        self._check_stops(self._honored(request))
+        self._check_stops(self._as_answered(request))
         self._check_limits(self._settings.limits, replies=request.n)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
-        request = self._honored(request)
+        request = self._as_answered(request)
         self._check_stops(request)
         run_sampling = self._sampling(request.max_tokens)
         sampling = dataclasses.replace(run_sampling, **dict(request.sampling))  # type: ignore[arg-type]
@@ -234,8 +234,8 @@ class ExternalAgent(TurnRecorder):
         self, request: ChatRequest, call: JournaledCall, placement: RequestPlacement, recorded_turn: TurnEntry
     ) -> ChatReply:
         completion = completion_from_entry(recorded_turn)
-        answer = self._parse(completion, _readable_tools(request))
-        named = self._name_foreign_call(answer, completion, _readable_tools(request), recorded_turn)
+        answer = self._parse(completion, _callable_tools(request))
+        named = self._name_foreign_call(answer, completion, _callable_tools(request), recorded_turn)
         return self._reply(request, call, placement, completion, answer, named, recorded_turn.started)
 
     def _inherited_placement(
@@ -271,8 +271,8 @@ class ExternalAgent(TurnRecorder):
                 self._refuse_context(len(placement.row.tokens))
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
-            answer = self._parse(completion, _readable_tools(request))
-            named = self._name_foreign_call(answer, completion, _readable_tools(request))
+            answer = self._parse(completion, _callable_tools(request))
+            named = self._name_foreign_call(answer, completion, _callable_tools(request))
             entry = self._entry(
                 _new(request, placement),
                 placement.row.number,
@@ -386,7 +386,7 @@ class ExternalAgent(TurnRecorder):
         if placement.cause is not None:
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         completion = ended_by_text(completion, text, request.stop)
-        tools = _readable_tools(request)
+        tools = _callable_tools(request)
         read = message if tools or refusal is not None else chat_format.parse(token_ids)
         if isinstance(named, Message) and any(tool_call.form for tool_call in named.tool_calls):
             read = named
@@ -461,7 +461,7 @@ class ExternalAgent(TurnRecorder):
                 f"the model's chat format cannot express the messages or tools: {describe_user_code_error(error)}"
             ) from error
 
-    def _honored(self, request: ChatRequest) -> ChatRequest:
+    def _as_answered(self, request: ChatRequest) -> ChatRequest:
         """Return a request as it is answered: without the fields that have no effect here, and with instructions that
         say in words what is not enforced.
 
@@ -474,12 +474,14 @@ class ExternalAgent(TurnRecorder):
         if mode == "refuse":
             refused |= {name: reason for name, reason in self._differences(request).items() if name not in ignored}
         if refused and mode != "check":
-            self._refuse_fields({**_asked(request), **request.demands}, refused)
+            self._refuse_fields({**_request_fields(request), **request.demands}, refused)
         if mode == "run":
             ignored |= request.sampling.keys()
         if self._settings.is_external:
             ignored |= request.sampling.keys() - set(_ENDPOINT_FIELDS)
-        without_effect = (name for name in (*_asked(request), *request.demands) if name in ignored | refused.keys())
+        without_effect = (
+            name for name in (*_request_fields(request), *request.demands) if name in ignored | refused.keys()
+        )
         request = dataclasses.replace(
             request,
             sampling={name: value for name, value in request.sampling.items() if name not in ignored},
@@ -487,7 +489,7 @@ class ExternalAgent(TurnRecorder):
             reply_form=ReplyForm() if "response_format" in ignored else request.reply_form,
             ignored=(*request.ignored, *without_effect),
         )
-        return _instructed(request, instructions(request.tool_choice, request.reply_form))
+        return _with_instructions(request, instructions(request.tool_choice, request.reply_form))
 
     def _differences(self, request: ChatRequest) -> dict[str, str]:
         """Return the fields of a request that differ from the run's sampling, and the run's values."""
@@ -498,7 +500,7 @@ class ExternalAgent(TurnRecorder):
             for name, value in request.sampling.items()
             if value != run_values[name]
         }
-        enforced = [name for name in _asked(request) if name in ("tool_choice", "response_format")]
+        enforced = [name for name in _request_fields(request) if name in ("tool_choice", "response_format")]
         return differences | dict.fromkeys(enforced, "this run does not honor it (gateway.sampling = 'refuse')")
 
     def _refuse_fields(self, values: Mapping[str, Any], refused: Mapping[str, str]) -> NoReturn:
@@ -797,7 +799,7 @@ def _new(request: ChatRequest, placement: RequestPlacement) -> Sequence[Message]
     return request.messages[len(request.messages) - placement.new_messages :]
 
 
-def _asked(request: ChatRequest) -> dict[str, float | str | bool]:
+def _request_fields(request: ChatRequest) -> dict[str, float | str | bool]:
     """Return what a request sets besides messages, tools, limits and stop texts, as the journal records it."""
     choice, form = request.tool_choice, request.reply_form
     fields: dict[str, float | str | bool] = dict(request.sampling)
@@ -810,7 +812,7 @@ def _asked(request: ChatRequest) -> dict[str, float | str | bool]:
     return fields
 
 
-def _instructed(request: ChatRequest, text: str) -> ChatRequest:
+def _with_instructions(request: ChatRequest, text: str) -> ChatRequest:
     """Return a request whose first message ends with a text. Requests with equal texts continue each other's rows."""
     if not text:
         return request
@@ -822,7 +824,7 @@ def _instructed(request: ChatRequest, text: str) -> ChatRequest:
     return dataclasses.replace(request, messages=[first, *others])
 
 
-def _readable_tools(request: ChatRequest) -> Sequence[ToolSpec]:
+def _callable_tools(request: ChatRequest) -> Sequence[ToolSpec]:
     """Return the tools whose calls are read in the reply: the model sees tools that it must not call, too."""
     return () if request.tool_choice.mode == "none" else request.tools
 
@@ -836,7 +838,7 @@ def _request_entry(
         max_tokens=sampling.max_tokens,
         stop=tuple(request.stop),
         tools=tools,
-        asked=_asked(request),
+        asked=_request_fields(request),
         ignored=request.ignored,
     )
 
