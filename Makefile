@@ -36,8 +36,11 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 # Distributions of their own, which use the public names of agentrl.
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
-# Progress bars on a terminal, silence in logs.
-INSTALL := $(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --no-input -c constraints.txt
+INSTALL := $(BIN)/python .ci/install.py -c constraints.txt
+# The builds of torch on the Python Package Index are for CUDA, and 3 GB larger.
+ifeq ($(HAS_GPU),)
+export UV_TORCH_BACKEND ?= cpu
+endif
 
 .PHONY: help setup demo test test-all test-programs check sim chaos figures oldest smollm2 qwen gpu dist wheel-demo docs-config docs gallery fmt clean
 
