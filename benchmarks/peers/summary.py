@@ -27,20 +27,24 @@ MEASURED = (
     "cores_of_others",
 )
 """Numbers of a record that are summarized. One that is absent was not measured; None is what a run never reached."""
+MEASURES = {"step": "wall_per_step", "wall": "wall_s", "cpu": "cpu_s"}
+PAIRS = {
+    "trl_async": ("agentrl_vllm_adapter", "trl_async"),
+    "trl_async_merged": ("agentrl_vllm", "trl_async_merged"),
+    "trl_async_unbounded": ("agentrl_vllm_unbounded", "trl_async_merged"),
+    "trl_sync": ("agentrl_embedded", "trl_sync"),
+    "trl_sync_lockstep": ("agentrl_lockstep", "trl_sync"),
+    "naive": ("agentrl_embedded", "naive"),
+    "naive_process": ("agentrl_process", "naive"),
+    "naive_lockstep": ("agentrl_lockstep", "naive"),
+    "lockstep": ("agentrl_embedded", "agentrl_lockstep"),
+}
+"""Contestants that are compared, seed by seed."""
 RATIOS = {
     **{
-        f"{measure}_over_{name}": (f"{measure}_s", above, below)
-        for measure in ("wall", "cpu")
-        for name, above, below in (
-            ("trl_async", "agentrl_vllm_adapter", "trl_async"),
-            ("trl_async_merged", "agentrl_vllm", "trl_async_merged"),
-            ("trl_async_unbounded", "agentrl_vllm_unbounded", "trl_async_merged"),
-            ("naive", "agentrl_embedded", "naive"),
-            ("naive_process", "agentrl_process", "naive"),
-            ("naive_lockstep", "agentrl_lockstep", "naive"),
-            ("trl_sync", "agentrl_embedded", "trl_sync"),
-            ("trl_sync_lockstep", "agentrl_lockstep", "trl_sync"),
-        )
+        f"{name}_over_{pair}": (measure, above, below)
+        for pair, (above, below) in PAIRS.items()
+        for name, measure in MEASURES.items()
     },
     "orchestration_cpu_over_verifiers": ("rollout_cpu_ms", "agentrl_scripted", "verifiers"),
 }
@@ -98,6 +102,10 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         for measure in MEASURED:
             is_whole = all(measure in record for record in own)
             row[measure] = quartiles([reached(record, measure) for record in own]) if is_whole else None
+        if all("tokens_wasted" in record for record in own):
+            row["share_wasted"] = quartiles([record["tokens_wasted"] / record["tokens_sampled"] for record in own])
+        if all("steps_to_goal" in record for record in own):
+            row["reached"] = sum(record["steps_to_goal"] is not None for record in own)
         rows[name] = {**row, "runs": len(own)}
     return rows
 

