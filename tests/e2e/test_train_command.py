@@ -112,8 +112,8 @@ def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workpl
     assert len(lines) >= 4
     listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
     episode = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
-    for name, code in zip(("square.py", "my_env.py", "propose.py"), python_of(repository / "README.md"), strict=True):
-        (workplace / name).write_text(code, encoding="utf-8")
+    [code] = python_of(repository / "README.md")
+    (workplace / "my_env.py").write_text(code, encoding="utf-8")
     for line in lines:
         arguments = [episode if argument == "e100" else argument for argument in shlex.split(line)[1:]]
         run(workplace, *arguments, *(SMALL if arguments[0] == "train" else ()))

@@ -71,7 +71,7 @@ def test_the_class_of_the_readme_is_checked_in_one_process(tmp_path: Path, monke
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(check, "play_in_new_process", refuse)
-    (tmp_path / "my_env.py").write_text(README.read_text().split("```python\n")[2].split("```")[0])
+    (tmp_path / "my_env.py").write_text(README.read_text().split("```python\n")[1].split("```")[0])
     assert "class Calculator" in (tmp_path / "my_env.py").read_text()
     report = check_environment(f"{tmp_path / 'my_env.py'}:Calculator", hash_order=True)
     assert report.passed, report.text
