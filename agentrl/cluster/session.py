@@ -133,7 +133,7 @@ def _unreachable_error(address: str, reason: str) -> InputError:
     return InputError(
         f"cluster.address is {without_credentials(address)!r}, and no Ray answers there ({reason}); "
         "start one with `ray start` on this "
-        "machine and the others (docs/how-to/cluster.md), or leave cluster.address out"
+        "machine and the others (docs/how-to/several_gpus.md), or leave cluster.address out"
     )
 
 

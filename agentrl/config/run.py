@@ -124,7 +124,7 @@ class RunConfig(Section):
     next group waits until its task has room, and later groups wait behind it (docs/explanation/scheduling.md)."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
-    (docs/how-to/processes.md)."""
+    (docs/how-to/several_gpus.md#worker-processes)."""
     episode_timeout_s: Free[Seconds] = 600.0
     """Maximum time between two turns of an episode: tools, effects, sleeps and the environment's own code. Sampling,
     waiting for child episodes, and parked time do not count. On timeout, an episode is truncated (`time_limit`) if its

@@ -51,7 +51,7 @@ settings marked
 * *new episodes*: episodes in flight keep their value;
 * ¹: fixed with `deterministic = true`.
 
-[`agentrl run set`](../how-to/operations.md#controlling-a-running-run) changes settings marked *live* while
+[`agentrl run set`](../how-to/recovery.md#controlling-a-running-run) changes settings marked *live* while
 the run runs.
 """
 

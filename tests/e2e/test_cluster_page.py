@@ -1,9 +1,8 @@
-"""The batch script of docs/how-to/cluster.md, with a Slurm of two commands over hosts that share nothing but TCP."""
+"""The batch script examples/slurm.sh, with a Slurm of two commands over hosts that share nothing but TCP."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +49,7 @@ COMMANDS = {
 
 
 def test_the_batch_script_runs_over_the_nodes_of_a_job(repository: Path, tmp_path: Path) -> None:
-    page = (repository / "docs/how-to/cluster.md").read_text()
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    script = (repository / "examples/slurm.sh").read_text()
     with Hosts(2) as hosts, (tmp_path / "said").open("w") as lines:
         commands = hosts.directory / "bin"  # found on the hosts, too
         commands.mkdir()

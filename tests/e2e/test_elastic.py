@@ -1,4 +1,4 @@
-"""Nodes that are drained: a worker leaves before its machine does, by the command in docs/how-to/cluster.md."""
+"""Nodes that are drained: a worker leaves before its machine does, by the command in examples/kuberay.yaml."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ evaluation.tasks = 0
 
 
 def drain_command(repository: Path) -> str:
-    """The shell command of the pod's `preStop` hook in docs/how-to/cluster.md."""
-    page = (repository / "docs/how-to/cluster.md").read_text()
-    found = re.search(r"^ *(ray drain-node .*)$", page, re.MULTILINE)
+    """The shell command of the pod's `preStop` hook in examples/kuberay.yaml."""
+    text = (repository / "examples/kuberay.yaml").read_text()
+    found = re.search(r"^ *(ray drain-node .*)$", text, re.MULTILINE)
     assert found is not None
     return found[1]
 

@@ -1,4 +1,4 @@
-"""The files in docs/how-to/cluster.md are what their tools read; tests/e2e/test_cluster_page.py runs the script."""
+"""The files for Slurm and KubeRay are what their tools read; tests/e2e/test_cluster_page.py runs the script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 
-def block(repository: Path, kind: str, begin: str) -> str:
-    page = (repository / "docs/how-to/cluster.md").read_text()
-    found = [text for text in re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) if text.startswith(begin)]
-    assert len(found) == 1
-    return str(found[0])
-
-
 def test_the_ray_cluster_is_one_that_kuberay_reads(repository: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    cluster = yaml.safe_load(block(repository, "yaml", "apiVersion"))
+    cluster = yaml.safe_load((repository / "examples/kuberay.yaml").read_text())
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     pinned = re.search(r"^ray==([\d.]+)", (repository / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
@@ -34,6 +27,6 @@ def test_the_ray_cluster_is_one_that_kuberay_reads(repository: Path) -> None:
 
 
 def test_the_batch_script_is_one_that_bash_reads(repository: Path) -> None:
-    script = block(repository, "bash", "#!/bin/bash")
+    script = (repository / "examples/slurm.sh").read_text()
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert all(line.startswith("#SBATCH --") for line in script.splitlines()[1:5])
