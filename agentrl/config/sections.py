@@ -407,7 +407,7 @@ class TrainerConfig(Section):
     it does not change the update. It must divide `ranks` and the model's key-value heads
     (docs/how-to/several_gpus.md)."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """Sharding of weights, gradients and optimizer state (docs/how-to/several_gpus.md#worker-processes); it does not change the update.
+    """Sharding of weights, gradients and optimizer state (docs/how-to/several_gpus.md); it does not change the update.
     `none`: each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many
     ranks. `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else
     `full`."""

@@ -24,7 +24,9 @@ from agentrl.observe.metrics import (
     HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     PROGRAM_OK,
+    TOOLS_OFFERED,
     count_foreign_calls,
+    count_tool_calls,
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import (
@@ -77,6 +79,8 @@ MOST_SHARE = 0.5
 """Share of turns or episodes that counts as most of them."""
 UNTRAINED_SHARE = 0.01
 """Share of turns that are not trained at which an alarm is raised."""
+UNUSED_SHARE = 0.01
+"""Calls per episode up to which tools count as unused."""
 TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
@@ -407,6 +411,24 @@ def _format_advice(worst: str, *, is_repeating: bool, is_program: bool) -> str:
             return "a complete call in the prompt, or a base model that knows tool calls"
         case _:
             return "an example of the format in the prompt, or a base model that knows it"
+
+
+def _unused_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the newest steps in which tools were offered."""
+    window = [values for values in policy.steps.values() if values.get(TOOLS_OFFERED)][-WINDOW:]
+    offered = [values[TOOLS_OFFERED] * values.get("format/episodes", 0.0) for values in window]
+    calls = [count_tool_calls(values) * values.get("format/episodes", 0.0) for values in window]
+    if sum(offered) < MIN_EPISODES or sum(calls) > UNUSED_SHARE * sum(offered):
+        return
+    yield Alarm(
+        "unused_tools",
+        policy.name,
+        f"tools were offered in {sum(offered):.0f} episodes of the last {plural(len(window), 'step')}, and called "
+        f"{sum(calls):.0f} times",
+        "`agentrl episode tokens` shows whether the prompt has the tools (else model.tools_in = 'system') and what the "
+        "replies hold; a worked call in the prompt, or a reward for the first call",
+        TOOLS_OFFERED,
+    )
 
 
 def _tool_errors(state: RunState, policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Alarm]:
@@ -910,6 +932,14 @@ RULES: tuple[Rule | MetricRule, ...] = (
         },
         _illegal_output,
         explained_by="foreign_calls",
+    ),
+    Rule(
+        {
+            "unused_tools": f"tools are offered, and in the newest {WINDOW} steps, at least {MIN_EPISODES} episodes, "
+            f"there is less than one call in {1 / UNUSED_SHARE:.0f} episodes"
+        },
+        _unused_tools,
+        explained_by="illegal_output",
     ),
     Rule({}, partial(_tool_errors, all_raise=False)),
     Rule(

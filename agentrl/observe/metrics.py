@@ -30,6 +30,7 @@ ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
+TOOLS_OFFERED = "tools_offered"
 FOREIGN_CALLS = "foreign_calls/"
 """Prefix of the metric of the turns that hold a call in a form that the run does not read."""
 HELD_OUT_FOREIGN_CALLS = f"evaluation/{FOREIGN_CALLS}"
@@ -238,6 +239,7 @@ METRICS: tuple[Metric, ...] = (
         "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool), and turns that call "
         "tools although none is offered (not_offered)",
     ),
+    Metric(TOOLS_OFFERED, "fraction", "share of episodes in which the policy was offered tools"),
     Metric(
         f"{FOREIGN_CALLS}<form>",
         "turns",
@@ -577,6 +579,12 @@ def count_foreign_calls(values: Mapping[str, float], prefix: str = FOREIGN_CALLS
     """
     counts = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix) and value}
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def count_tool_calls(values: Mapping[str, float]) -> float:
+    """Return the calls of tools per episode, whether or not they ran, in metrics of a step or an episode."""
+    outcomes = ("ok", "error", "timeout", "bad_arguments", "unknown_tool")
+    return sum(values.get(f"tool/{outcome}", 0.0) for outcome in outcomes) + sum(count_foreign_calls(values).values())
 
 
 def is_failure(name: str) -> bool:

@@ -232,6 +232,12 @@ FAILURES = {
         command="'metric.tool/bad_arguments > 0'",
         script=always(call("price", '{"thing": 1}')),
     ),
+    "no turn calls a tool": Planted(
+        alarm="unused_tools",
+        words="called 0 times",
+        command="agentrl episode tokens",
+        script=always(says("seven")),
+    ),
     "most turns call a tool where none is offered": Planted(
         alarm="illegal_output",
         words="offers no tool",

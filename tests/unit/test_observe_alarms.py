@@ -136,6 +136,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
     [
         ("illegal_output", {"format__broken_turns": 0.9}),
         ("tool_errors", {"tool__ok": 0.66, "tool__error": 0.34}),
+        ("unused_tools", {"tools_offered": 1.0, "tool__bad_arguments": 0.005}),
         ("collapse", {"advantage__zero_share": 1.0, "reward__mean": 0.0, "entropy": 0.001}),
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
         ("alone", {"advantage__zero_share": 1.0, "advantage__alone_share": 0.6}),

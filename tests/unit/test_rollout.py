@@ -68,7 +68,7 @@ class Counting(agentrl.ToolEnvironment):
 
 def test_what_an_episode_and_its_agents_count_is_committed() -> None:
     played = play(Counting, ['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "well"])
-    assert played.metrics == {"own": 2.5, "tool/ok": 1.0}
+    assert played.metrics == {"own": 2.5, "tool/ok": 1.0, "tools_offered": 1.0}
 
 
 class Early(agentrl.Environment):

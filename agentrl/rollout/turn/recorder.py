@@ -14,7 +14,7 @@ from agentrl.core.tokens import Completion
 from agentrl.environment.context import Agent, LimitReachedError
 from agentrl.environment.rewards import check_reward_name, finite_reward
 from agentrl.journal.entries import ReplyRecord, RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
-from agentrl.observe.metrics import FOREIGN_CALLS, GATE_PASSED, GATE_REFUSED
+from agentrl.observe.metrics import FOREIGN_CALLS, GATE_PASSED, GATE_REFUSED, TOOLS_OFFERED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.turn_entries import encode_message, record_reply
 
@@ -206,7 +206,9 @@ class TurnRecorder(Agent):
         self, message: Message, completion: Completion, tools: Sequence[ToolSpec], *, is_cut: bool
     ) -> None:
         """Count a turn that was cut off by `max_tokens`, says nothing, calls a tool although none is offered, or holds
-        a call in a form that is not read."""
+        a call in a form that is not read; and the first turn with tools."""
+        if tools and TOOLS_OFFERED not in self.counts:
+            self._episode.metric(TOOLS_OFFERED, 1.0, self)
         if message.tool_calls and not tools and not is_cut:
             self._episode.metric("tool/not_offered", 1.0, self)
         if message.tool_calls and message.tool_calls[0].form and not is_cut:
