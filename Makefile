@@ -126,11 +126,11 @@ docs-config: $(DEV_STAMP)  ## write the pages of docs/ that come from the code, 
 	@$(BIN)/python -m docs.generators.families > docs/results/.models.md && mv docs/results/.models.md docs/results/models.md
 
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
-	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'
+	@$(INSTALL) -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 gallery: $(DEV_STAMP)  ## six example runs as pages for a browser, into docs/gallery/, which `make docs` copies into site/; about ten minutes
-	@$(INSTALL) -e '.[$(DEV_EXTRAS),openai]'
+	@$(INSTALL) -e '.[openai]'
 	@$(BIN)/python -m docs.generators.gallery
 
 fmt: $(DEV_STAMP)  ## format and mend what lint can mend
