@@ -391,6 +391,8 @@ class _Memory:
     lines: dict[tuple[Any, Any], EpisodeLine] = field(default_factory=dict)
     relatives: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """Rows of the newest attempts by column and its value: id, attempt, value."""
+    models: dict[str, str | None] = field(default_factory=dict)
+    """Directory of the base model by policy; see `inspection.tokens`."""
 
 
 class RunReader:
@@ -426,6 +428,14 @@ class RunReader:
             yield
         finally:
             self._memory = None
+
+    def model_of(self, policy: str, find: Callable[[], str | None]) -> str | None:
+        """Return the base model's directory that `find` returns; kept while the reader remembers."""
+        if self._memory is None:
+            return find()
+        if policy not in self._memory.models:
+            self._memory.models[policy] = find()
+        return self._memory.models[policy]
 
     def info(self) -> dict[str, Any]:
         """The run's identity: format, id, name, resolved configuration."""

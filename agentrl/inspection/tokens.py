@@ -265,10 +265,9 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
 def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read_step_rows) -> EpisodeTokens:
     """Return the tokens of an episode that was read; `read` reads a step's file."""
     problems = list(view.problems)
-    config = reader.info().get("config")
     rows = []
     for token_row in assemble_token_rows(view, problems):
-        words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
+        words = _vocabulary(reader, token_row.policy)
         step_values = newest_step_token_values(reader, view, token_row, problems, read)
         tokens = list(_tokens(token_row, words, step_values, list(_routing(reader.journal, token_row, problems))))
         step = None if step_values is None else step_values.step
@@ -315,6 +314,12 @@ def base_model_directory(run: Path, config: object, policy: str) -> str | None:
     return chosen
 
 
+def _vocabulary(reader: RunReader, policy: str) -> Vocabulary:
+    """Return the vocabulary of a policy's base model."""
+    config = reader.info().get("config")
+    return load_vocabulary(reader.model_of(policy, lambda: base_model_directory(reader.path, config, policy)))
+
+
 @lru_cache(maxsize=64)
 def _is_own_model(path: str) -> bool:
     return any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES)
@@ -326,7 +331,7 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
     Short additions, such as names of roles, are left out. Without the model's tokenizer, only the tools that an
     external agent sent are known.
     """
-    vocabulary = load_vocabulary(base_model_directory(reader.path, reader.info().get("config"), turn.policy))
+    vocabulary = _vocabulary(reader, turn.policy)
     try:
         context, token_ids = (
             table.token_ids.tolist() for table in (turn.context(plain=True), turn.sampled(plain=True))

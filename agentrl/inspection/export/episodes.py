@@ -292,13 +292,15 @@ def _training(step_values: StepTokenValues | None, length: int) -> dict[str, lis
     columns: dict[str, list[Any]] = {"advantages": [], "trainer_logprobs": [], "lags": []}
     if step_values is None:
         return columns
-    columns = {name: [None] * length for name in columns}
-    for position, token in step_values.places.items():
-        if 0 <= position < length:
-            columns["advantages"][position], columns["trainer_logprobs"][position] = null_if_not_finite(
-                [token["advantages"], token["trainer_logprobs"]]
-            )
-            columns["lags"][position] = token["lag"]
+    places = [(position, token) for position, token in step_values.places.items() if 0 <= position < length]
+    for name, values in (
+        ("advantages", null_if_not_finite(token["advantages"] for _, token in places)),
+        ("trainer_logprobs", null_if_not_finite(token["trainer_logprobs"] for _, token in places)),
+        ("lags", [token["lag"] for _, token in places]),
+    ):
+        columns[name] = [None] * length
+        for (position, _), value in zip(places, values, strict=True):
+            columns[name][position] = value
     return columns
 
 
