@@ -148,7 +148,9 @@ def _not_finite_field(body: bytes) -> str | None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    fields = [(name[:40], item) for name, item in value.items()] if isinstance(value, dict) else []
+    fields: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        fields += [(name[:40], item) for name, item in value.items()]
     while fields:
         name, item = fields.pop()
         if isinstance(item, float) and not math.isfinite(item):
