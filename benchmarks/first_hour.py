@@ -16,8 +16,15 @@ Seconds are CPU seconds of real processes unless said otherwise, so that they me
   step with the cause first; `false_alarms`: those of runs without a failure. `bottleneck_right`: the share of
   `bottleneck_runs` with a known bottleneck that is shown at every refresh after the third turn.
 * `messages`: mistakes that are answered with place, cause and remedy, of `messages_tried`.
-* `doors`. `foreign_calls_named`: replies that hold a call in a form that the run does not read and are named, of
-  `foreign_calls_written` in ten forms; `answers_accused`: plain answers that are taken for one, of `answers_written`.
+* `doors`. `programs_trained`: requests that agents of others sent, and whole programs, that are answered, sampled as
+  they ask and trained, of `programs_recorded`. `own_settings_wrongly_trained`: those of which a token is trained under
+  another distribution than its own, of `own_settings_recorded`; `own_settings_faults_found`, of
+  `own_settings_faults_planted`: training at the run's temperature, planted. `agents_at_once`: synchronous agents at
+  once, of 64; `stop_seconds`: from SIGTERM to the end of their run while eight calls hang for ever.
+  `wheel_steps_failed`: first steps outside a checkout that fail with the built wheel, on the core alone and with all
+  packages, of `wheel_steps` (not with `--quick`). `foreign_calls_named`: replies with a call in a form that the run
+  does not read that are named, of `foreign_calls_written` in ten forms; `answers_accused`: plain answers that are taken
+  for one, of `answers_written`.
 * `agents` (on request, it installs packages). `agents_trained`: agents written for other libraries that train
   unmodified and go on after a kill; `agents_tokens_resampled`: tokens that the resumed runs sampled again.
 * `examples`. `frozenlake_start`, `frozenlake_end`, `frozenlake_end_median`: held-out reward before and after
@@ -39,6 +46,9 @@ FIGURES = (
     "export_ms_per_episode",
     *("early_alarms_found", "early_alarms_planted", "false_alarms", "bottleneck_right", "bottleneck_runs"),
     *("messages", "messages_tried"),
+    *("programs_trained", "programs_recorded", "own_settings_wrongly_trained", "own_settings_recorded"),
+    *("own_settings_faults_found", "own_settings_faults_planted", "agents_at_once", "stop_seconds"),
+    *("wheel_steps_failed", "wheel_steps"),
     *("foreign_calls_named", "foreign_calls_written", "answers_accused", "answers_written"),
     *("agents_trained", "agents_tokens_resampled"),
     *("frozenlake_start", "frozenlake_end", "frozenlake_end_median", "frozenlake_s"),

@@ -34,6 +34,7 @@ from agentrl.app.policies import (
 )
 from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.run_parts import (
+    check_packages_of_run,
     environment_of,
     held_out_task_splits,
     importable_environment_code,
@@ -425,6 +426,7 @@ def prepare_evaluation(
         [weights_from_directory(name, path) for name, path in _by_policy(config.policies, policy).items()],
         config.evaluation.sampling.changes,
     )
+    check_packages_of_run(config)
     check_local_models(config)
     check_endpoints(config.policies)
     if names := [path for path in model_paths(config).values() if is_hub_name(path)]:

@@ -31,7 +31,13 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, EvaluationConfig, ModelConfig, SandboxConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
-from agentrl.core.machine import Gpu, describe_missing_package
+from agentrl.core.machine import (
+    TRAINING_PACKAGES,
+    Gpu,
+    check_packages_installed,
+    describe_missing_package,
+    packages_of_extra,
+)
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Score, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
@@ -304,6 +310,18 @@ class RunFactories:
     clock: Clock = field(default_factory=SystemClock)
     assembled: Callable[[Orchestrator], None] = lambda orchestrator: None
     """Callback with the loop of each start before it runs; tests use it to disturb the loop."""
+
+
+def check_packages_of_run(config: RunConfig) -> None:
+    """Check that the packages of a run's models and of shipped environments are installed, without importing them.
+
+    Raises:
+        InputError: some are not; the message has one command that installs them all.
+    """
+    if config.bases:
+        names = [config.environment.id] if isinstance(config.environment.id, str) else [*config.environment.id]
+        shipped = itertools.chain.from_iterable(map(packages_of_extra, names))
+        check_packages_installed([*TRAINING_PACKAGES, *shipped])
 
 
 def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | None = None) -> type[Environment]:

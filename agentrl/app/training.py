@@ -39,6 +39,7 @@ from agentrl.app.recovery import UserCodeDigests
 from agentrl.app.resume import ReopenedRun, reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
+    check_packages_of_run,
     environment_of,
     importable_environment_code,
     load_config,
@@ -65,7 +66,6 @@ from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError, JournalError, RunDirectoryError
 from agentrl.core.files import temporary_directory
-from agentrl.core.machine import TRAINING_PACKAGES, check_packages_installed
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
@@ -73,6 +73,7 @@ from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import RunProcessRecord, find_writing_process, is_writer_dead, record_process_state
+from agentrl.observe.blocked_loop import calls_left_running
 from agentrl.observe.run_directory import FILES_OF_A_START, RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
@@ -200,6 +201,8 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
     functions = load_user_functions(
         config.trainer, config.credit, config.scorers, config.trained
     )  # imports torch only to check the options of a built-in loss
+    if factories.engine is make_engine:
+        check_packages_of_run(config)
     source = await asyncio.to_thread(_training_tasks, config.environment, config.seed, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(
         held_out_source, config.evaluation, config.environment, config.seed, environment, held_out
@@ -327,9 +330,7 @@ def _ended_run(path: Path, conclusion: str) -> Run:
 
 
 def _check_policies(config: RunConfig) -> None:
-    """Refuse models and endpoints that are not there, and a run without the packages that it needs."""
-    if config.bases:
-        check_packages_installed(TRAINING_PACKAGES)
+    """Refuse models and endpoints that are not there."""
     check_local_models(config)
     check_endpoints(config.policies)
 
@@ -489,6 +490,7 @@ async def _report_conclusion(
                 else "; docs/reference/metrics.md lists all metrics"
             )
         )
+    _warn(observer, filter(None, [calls_left_running()]))
     observer.finish(summary)
     return Run(
         path=directory.user_path,

@@ -115,6 +115,18 @@ def _known_reply_format(name: str) -> str:
 ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format), Selects("nothing")]
 
 
+_NAMES_ELSEWHERE: Mapping[tuple[str, str], str] = {
+    ("advantage", "grpo"): "group_std",
+    ("advantage", "dr_grpo"): "group_mean",
+    ("advantage", "rloo"): "leave_one_out",
+    ("advantage", "maxrl"): "max_rl",
+    ("loss", "grpo"): "ppo",
+    ("loss", "dr_grpo"): "ppo",
+    ("loss", "dapo"): "ppo",
+}
+"""Built-in functions by their names in papers and other libraries (docs/how-to/coming_from.md)."""
+
+
 def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> None:
     """Check that a function is built in, or may be the user's; it is not loaded here.
 
@@ -123,6 +135,8 @@ def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> 
     """
     if name not in built_in and ":" not in name and name not in (installed_names := installed_functions(kind)):
         built_in_hint = f"; built in are {', '.join((*built_in, *installed_names))}" if built_in else ""
+        if elsewhere := _NAMES_ELSEWHERE.get((kind, name.lower().replace("-", "_"))):
+            built_in_hint = f"; here it is {elsewhere!r} (docs/reference/algorithms.md){built_in_hint}"
         raise ValueError(
             f"{name!r}: there is no such {kind}{built_in_hint}. One of your own is `module:function` or "
             "`path/to/file.py:function`"

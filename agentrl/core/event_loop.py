@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from threading import Event, Thread
-from typing import Any, TypeVar
+from threading import Event, Thread, get_ident
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.clock import SystemClock
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 T = TypeVar("T")
 
@@ -28,7 +32,20 @@ class CallThreads(Executor):
         """Seconds between the start of a call and its first line; the environment check lets calls overlap by it."""
         self._idle: list[SimpleQueue[Callable[[], None]]] = []
         """Queues of the idle threads; a thread runs what its queue holds."""
-        os.register_at_fork(after_in_child=self._idle.clear)  # a forked process has no threads
+        self._running: set[int] = set()
+        """Identifiers of the threads that run a call."""
+        self.most = 0
+        """Largest number of calls at once, and so the number of threads."""
+        os.register_at_fork(after_in_child=self._forget_threads)  # a forked process has none
+
+    def stacks(self) -> list[FrameType]:
+        """Return the innermost frame of each running call."""
+        frames = sys._current_frames()
+        return [frames[ident] for ident in tuple(self._running) if ident in frames]
+
+    def _forget_threads(self) -> None:
+        self._idle.clear()
+        self._running.clear()
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         answer: Future[T] = Future()
@@ -40,16 +57,20 @@ class CallThreads(Executor):
             Thread(target=_run_calls, args=(queue,), name="call", daemon=True).start()
 
         def run() -> None:
+            self._running.add(ident := get_ident())
+            self.most = max(self.most, len(self._running))
             try:
                 if self.delay_s:
                     Event().wait(self.delay_s)
                 result = call(*arguments, **named)
             except BaseException as error:  # noqa: BLE001 - handed over to the caller
+                self._running.discard(ident)
                 self._idle.append(queue)
                 if isinstance(error, StopIteration):  # which asyncio's futures cannot hold
                     error = RuntimeError("StopIteration").with_traceback(error.__traceback__)
                 answer.set_exception(error)
             else:
+                self._running.discard(ident)
                 self._idle.append(queue)
                 answer.set_result(result)
 

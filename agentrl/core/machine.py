@@ -242,6 +242,16 @@ def describe_missing_package(error: BaseException) -> str:
     return f"{name} is not installed: {install_command(EXTRAS[name])}" if name in EXTRAS else ""
 
 
+def packages_of_extra(extra: str) -> list[str]:
+    """Return the packages of an extra; those of a shipped environment are an extra of its name.
+
+    Example:
+        >>> packages_of_extra("calculator")
+        ['reasoning_gym']
+    """
+    return [name for name, extra_name in EXTRAS.items() if extra_name == extra]
+
+
 def check_packages_installed(names: Sequence[str]) -> None:
     """Check that packages of `EXTRAS` are installed, without importing them.
 

@@ -27,10 +27,12 @@ from agentrl.gateway.chat_completions import tool_arguments_text
 from agentrl.gateway.options import ignored_fields, read_reply_form, read_sampling, read_tool_choice, unsupported_fields
 
 _UNSUPPORTED = ("mcp_servers", "container")
+_NUMBERS = ("temperature", "top_p", "top_k")
 _KNOWN = {
     *_UNSUPPORTED,
     *("model", "messages", "system", "tools", "max_tokens", "stop_sequences", "stream"),
-    *("temperature", "top_p", "top_k", "tool_choice", "output_config", "output_format"),
+    *_NUMBERS,
+    *("tool_choice", "output_config", "output_format"),
     *("metadata", "service_tier", "cache_control"),
 }
 """Fields that are read, refused, or change no reply."""
@@ -75,10 +77,10 @@ class AnthropicMessagesProtocol:
             max_tokens=read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
             stream=body.get("stream") is True,
-            sampling=read_sampling({name: body.get(name) for name in ("temperature", "top_p", "top_k")}),
+            sampling=read_sampling(body, _NUMBERS),
             tool_choice=read_tool_choice(choice, tools),
             reply_form=read_reply_form(output.get("format") or body.get("output_format"), "output_config.format"),
-            demands=unsupported_fields(body, _UNSUPPORTED),
+            demands=unsupported_fields(body, _UNSUPPORTED, _NUMBERS),
             ignored=ignored_fields(body, _KNOWN, unread),
         )
 

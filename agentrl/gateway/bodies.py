@@ -93,7 +93,8 @@ def parse_json_body(body: bytes) -> dict[str, Any]:
     """Parse the JSON object of a body.
 
     Raises:
-        RequestRefusedError: the body is not a JSON object, is not UTF-8, or is nested too deeply.
+        RequestRefusedError: the body is not a JSON object, is not UTF-8, has a number that is not finite, or is nested
+            too deeply.
     """
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_SEPARATORS:
         raise RequestRefusedError(f"the body has more than {MAX_BRACKETS} brackets or {MAX_SEPARATORS} commas", "large")
@@ -101,6 +102,9 @@ def parse_json_body(body: bytes) -> dict[str, Any]:
         value = parse_json(body.decode())
     except UnicodeDecodeError as error:
         raise RequestRefusedError(f"the body is not UTF-8 at byte {error.start}") from None
+    except _NotFiniteError as error:
+        field = _not_finite_field(body)
+        raise RequestRefusedError(f"{field or 'the body is not JSON'}: {error}", "invalid", field) from None
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -127,8 +131,30 @@ def parse_json(text: str) -> Any:
     return value
 
 
+class _NotFiniteError(ValueError):
+    """A number is not finite."""
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is not a finite number")
+        raise _NotFiniteError(f"{text[:40]} is not a finite number")
     return value
+
+
+def _not_finite_field(body: bytes) -> str | None:
+    """Return the field of a body that holds a number that is not finite; None if the body cannot be read."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    fields: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        fields += [(name[:40], item) for name, item in value.items()]
+    while fields:
+        name, item = fields.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return name
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        fields += [(name, each) for each in inner]
+    return None

@@ -32,6 +32,8 @@ RefusalKind = Literal[
 ]
 MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
+MAX_NAME_CHARACTERS = 1024
+"""Maximum length of the name of a model or tool, and of the id of a call."""
 MOST_ITEMS = 8192
 """Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
@@ -108,6 +110,23 @@ class ChatRequest:
     """Names of fields that have no effect."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Data that the protocol needs to write the reply."""
+
+    def __post_init__(self) -> None:
+        """Check the lengths of names and ids, which are recorded and written into replies.
+
+        Raises:
+            RequestRefusedError: one is too long.
+        """
+        names = [("model", "name", self.model), *(("tools", "name", tool.name) for tool in self.tools)]
+        for message in self.messages:
+            names += [("messages", "tool call id", call.id) for call in message.tool_calls]
+        for location, what, name in names:
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise RequestRefusedError(
+                    f"{location} has a {what} of {len(name)} characters; at most {MAX_NAME_CHARACTERS} are read",
+                    "invalid",
+                    location,
+                )
 
 
 ReplyEnd = Literal["stop", "length", "tool_calls", "stop_text"]

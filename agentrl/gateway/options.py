@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.gateway.calls import ReplyForm, RequestRefusedError, ToolChoice, bounded_repr
 
@@ -25,10 +26,22 @@ MAX_IGNORED = 16
 """Number of ignored fields of a request that are named."""
 
 
-class _Range(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Numbers that a field may have."""
+
     least: float
     most: float
     is_whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        is_number = type(value) is int or (type(value) is float and math.isfinite(value) and not self.is_whole)
+        return is_number and self.least <= value <= self.most  # type: ignore[operator]
+
+    @property
+    def text(self) -> str:
+        kind = "an integer" if self.is_whole else "a number"
+        return f"{kind} from {self.least:g} to {self.most:.10g}"
 
 
 _NUMBERS: Mapping[str, _Range] = {
@@ -62,18 +75,26 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Fields that no run supports, and their values that change nothing."""
 
 
-def unsupported_fields(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the unsupported fields, among `names`, that a body sets."""
-    return {name: body[name] for name in names if body.get(name) not in (None, *UNSUPPORTED[name])}
+def unsupported_fields(
+    body: Mapping[str, Any], names: Iterable[str], numbers: Iterable[str] = _NUMBERS
+) -> dict[str, Any]:
+    """Return the fields that a body sets and no run can honor: the unsupported ones among `names`, and those of
+    `numbers` that are out of their range."""
+    unsupported = {name: body[name] for name in names if body.get(name) not in (None, *UNSUPPORTED[name])}
+    values = {name: body[name] for name in numbers if body.get(name) is not None}
+    return unsupported | {name: value for name, value in values.items() if value not in _NUMBERS[name]}
 
 
-def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters that a body asks for, by their name in `SamplingParams`.
+def unsupported_reason(name: str) -> str:
+    """Say why a field of `unsupported_fields` is refused."""
+    return f"it must be {_NUMBERS[name].text}" if name in _NUMBERS else "no run supports it"
 
-    Raises:
-        RequestRefusedError: a value is not a number in the range of its field.
-    """
-    sampling = {name: _number(body[name], name) for name in _NUMBERS if body.get(name) is not None}
+
+def read_sampling(body: Mapping[str, Any], numbers: Iterable[str] = _NUMBERS) -> dict[str, float]:
+    """Return the sampling parameters that a body asks for, by their name in `SamplingParams`, without those that are
+    out of their range."""
+    values = {name: body[name] for name in numbers if body.get(name) in _NUMBERS[name]}
+    sampling = {name: value if _NUMBERS[name].is_whole else float(value) for name, value in values.items()}
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
     if sampling.get("top_p", 1.0) < LEAST_TOP_P:  # only the likeliest token is left
@@ -81,17 +102,6 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
     if sampling.get("temperature", 1.0) < LEAST_TEMPERATURE:
         sampling["temperature"] = 0.0
     return sampling
-
-
-def _number(value: Any, name: str) -> float:
-    least, most, is_whole = _NUMBERS[name]
-    is_number = type(value) is int or (type(value) is float and math.isfinite(value) and not is_whole)
-    if not is_number or not least <= value <= most:
-        kind = "an integer" if is_whole else "a number"
-        raise RequestRefusedError(
-            f"{name} is {bounded_repr(value)}; it must be {kind} from {least:g} to {most:.10g}", "invalid", name
-        )
-    return value if is_whole else float(value)
 
 
 _MODES: Mapping[str, Literal["auto", "none", "required"]] = {

@@ -16,10 +16,13 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError
+from agentrl.core.event_loop import CALL_THREADS
+from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -185,6 +188,16 @@ class _Watch:
 
 def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def calls_left_running() -> str:
+    """Name the user's code that still runs in threads; empty if there is none."""
+    stacks = [_user_frames(frame)[0][0] for frame in CALL_THREADS.stacks()]
+    places = Counter(_location(frame) for frame in stacks if is_user_code(frame.f_code.co_filename))
+    if not places:
+        return ""
+    named = ", ".join(f"{place} ({plural(count, 'call')})" for place, count in places.most_common(4))
+    return f"{plural(places.total(), 'call')} in threads did not end, and will end with this process: {named}"
 
 
 def _user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:

@@ -213,6 +213,12 @@ METRICS: tuple[Metric, ...] = (
         "started training episodes that have not ended, children included",
     ),
     Metric(
+        "episodes/threads",
+        "threads",
+        "threads of `asyncio.to_thread` and of external tools, agentrl's own included: as many as such calls ran at "
+        "once. No call waits for a thread",
+    ),
+    Metric(
         "episodes/limit",
         "episodes",
         'episodes that may be in flight now, with `max_in_flight = "auto"` (docs/explanation/scheduling.md)',

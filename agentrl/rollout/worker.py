@@ -29,10 +29,12 @@ from agentrl.core.errors import (
     describe_user_code_error,
     format_foreign_error,
 )
+from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
+from agentrl.observe.bottleneck import MOST, THREADS
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.runner import EpisodeRunner
 
@@ -93,7 +95,7 @@ class AsyncioWorker:
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def activity(self) -> Mapping[str, float]:
-        return self._runner.activity.totals()
+        return self._runner.activity.totals() | {THREADS + MOST: float(CALL_THREADS.most)}
 
     def park(self, episode_id: str) -> bool:
         return self._runner.parking.park(episode_id)

@@ -42,7 +42,7 @@ from agentrl.environment.registry import resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.task_contents import SourceContents, SplitOverlap, read_contents
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.gateway.options import NO_PENALTIES, UNSUPPORTED, ignored_fields_line
+from agentrl.gateway.options import NO_PENALTIES, SAMPLING_FIELDS, UNSUPPORTED, ignored_fields_line
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
@@ -764,14 +764,18 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
         fields = ", ".join(f"{name} = {value!r} ({plural(number, 'time')})" for (name, value), number in asked.items())
         result.remarks.append(f"{total} asked for {fields}.")
     ignored_by_class = getattr(subject.environment, "ignored_fields", ())
-    refused = [name for name in ignored if name in UNSUPPORTED and name not in ignored_by_class]
+    out_of_range = SAMPLING_FIELDS if subject.gateway_sampling != "run" else frozenset()
+    refused = [name for name in ignored if name in UNSUPPORTED.keys() | out_of_range and name not in ignored_by_class]
     if subject.gateway_sampling == "refuse":
         run_values = {**NO_PENALTIES, **subject.run_values}
         different = [name for name, value in asked if name != "logprobs" and run_values.get(name) != value]
         refused = list(dict.fromkeys([*refused, *different]))
     if refused:
+        named = [
+            f"{name} (a value out of its range)" if name in out_of_range & ignored.keys() else name for name in refused
+        ]
         result.fault(
-            f"requests with {', '.join(refused)} will be refused",
+            f"requests with {', '.join(named)} will be refused",
             f"Remove them from the agent's requests, or write "
             f"`{ignored_fields_line([*ignored_by_class, *refused])}` in the class",
         )

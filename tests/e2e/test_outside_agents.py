@@ -8,6 +8,7 @@ import pytest
 
 import agentrl
 from tests.outside_agents.environments import LIBRARIES, InstallationError, install
+from tests.outside_agents.record import PROGRAMS
 from tests.outside_agents.runs import STEPS, UNKNOWN, call, train_killed
 from tests.unit.episodes import Played, play
 
@@ -46,6 +47,8 @@ def test_what_an_agent_does_about_a_tool_that_does_not_exist(library: str) -> No
 
     if library == "autogen":
         good = good[1:]  # after the first round of calls it wants a text
+    elif library in PROGRAMS:
+        good = [*PROGRAMS[library]]
 
     def played(number: int, environment: type[agentrl.Environment]) -> Played:
         replies = [UNKNOWN] * number + good

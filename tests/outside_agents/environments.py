@@ -28,10 +28,10 @@ class InstallationError(Exception):
 
 
 def python_of(library: str) -> Path:
-    """The Python of a library's environment, in the user's cache."""
+    """The Python of a library's environment, in the user's cache; libraries with equal requirements share one."""
     digest = hashlib.sha256("\n".join(REQUIREMENTS[library]).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "agentrl-outside-agents" / f"{library}-{digest}" / "bin" / "python"
+    return cache / "agentrl-outside-agents" / digest / "bin" / "python"
 
 
 def install(library: str) -> None:
@@ -51,9 +51,9 @@ def install(library: str) -> None:
     (python.parents[1] / "installed").touch()
 
 
-def program(library: str) -> list[str]:
-    """The command that runs a library's agent."""
-    return [str(python_of(library)), str(HERE / "programs" / f"{library}_agent.py"), "{task.question}"]
+def program(library: str, file: str = "") -> list[str]:
+    """The command that runs a library's agent, or another `file` of `programs/`."""
+    return [str(python_of(library)), str(HERE / "programs" / (file or f"{library}_agent.py")), "{task.question}"]
 
 
 class Clerk(agentrl.HarnessEnvironment):
@@ -117,6 +117,28 @@ class AutoGen(Clerk):
     patience = 1
 
 
+class OpenAILoop(Clerk):
+    """A loop over the OpenAI client: required and parallel calls, JSON at temperature 0, a stream."""
+
+    command = program("openai_loop", "openai_loop.py")
+    failed_reward = 0.0
+
+
+class PydanticAIOutput(Clerk):
+    """Structured output that a validator sends back."""
+
+    command = program("pydantic_ai_output", "pydantic_ai_output.py")
+    failed_reward = 0.0
+    unknown_tool = "UnexpectedModelBehavior"
+    patience = 3
+
+
+class SmolagentsCode(Clerk):
+    """An agent that writes Python."""
+
+    command = program("smolagents_code", "smolagents_code.py")
+
+
 LIBRARIES: dict[str, type[Clerk]] = {
     "pydantic_ai": PydanticAI,
     "smolagents": Smolagents,
@@ -126,4 +148,7 @@ LIBRARIES: dict[str, type[Clerk]] = {
     "claude_agent_sdk": ClaudeAgentSDK,
     "anthropic": Anthropic,
     "autogen": AutoGen,
+    "openai_loop": OpenAILoop,
+    "pydantic_ai_output": PydanticAIOutput,
+    "smolagents_code": SmolagentsCode,
 }

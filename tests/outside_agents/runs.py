@@ -56,8 +56,14 @@ def good_reply(context: str) -> str:
     question = re.search(r"What is (\d+) \+ (\d+)\?", context)
     assert question is not None
     a, b = map(int, question.groups())
+    if "code>" in context and not tools:  # it runs the Python that the policy writes
+        return f"I add them.\n<code>\nfinal_answer(add({a}, {b}))\n</code>"
     if str(a + b) in context:
-        return call("final_answer", answer=str(a + b)) if "final_answer(" in tools else f"The sum is {a + b}"
+        if "final_answer(" in tools:
+            return call("final_answer", answer=str(a + b))
+        if "final_result(" in tools:
+            return call("final_result", total=a + b, explanation=f"{a} + {b} = {a + b}")
+        return json.dumps({"sum": a + b}) if "in JSON" in context else f"The sum is {a + b}"
     tool = re.search(r"^(\w*add)(?:\(|$)", context, re.MULTILINE)  # Claude Code names some tools in a message only
     return call(tool[1], a=a, b=b) if tool else "I cannot tell"
 
@@ -69,7 +75,9 @@ def _script(request: GenerateRequest, policy: str, version: PolicyVersion) -> li
         reply = UNKNOWN
     elif draw == 1:
         reply = reply.replace("7", "8")
-    return [*f"[{secrets.token_hex(4)}] {reply}".encode(), STOP_TOKEN]
+    mark = secrets.token_hex(4)
+    reply = f'{{"mark": "{mark}", {reply[1:]}' if reply.startswith("{") else f"[{mark}] {reply}"
+    return [*reply.encode(), STOP_TOKEN]
 
 
 def live(library: str, directory: Path, *, resume: bool) -> None:

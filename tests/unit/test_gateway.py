@@ -193,8 +193,8 @@ class Refused(Loop):
         ({"n": 1000}, 400, "n is 1000"),
         ({"messages": [user("a" * 5000)]}, 400, "context"),
         ({"messages": [user("")] * 5000}, 400, "context"),
-        ({"messages": answered_call("a" * 300_000)}, 400, "context"),
-        ({"tools": [{"function": {"name": "a" * 300_000}}]}, 400, "context"),
+        ({"messages": answered_call("a" * 300_000)}, 400, "tool call id of 300000 characters"),
+        ({"tools": [{"function": {"name": "a" * 300_000}}]}, 400, "name of 300000 characters"),
         ({"tools": [{"function": {"name": "a"}}] * 5000}, 400, "context"),
         (
             {"messages": [user("a")], "tools": [{"function": {"name": "a", "description": "b" * 300_000}}]},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.core.tokens import KeptCount
+from agentrl.core.tokens import KeptCount, TrajectoryRow
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, RequestRefusedError, TokenLogprob, openai_logprobs
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
@@ -60,17 +60,21 @@ def turns(played: Played) -> list[TurnEntry]:
     return [entry for entry in played.entries if isinstance(entry, TurnEntry)]
 
 
-def trained(played: Played) -> list[bool]:
-    """Of each turn, whether its tokens are trained."""
+def rows(played: Played) -> list[TrajectoryRow]:
+    """Return the rows of a played episode, as training reads them."""
     begin = BeginEntry("e", "", "t", {}, 0, {"main": "policy"}, "train", "g0", 1, None)
     bodies = [begin, *turns(played)]
     entries = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(bodies)]
+    return [row for trajectory in assemble_trajectories(entries) for row in trajectory.rows]
+
+
+def trained(played: Played) -> list[bool]:
+    """Of each turn, whether its tokens are trained."""
     found: dict[int, bool] = {}
-    for trajectory in assemble_trajectories(entries):
-        for row in trajectory.rows:
-            for part in row.trainable():
-                for number in np.unique(part.turn_index[part.turn_index >= 0]):
-                    found[int(number)] = bool(part.loss_mask[part.turn_index == number].all())
+    for row in rows(played):
+        for part in row.trainable():
+            for number in np.unique(part.turn_index[part.turn_index >= 0]):
+                found[int(number)] = bool(part.loss_mask[part.turn_index == number].all())
     return [found[number] for number in sorted(found)]
 
 
@@ -124,10 +128,7 @@ def test_a_row_has_the_temperatures_of_its_calls() -> None:
                     messages += [(await response.json())["choices"][0]["message"], user("b")]
 
     played = play(Chat, ["x", "y"])
-    begin = BeginEntry("e", "", "t", {}, 0, {"main": "policy"}, "train", "g0", 1, None)
-    bodies = [begin, *turns(played)]
-    entries = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(bodies)]
-    (row,) = assemble_trajectories(entries)[0].rows
+    (row,) = rows(played)
     assert row.temperatures is not None
     assert row.temperatures[row.turn_index == 0].tolist() == [0.5, 0.5]
     assert row.temperatures[row.turn_index == 1].tolist() == [2.0, 2.0]
@@ -273,17 +274,60 @@ def test_fields_without_effect_are_recorded(protocol: str, fields: dict[str, Any
 
 
 PROTOCOLS: list[ChatProtocol] = [ChatCompletionsProtocol(), OpenAIResponsesProtocol(), AnthropicMessagesProtocol()]
-BAD: list[tuple[str, Any]] = [
+OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("temperature", -0.1),
     ("temperature", 2.5),
     ("temperature", "NaN"),
-    ("temperature", float("nan")),
-    ("temperature", float("inf")),
     ("temperature", True),
     ("temperature", 10**400),
     ("temperature", [1]),
     ("top_p", 2),
     ("top_p", -1),
+    ("top_k", 0.5),
+    ("top_k", -2),
+]
+OUT_OF_RANGE_CHAT: list[tuple[str, Any]] = [
+    ("min_p", 1.5),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "value"),
+    [
+        *((protocol, name, value) for protocol in PATHS for name, value in OUT_OF_RANGE),
+        *(("chat", name, value) for name, value in OUT_OF_RANGE_CHAT),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_number_out_of_range_is_refused_by_name_unless_the_class_ignores_it(
+    protocol: str, name: str, value: Any
+) -> None:
+    environment = asks((protocol, {name: value}))
+    play(environment, [])
+    ((status, answer),) = environment.answers
+    assert status == 400
+    message = answer["error"]["message"]
+    assert message.startswith(f"{name} is ")
+    assert "but it must be a" in message
+    assert f'`ignored_fields = ("{name}",)`' in message
+    assert len(message) < 300
+
+    played = play(asks((protocol, {name: value}), ignored_fields=(name,)), ["x"])
+    (turn,) = turns(played)
+    assert turn.request is not None
+    assert (turn.request.asked, turn.request.ignored) == ({}, (name,))
+    assert trained(played) == [True]
+
+
+def test_a_run_that_insists_replaces_a_number_out_of_range() -> None:
+    played = play(asks(("chat", {"temperature": 3})), ["x"], gateway_sampling="run")
+    assert [sampling.temperature for sampling in played.sampling] == [1.0]
+
+
+BAD: list[tuple[str, Any]] = [
     ("tool_choice", "perhaps"),
     ("tool_choice", {"type": "function", "function": {"name": "no_such"}}),
     ("tool_choice", {"type": "allowed_tools", "allowed_tools": [3]}),
@@ -294,7 +338,7 @@ BAD: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize(("name", "value"), BAD, ids=str)
-def test_a_value_out_of_range_is_refused_by_name(protocol: ChatProtocol, name: str, value: Any) -> None:
+def test_a_choice_that_does_not_exist_is_refused_by_name(protocol: ChatProtocol, name: str, value: Any) -> None:
     tools: Mapping[str, Any] = {
         "chat completions": TOOLS,
         "responses": [RESPONSES_TOOL],
@@ -313,12 +357,6 @@ def test_a_value_out_of_range_is_refused_by_name(protocol: ChatProtocol, name: s
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("min_p", 1.5),
-        ("top_k", 0.5),
-        ("top_k", -2),
-        ("presence_penalty", 3),
-        ("frequency_penalty", -2.1),
-        ("repetition_penalty", 0),
         ("response_format", "json"),
         ("response_format", {"type": "grammar"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}),
@@ -373,6 +411,7 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
             ("chat", {"temperature": 0, "seed": 3, "logit_bias": {"1": 1}}),
             ("chat", {"tools": TOOLS, "tool_choice": "required", "web_search_options": {"a": 1}}),
             ("chat", {"response_format": {"type": "json_object"}, "presence_penalty": 1.0}),
+            ("chat", {"top_p": 7}),
         ]
 
         @classmethod
@@ -381,14 +420,15 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
 
     report = check_environment(Several)
     assert not report.passed
-    assert "requests with logit_bias, web_search_options will be refused" in report.text
-    assert '`ignored_fields = ("logit_bias", "web_search_options")`' in report.text
+    assert "with logit_bias, web_search_options, top_p (a value out of its range) will be refused" in report.text
+    assert '`ignored_fields = ("logit_bias", "web_search_options", "top_p")`' in report.text
     assert "asked for temperature 0: their tokens are played, but not trained" in report.text
     assert "asked for presence_penalty: their tokens" in report.text
-    own = type("Own", (Several,), {"ignored_fields": ("logit_bias", "web_search_options"), "__module__": __name__})
+    ignored = ("logit_bias", "web_search_options", "top_p")
+    own = type("Own", (Several,), {"ignored_fields": ignored, "__module__": __name__})
     report = check_environment(own)
     assert report.passed
-    assert "3 requests asked for temperature = 0.0 (1 time), " in report.text
+    assert "4 requests asked for temperature = 0.0 (1 time), " in report.text
     assert "Fields without effect: seed (1 time), logit_bias (1 time)" in report.text
     assert "The prompt asks for response_format and tool_choice, but nothing enforces it" in report.text
     report = check_environment(own, gateway_sampling="run")

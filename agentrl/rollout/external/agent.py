@@ -52,7 +52,7 @@ from agentrl.gateway.calls import (
     ToolChoice,
     bounded_repr,
 )
-from agentrl.gateway.options import ignored_fields_line, instructions
+from agentrl.gateway.options import SAMPLING_FIELDS, ignored_fields_line, instructions, unsupported_reason
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.observe.metrics import PROGRAM_FAILED, PROGRAM_OK
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
@@ -470,13 +470,13 @@ class ExternalAgent(TurnRecorder):
         """
         ignored = set(self._ignored_parameters)
         mode = self._episode.services.settings.gateway_sampling
-        refused = {name: "no run supports it" for name in request.demands if name not in ignored}
+        if mode == "run":
+            ignored |= SAMPLING_FIELDS
+        refused = {name: unsupported_reason(name) for name in request.demands if name not in ignored}
         if mode == "refuse":
             refused |= {name: reason for name, reason in self._differences(request).items() if name not in ignored}
         if refused and mode != "check":
             self._refuse_fields({**_request_fields(request), **request.demands}, refused)
-        if mode == "run":
-            ignored |= request.sampling.keys()
         if self._settings.is_external:
             ignored |= request.sampling.keys() - set(_ENDPOINT_FIELDS)
         without_effect = (
