@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -89,6 +90,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Shorten the checks of models at the start, once a test has imported them."""
+    if "agentrl.engines.models" in sys.modules:
+        from tests.support.short_start_checks import use_full_start_checks
+
+        use_full_start_checks(item.get_closest_marker("full_start_check") is not None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Judge every run under the test's `tmp_path`, unless the test says that it damages them."""
@@ -129,3 +139,4 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from agentrl.testing.sample_run import write_sample_run
 
     return write_sample_run(tmp_path_factory.mktemp("runs")).path
+

@@ -26,6 +26,7 @@ WARM.set_forkserver_preload(
         "agentrl.tinker.service",
         "agentrl.tinker.trainer",
         "transformers.models.qwen3.modeling_qwen3",
+        "tests.support.short_start_checks",
     ]
 )
 
