@@ -11,12 +11,16 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.journal_oracle import judge
 from tests.support.programs import IS_INSTALLED
+
+if TYPE_CHECKING:
+    from benchmarks.code_shape import Module
 
 pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 
@@ -140,3 +144,10 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     return write_sample_run(tmp_path_factory.mktemp("runs")).path
 
+
+@pytest.fixture(scope="session")
+def package_modules() -> list[Module]:
+    """Every module of `agentrl/`, parsed."""
+    from benchmarks.code_shape import PACKAGE, modules_of
+
+    return modules_of(PACKAGE)
