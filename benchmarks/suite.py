@@ -72,7 +72,13 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float | None = None
     environ = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(map(str, sources))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(
-        command, cwd=tree, env=os.environ | environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tree,
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
@@ -227,7 +233,7 @@ def finding_test(tree: Path, fault: Fault) -> str | None:
         (tree / fault.module).write_bytes(source)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if failed is None:
-        return None if done.returncode == 0 else "an interpreter that dies"
+        return None if done.returncode == 0 else "tests that do not start"
     passes = run_tests(tree, ["-n", "0", "--tb=no", "-m", QUICK_TESTS, failed[1]], LIMIT_S).returncode == 0
     return failed[1] if passes else None
 
