@@ -247,7 +247,9 @@ def faults(arguments: argparse.Namespace) -> dict[str, float | None]:
         possible = possible_faults(old, new)
         while num_tried < arguments.faults:
             fault = draw.choice(possible)
-            if (before := finding_test(old, fault)) is None:
+            before = finding_test(old, fault)
+            if before is None:
+                print(f"not found before: {fault}", flush=True)
                 continue
             num_tried += 1
             source = (new / fault.module).read_bytes()
