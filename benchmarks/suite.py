@@ -39,9 +39,9 @@ from benchmarks.report import ROOT, Report
 SUITE = ("tests/e2e", "tests/learning", "tests/contract", "tests/sim", "tests/property", "tests/replay", "tests/unit")
 SUITE = (*SUITE, "tests/architecture", "environments", "packages")
 FOLDERS = ("tests/unit", "tests/property", "tests/sim", "tests/replay")
-MAX_FILES = 8
+MAX_FILES = 6
 """Test files tried per fault."""
-QUICK_TESTS = "not (exhaustive or e2e or learning or slow or vllm or ray or needs)"
+QUICK_TESTS = "not (exhaustive or e2e or learning or slow or vllm or ray)"
 LIMIT_S = 600
 """Time limit of the tests of one fault; a fault that makes them exceed it is found."""
 _PR_SET_CHILD_SUBREAPER = 36
