@@ -35,6 +35,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.report import ROOT, Report
+from tests.processes import descendants
 
 SUITE = ("tests/e2e", "tests/learning", "tests/contract", "tests/sim", "tests/property", "tests/replay", "tests/unit")
 SUITE = (*SUITE, "tests/architecture", "environments", "packages")
@@ -96,12 +97,22 @@ def cpu_seconds(tree: Path, folder: str) -> float:
     """Return the CPU seconds of a folder's tests and of all processes that they start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_tests(tree, ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not exhaustive", folder])
-    with contextlib.suppress(ChildProcessError):  # processes that outlived their parents have become ours
-        while True:
-            os.waitpid(-1, 0)
+    _end_orphans()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"  {done.stdout.splitlines()[-1]}", flush=True)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _end_orphans() -> None:
+    """End the processes that outlived their parents, which have become children of this one, and count their time."""
+    while orphans := set(descendants(os.getpid())) - {os.getpid()}:
+        for orphan in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
+        os.waitpid(-1, 0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def cpu(arguments: argparse.Namespace) -> dict[str, float | None]:
