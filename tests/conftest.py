@@ -7,15 +7,20 @@ import gc
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.journal_oracle import judge
 from tests.support.programs import IS_INSTALLED
+
+if TYPE_CHECKING:
+    from benchmarks.code_shape import Module
 
 pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 
@@ -89,6 +94,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Shorten the checks of models at the start, once a test has imported them."""
+    if "agentrl.engines.models" in sys.modules:
+        from tests.support.short_start_checks import use_full_start_checks
+
+        use_full_start_checks(item.get_closest_marker("full_start_check") is not None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Judge every run under the test's `tmp_path`, unless the test says that it damages them."""
@@ -129,3 +143,11 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from agentrl.testing.sample_run import write_sample_run
 
     return write_sample_run(tmp_path_factory.mktemp("runs")).path
+
+
+@pytest.fixture(scope="session")
+def package_modules() -> list[Module]:
+    """Every module of `agentrl/`, parsed."""
+    from benchmarks.code_shape import PACKAGE, modules_of
+
+    return modules_of(PACKAGE)

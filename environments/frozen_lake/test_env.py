@@ -97,12 +97,6 @@ def test_what_is_read_agrees_with_the_game() -> None:
             assert observation[:2] == f"{state // 4}{state % 4}"
 
 
-@pytest.mark.exhaustive
-def test_it_resumes_at_every_entry() -> None:
-    report = agentrl.check_environment(FrozenLake)
-    assert report.passed, report.text
-
-
 def test_a_move_is_one_token_that_ends_the_turn_and_an_observation_eight() -> None:
     chat = TemplateChatFormat.load(MODEL)
     for move in MOVES:

@@ -113,11 +113,6 @@ def test_a_row_is_three_of_ones_own() -> None:
     assert not is_won([0, 1, 5, 6])
 
 
-def test_it_resumes_at_every_entry() -> None:
-    report = agentrl.check_environment(TicTacToe)
-    assert report.passed, report.text
-
-
 def test_a_move_is_one_token_that_ends_the_turn_and_a_line_another() -> None:
     chat = TemplateChatFormat.load(MODEL)
     for move in MOVES:

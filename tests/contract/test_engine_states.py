@@ -28,6 +28,8 @@ from tests.contract.engine_kinds import (
     write_adapter,
 )
 
+pytestmark = pytest.mark.full_start_check
+
 if TYPE_CHECKING:
     from typing import Any
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.journal.entries import TurnEntry
 from tests import journal_oracle
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e]
 
@@ -71,9 +70,8 @@ CONFIG = {
 
 
 def run_program(directory: Path, **changes: object) -> Path:
-    (directory / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "program.py", json.dumps({**CONFIG, **changes})]
-    ended = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=500)
+    (program := directory / "program.py").write_text(PROGRAM)
+    ended = warm.script(directory, program, json.dumps({**CONFIG, **changes}))
     assert ended.returncode == 0, ended.stderr
     return directory / ended.stdout.splitlines()[-1]
 

@@ -4,8 +4,6 @@ while it goes on, and which weights played."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ import pytest
 from tests.contract.test_engine_vllm_process import needs_vllm
 from tests.e2e.matches import answering, check_critic, check_played, config_of, played, write_judge
 from tests.processes import is_loopback
+from tests.support import warm
 
 pytestmark = [
     needs_vllm,
@@ -72,8 +71,7 @@ def ran(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pyte
         config = config_of(
             base, judge, directory, steps=4, policies=critic, engine={**VLLM, "replicas": request.param}, **ray
         )
-        command = [sys.executable, "-c", _RUN, config.model_dump_json()]
-        run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+        run = warm.cell(repository, _RUN, config.model_dump_json())
     assert run.returncode == 0, run.stdout + run.stderr
     return Ran(directory / "match", judge, *json.loads(run.stdout))
 

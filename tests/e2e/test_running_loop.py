@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.inspection.reader import RunReader
 from tests.e2e.test_stops import CONFIGURATION
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e]
 
@@ -75,14 +74,7 @@ asyncio.run(main())
 def test_a_notebook_trains_stops_evaluates_forks_and_replays(tmp_path: Path) -> None:
     """Its environment is defined in a cell, in no file."""
     (tmp_path / "run.toml").write_text(CONFIGURATION.replace("environment.py:Sum", "of the notebook"))
-    ended = subprocess.run(
-        [sys.executable, "-c", ENVIRONMENT + NOTEBOOK],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = warm.cell(tmp_path, ENVIRONMENT + NOTEBOOK)
     assert ended.returncode == 0, ended.stderr
     assert "stopping: finishing the step and writing a checkpoint" in ended.stderr
     assert json.loads(ended.stdout) == {

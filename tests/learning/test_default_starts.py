@@ -34,7 +34,12 @@ from tests.default_starts import CASES, POSITIONS, default_config, start, write_
 from tests.learn_cases import predict_trainer_memory
 from tests.model_families import FAMILIES, FURTHER_FAMILIES, family_config
 
-pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.learning,
+    pytest.mark.slow,
+    pytest.mark.full_start_check,
+    pytest.mark.timeout(300),
+]
 
 REFUSED = {("GPT-2", True): "no linear layers"}
 """Families and whether they have an adapter, and why those are refused: GPT-2 has no `nn.Linear`."""

@@ -38,6 +38,7 @@ from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, VOCABULARY, Episodes, make_rows, make_samples, run_config, write_model
 from tests.learn_cases import write_tokenizer as write_tokenizer_beside
 from tests.support.accelerator import COUNTERS, NAME, accelerator, register_device
+from tests.support.short_start_checks import use_full_start_checks
 
 Numbers = dict[str, Any]
 Case = Callable[[torch.device, Path], Numbers]
@@ -599,6 +600,7 @@ def measured(name: str) -> dict[str, Any]:
 def main(names: Sequence[str]) -> None:
     """Run what is named, or everything."""
     warnings.simplefilter("ignore")
+    use_full_start_checks(False)
     register_device()
     for name in names or [*CASES, *ROUNDED, *STEPS, *PLANTED]:
         sys.stdout.write(json.dumps({"name": name, **measured(name)}) + "\n")

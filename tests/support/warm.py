@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ WARM.set_forkserver_preload(
         "agentrl.tinker.service",
         "agentrl.tinker.trainer",
         "transformers.models.qwen3.modeling_qwen3",
+        "tests.support.short_start_checks",
     ]
 )
 
@@ -38,6 +40,17 @@ def command(directory: Path, *arguments: str, file_size: int = 0) -> subprocess.
 def script(directory: Path, file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a file of Python in a directory."""
     return call(_run, file, arguments, directory=directory)
+
+
+def cell(directory: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code that stands in no file in a directory, as `python -c` or a notebook does."""
+    return call(_run_cell, code, arguments, directory=directory)
+
+
+def _run_cell(code: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = main_module = types.ModuleType("__main__")
+    exec(code, main_module.__dict__)
 
 
 def _run(file: Path, arguments: tuple[str, ...]) -> None:

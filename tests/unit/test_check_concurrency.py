@@ -545,7 +545,8 @@ NAMED = {
 }
 """What findings name: texts, episodes, names and paths."""
 BUNDLED = [
-    *("calculator", "frozen_lake", "propose_and_solve", "tictactoe"),
+    *("calculator", "propose_and_solve", "tictactoe"),
+    pytest.param("frozen_lake", marks=pytest.mark.exhaustive),
     "examples/07_smollm2.py:WordProblems",
     pytest.param("examples/12_code_reward.py:Functions", marks=pytest.mark.exhaustive),
 ]

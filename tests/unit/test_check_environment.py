@@ -719,16 +719,23 @@ def test_seats_in_the_order_of_a_set_are_found_whatever_order_the_checking_proce
 
 
 WRITES_HALF = """
-import os, sys
-if sys.argv[-1].endswith("entries"):
-    open(sys.argv[-1], "wb").write(bytes([0xdc]))
-    os._exit(1)
+import os, pathlib
+if os.environ.get("PYTHONHASHSEED", "0") not in ("0", "random"):
+    for request in pathlib.Path(__file__).parent.glob("agentrl-check-*/request"):
+        request.with_name("answer").write_bytes(bytes([0xdc]))
+        pathlib.Path(__file__).with_name("ended").touch()
+    os._exit(83)  # as a process that has answered
 """
 
 
-def test_another_process_that_ends_while_it_answers_is_no_error_of_the_check(tmp_path: Path) -> None:
+def test_another_process_that_ends_while_it_answers_is_no_error_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "HASH_SEEDS", check.HASH_SEEDS[:1])  # each is a process
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "half.py").write_text(WRITES_HALF + HASHING)
     assert check_environment(f"{tmp_path / 'half.py'}:Sorting", hash_order=True).passed
+    assert (tmp_path / "ended").exists()
 
 
 def test_an_episode_that_went_by_the_order_of_a_set_does_not_go_on_in_silence(tmp_path: Path) -> None:

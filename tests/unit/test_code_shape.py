@@ -9,10 +9,8 @@ import pytest
 from benchmarks.code_shape import (
     MAX_REPORT_FIELDS,
     OTHER_REFUSALS,
-    PACKAGE,
     Module,
     decisions_from_prose,
-    modules_of,
     refusal_places,
     reports_with_many_fields,
 )
@@ -63,8 +61,8 @@ def test_kinds_keys_and_layout_are_no_decisions_from_prose(expression: str) -> N
     assert not found(expression)
 
 
-def test_no_decision_is_taken_from_a_text_for_people() -> None:
-    assert decisions_from_prose(modules_of(PACKAGE)) == []
+def test_no_decision_is_taken_from_a_text_for_people(package_modules: list[Module]) -> None:
+    assert decisions_from_prose(package_modules) == []
 
 
 @pytest.mark.parametrize(
@@ -81,8 +79,8 @@ def test_a_planted_report_with_many_fields_is_found(name: str, fields: int, is_f
     assert bool(reports_with_many_fields(planted(f"class {name}:\n{lines}"))) is is_found
 
 
-def test_no_report_has_many_fields() -> None:
-    assert reports_with_many_fields(modules_of(PACKAGE)) == []
+def test_no_report_has_many_fields(package_modules: list[Module]) -> None:
+    assert reports_with_many_fields(package_modules) == []
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,8 @@ def test_a_planted_refusal_of_a_combination_is_found(statement: str, count: int)
     assert len(refusal_places(planted(f"def check(release, name, parts):\n    {statement}\n"))) == count
 
 
-def test_combinations_are_refused_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combinations_are_refused_in_one_place(package_modules: list[Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """And each exception is one."""
     monkeypatch.setattr("benchmarks.code_shape.OTHER_REFUSALS", {})
-    places = {place.partition(",")[0] for place in refusal_places(modules_of(PACKAGE))}
+    places = {place.partition(",")[0] for place in refusal_places(package_modules)}
     assert places == {*OTHER_REFUSALS, "agentrl.core.parts:check_compatible"}

@@ -16,7 +16,7 @@ import torch
 
 from agentrl.core.tokens import COLUMNS, Column, Completion, Tokens, TrainingSample, TrajectoryRow
 from agentrl.learn.loss_batch import LossBatch
-from benchmarks.code_shape import PACKAGE, column_lists, modules_of
+from benchmarks.code_shape import Module, column_lists, modules_of
 from tests.journal_oracle import CODES, columns_of
 from tests.loss_cases import batch_of
 
@@ -94,11 +94,13 @@ def test_a_column_that_a_page_or_declaration_forgets_is_named() -> None:
         "class Rows:\n    token_ids: list\n    logprobs: list\n    loss_mask: list",
     ],
 )
-def test_the_table_is_the_one_list_of_columns(tmp_path: Path, planted: str) -> None:
-    modules = modules_of(PACKAGE)
-    assert [found.split(":")[0] for found in column_lists(modules)] == ["agentrl.core.tokens"]
+def test_a_planted_list_of_columns_is_found(tmp_path: Path, planted: str) -> None:
     (tmp_path / "second.py").write_text(planted)
     assert [found.split(":")[0].rpartition(".")[2] for found in column_lists(modules_of(tmp_path))] == ["second"]
+
+
+def test_the_table_is_the_one_list_of_columns(package_modules: list[Module]) -> None:
+    assert [found.split(":")[0] for found in column_lists(package_modules)] == ["agentrl.core.tokens"]
 
 
 def test_no_column_hides_another_part_of_the_batch() -> None:

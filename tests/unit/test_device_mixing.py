@@ -15,7 +15,6 @@ import pytest
 from tests.support.device_cases import CASES, KERNELS, PLANTED, ROUNDED, STEPS, TOLERANCE
 
 QUICK = {
-    "loss truncated",
     "adapter",
     "masks",
     "replayed routing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from datetime import timedelta
 
 import pytest
@@ -13,6 +12,7 @@ from agentrl.core.errors import TrainerLostError
 from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
 from agentrl.learn import ranks
 from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, buckets
+from tests.support.warm import WARM
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_sums_in_several_buckets_equal_the_sum_of_each_tensor(monkeypatch: pytes
     gradients = gradients_of(0)
     assert [[each.nbytes for each in bucket] for bucket in buckets(gradients)] == [[24, 16], [160], [4, 40, 4]]
     rendezvous, store = serve_rendezvous("127.0.0.1")
-    other = multiprocessing.get_context("spawn").Process(target=sum_as_rank_1, args=(rendezvous,))
+    other = WARM.Process(target=sum_as_rank_1, args=(rendezvous,))
     other.start()
     group = DistributedRankGroup(
         rendezvous, rank=0, device=torch.device("cpu"), addresses=["127.0.0.1"] * 2, store=store

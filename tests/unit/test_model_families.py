@@ -50,6 +50,8 @@ from tests.model_families import (
 )
 from tests.planted_errors import PlantedErrors, missed
 
+pytestmark = pytest.mark.full_start_check
+
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE", "OLMoE", "Llama 4", "gpt-oss", "BART", "XLM"])
 def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Path, name: str) -> None:

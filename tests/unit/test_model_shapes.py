@@ -21,6 +21,8 @@ from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
 
+pytestmark = pytest.mark.full_start_check
+
 _SHAPE = {
     "vocab_size": 97,
     "hidden_size": 32,

@@ -51,6 +51,8 @@ from tests.model_families import (
     write_family,
 )
 
+pytestmark = pytest.mark.full_start_check
+
 Change = Callable[["PlantedAttention", Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
