@@ -150,6 +150,7 @@ SETTINGS: Mapping[str, Changes] = {
     "adapter without a reference": {"policies": {"solver": {"reference": ""}}},
     "merged adapter": {"policies": {"solver": {"lora": {"merge": True}}}},
     "staleness 0": {"policies": {"solver": {"max_staleness": 0}}},
+    "staleness auto": {"policies": {"solver": {"max_staleness": "auto"}}},
     "masked lag": {"policies": {"solver": {"max_lag": 1, "over_lag": "mask"}}},
     "second learner": {"policies": {"other": {"lora": {"rank": 4}}}},
     "past opponent": {"policies": {"other": {"kind": "past", "of": "solver"}}},
