@@ -580,14 +580,14 @@ class Orchestrator:
         controller = self.staleness.get(policy)
         if controller is None:
             return {}
-        is_changed = controller.step_ended(
+        is_chosen = controller.step_ended(
             self.clock.monotonic(),
             self.dispatcher.worker.activity(),
             step_s,
             places=self.versions.engine.capabilities.places,
             max_in_flight=self.scheduler.max_in_flight,
         )
-        if is_changed:
+        if is_chosen:
             self.scheduler.bound(policy, controller.bound)
             self.tell(f"policy {policy}: {controller.reason}")
         return controller.metrics()

@@ -119,7 +119,7 @@ class StalenessController:
     def step_ended(
         self, now: float, totals: Mapping[str, float], step_s: float, *, places: int, max_in_flight: int
     ) -> bool:
-        """Take a reading at the end of a step; returns whether the bound changes.
+        """Take a reading at the end of a step; returns whether the bound was chosen for the first time, or changes.
 
         Args:
             now: time in seconds.
@@ -163,7 +163,7 @@ class StalenessController:
         if bound != before:
             self.bound, self._is_fitted = bound, False
             self._settle()
-        return bound != before
+        return is_first or bound != before
 
     def restart(self) -> None:
         """Forget the readings, in which the run did not train all the time."""
