@@ -33,8 +33,10 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
 CONTROL = "trainer"
 """Workload whose engine and trainer are exchanged: the trainer takes most of a step."""
 QUICK = ("engine and trainer", CONTROL)
-STEPS, ROUNDS, FIRST_STEPS = 80, 3, 4
-"""Steps of a run in virtual time; rounds of real runs, and their first steps, which are not measured."""
+STEPS, QUICK_STEPS = 80, 24
+"""Steps of a run in virtual time."""
+ROUNDS, FIRST_STEPS = 3, 4
+"""Rounds of real runs, and their first steps, which are not measured."""
 
 
 def predict(quick: bool) -> dict[str, float]:
@@ -50,9 +52,9 @@ def predict(quick: bool) -> dict[str, float]:
 
 def auto(quick: bool) -> dict[str, float]:
     """Compare "auto" with the best number."""
-    ratios = {}
+    ratios, steps = {}, QUICK_STEPS if quick else STEPS
     for name in _workloads(quick):
-        seconds = {bound: simulated(name, bound, STEPS)[0].step_times[-1] for bound in (*BOUNDS, "auto")}
+        seconds = {bound: simulated(name, bound, steps)[0].step_times[-1] for bound in (*BOUNDS, "auto")}
         ratios[name] = seconds["auto"] / min(seconds[bound] for bound in BOUNDS)
         print(f"  {name}: {ratios[name]:.3f}", flush=True)
     return {"auto_over_best": max(ratios.values())}
