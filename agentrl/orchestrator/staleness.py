@@ -93,14 +93,19 @@ class StalenessController:
         """Whether `_together` was measured under the bound in force."""
         self._timed: tuple[float, ...] = ()
         """What the last prediction rested on."""
+        self._unsettled = 0
+        """Number of steps that are left out of the readings."""
+        self._since = 0
+        """Number of steps since the last prediction, or since the bound changed."""
         self._interval = 1
+        """Number of steps between two predictions."""
         self._settle()
 
     def restore(self, past: PastRun, policy: str, step: int) -> None:
         """Continue with the bound that the journal recorded last."""
         bound = past.log.recorded_metric(policy, STALENESS_BOUND, step)
         together = past.log.recorded_metric(policy, TOGETHER, step)
-        if bound in self._rules.choices:
+        if bound is not None and bound in self._rules.choices:
             self.bound = int(bound)
         self._together = together or self._together
         self._settle()
