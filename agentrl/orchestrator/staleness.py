@@ -7,7 +7,7 @@ the policy's steps. Only admission follows the bound; what runs continues.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -73,14 +73,13 @@ class StalenessController:
 
     Args:
         rules: the rules of the run.
-        predict: returns seconds per step from timings and a bound.
     """
 
-    def __init__(
-        self, rules: StalenessRules, predict: Callable[[LoopTimings, int], float] = predict_step_seconds
-    ) -> None:
-        self._rules, self._predict = rules, predict
+    def __init__(self, rules: StalenessRules) -> None:
+        self._rules = rules
         self.bound = rules.choices[0]
+        self._is_chosen = False
+        """Whether a prediction chose the bound, in this process or an earlier one."""
         self.predicted: Mapping[int, float] = {}
         """Seconds per step by bound, as last predicted; empty before."""
         self._together = rules.together
@@ -106,7 +105,7 @@ class StalenessController:
         bound = past.log.recorded_metric(policy, STALENESS_BOUND, step)
         together = past.log.recorded_metric(policy, TOGETHER, step)
         if bound is not None and bound in self._rules.choices:
-            self.bound = int(bound)
+            self.bound, self._is_chosen = int(bound), True
         self._together = together or self._together
         self._settle()
 
@@ -162,8 +161,9 @@ class StalenessController:
             return False
         is_first, self._timed = not self.predicted, timed
         timings = replace(timings, together=self._together)
-        self.predicted = {bound: self._predict(timings, bound) for bound in self._rules.choices}
-        bound, before = choose_staleness(self.predicted, None if is_first else self.bound), self.bound
+        self.predicted = {bound: predict_step_seconds(timings, bound) for bound in self._rules.choices}
+        bound, before = choose_staleness(self.predicted, self.bound if self._is_chosen else None), self.bound
+        self._is_chosen = True
         self._interval = FIRST_INTERVAL if is_first else min(2 * self._interval, LAST_INTERVAL)
         if bound != before:
             self.bound, self._is_fitted = bound, False
