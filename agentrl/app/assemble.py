@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from agentrl.orchestrator.scheduler import (
     SynchronousBatchScheduler,
 )
 from agentrl.orchestrator.score_limits import ScoreLimits
+from agentrl.orchestrator.staleness import StalenessController, StalenessRules
 from agentrl.orchestrator.tasks import MEMORY_SIZE, Curriculum, GroupResult, ProposalNoveltyTracker
 from agentrl.orchestrator.tree_leases import TreeLeases
 from agentrl.orchestrator.versions import (
@@ -176,7 +177,10 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         past_starts=parts.recorded_turns,
         recorded_share=config.environment.recorded_share,
     )
-    buffer.on_group = partial(_record_group, curriculum, size)
+    staleness = _staleness(plan)
+    for name, controller in staleness.items():
+        controller.restore(parts.past, name, board.step(name))
+    buffer.on_group = partial(_record_group, curriculum, staleness.values(), size)
     best = _best_checkpoint_tracker(config.best, config.evaluation, parts.held_out, trained, parts.running_best)
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
@@ -216,6 +220,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         tell=parts.tell,
         code_changes=sum(bool(start.code_changed) for start in parts.store.starts()),
         admission=admission,
+        staleness=staleness,
         limit_workers=parts.workers.limit if parts.workers is not None else lambda count: None,
     )
     host = DispatchingHost(dispatcher, score_limits)
@@ -248,7 +253,15 @@ def _journal_retention(journal: JournalConfig, parts: RunParts) -> JournalRetent
     )
 
 
-def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
+def _record_group(
+    curriculum: Curriculum,
+    staleness: Collection[StalenessController],
+    group_size: int,
+    spec: EpisodeSpec,
+    headers: Sequence[EpisodeHeader],
+) -> None:
+    for controller in staleness:
+        controller.record_group(headers)
     if spec.parent_id is None and spec.fork is None and headers:
         group = ids.root_episode_number(spec.episode_id) // group_size
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
@@ -279,6 +292,24 @@ def _admission(plan: RunPlan, engine: Engine) -> tuple[int, AdmissionController 
         return plan.settings.max_in_flight, None
     admission = AdmissionController(engine.capabilities.places, max(demand.episodes for demand in plan.demands))
     return admission.limit, admission
+
+
+def _staleness(plan: RunPlan) -> dict[str, StalenessController]:
+    """Return the parts that adjust the bounds on staleness which the configuration does not set."""
+    settings = plan.settings
+    return {
+        name: StalenessController(
+            StalenessRules(
+                choices=plan.staleness[name],
+                max_lag=policy.max_lag if policy.over_lag == "wait" else None,
+                releases_groups=settings.credit.release == "group",
+                workers=settings.workers,
+                together=settings.speed_together,
+            )
+        )
+        for name, policy in plan.trained.items()
+        if policy.max_staleness == "auto"
+    }
 
 
 def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
@@ -434,7 +465,7 @@ def _best_checkpoint_tracker(
         stop_fall=best.stop_fall,
         checkpoints=KEPT_CHECKPOINTS,
         # a policy may have stepped once more on the episodes that the metric's policy trains on next
-        lags={name: policy.max_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
+        lags={name: policy.largest_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
     )
 
@@ -450,7 +481,7 @@ def _kept_versions(checkpoint: CheckpointConfig, trained: Mapping[str, PolicyCon
     keep = checkpoint.versions
     if not (deterministic and keep):
         return keep
-    return max(keep, checkpoint.every + 2 + max(policy.max_staleness for policy in trained.values()))
+    return max(keep, checkpoint.every + 2 + max(policy.largest_staleness for policy in trained.values()))
 
 
 def _scheduler(
@@ -467,7 +498,7 @@ def _scheduler(
     config = plan.settings
     bounds = {
         name: BoundedStaleness(
-            max_staleness=policy.max_staleness,
+            max_staleness=policy.largest_staleness,
             step_size=policy.step_size,
             max_lag=policy.max_lag if policy.over_lag == "wait" else None,
         )

@@ -227,7 +227,7 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
         "keep_kv": engine.keep_kv,
         "adapter_slots": adapter_slots_needed(base.policies),
         "max_rank": largest_lora_rank(base.policies.values()),
-        "max_staleness": {name: policy.max_staleness for name, policy in base.trained.items()},
+        "max_staleness": {name: policy.largest_staleness for name, policy in base.trained.items()},
         "capture_routing": engine.capture_routing,
         # calls of external agents may have filters that no setting names; only vLLM pays for recording kept sets
         "capture_mask": bool(plan.filtered) or engine.kind == "embedded",

@@ -60,6 +60,9 @@ class RunPlan:
     """Seats of the root episodes and their children."""
     demands: Sequence[GroupDemand]
     """Units of each policy in a root group, for each line-up."""
+    staleness: Mapping[str, Sequence[int]]
+    """Values that the bound on each learning policy's staleness may take, in ascending order: several with
+    `max_staleness = "auto"`."""
 
     @cached_property
     def engine(self) -> EnginePlan:
@@ -143,10 +146,11 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     }
     seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
     check_names(config.seats, environment, seats)
+    learners: dict[type[Environment], Mapping[str, PolicyConfig]] = {}
     for root in kinds:
         holders = assignment.policies_of(kinds[root][0].seats)
-        learners = {name: policy for name, policy in trained.items() if name in holders}
-        check_trees(root, config, learners)
+        learners[root] = {name: policy for name, policy in trained.items() if name in holders}
+        check_trees(root, config, learners[root])
     by_root = {
         root: group_demands(kinds[root], assignment, size, root.branches, trained)
         for root in trained_root_environments(environment)
@@ -163,8 +167,10 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
     check_held(config.policies, assignment, environment, seats)
     is_vllm_on_cpu = config.engine.kind == "vllm" and not (config.on_cluster or machine.gpus())
     check_expert_adapters(config.bases, is_vllm_on_cpu=is_vllm_on_cpu)
-    for name, policy in trained.items():
-        check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
+    staleness = {
+        name: _possible_staleness(config, name, learners, [demand.units.get(name, 0) for demand in demands])
+        for name in trained
+    }
     if config.max_in_flight != "auto" and size > config.max_in_flight:
         raise ConfigError(
             f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
@@ -176,7 +182,44 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
             f"no group could start: set max_in_flight_per_task = {size} or more, or 0 for no limit, or lower "
             "credit.group_size"
         )
-    return RunPlan(settings=config, environment=environment, seats=seats, demands=demands)
+    return RunPlan(settings=config, environment=environment, seats=seats, demands=demands, staleness=staleness)
+
+
+def _possible_staleness(
+    config: RunConfig,
+    name: str,
+    learners: Mapping[type[Environment], Mapping[str, PolicyConfig]],
+    brought: Sequence[int],
+) -> Sequence[int]:
+    """Return the values that the bound on a policy's staleness may take: with "auto", those that the other settings
+    would not refuse as a number.
+
+    Args:
+        config: configuration of the run.
+        name: the policy.
+        learners: policies that learn in each environment.
+        brought: the policy's units of a group, for each line-up.
+
+    Raises:
+        ConfigError: they refuse every value.
+    """
+    policy, refusal, possible = config.trained[name], ConfigError(""), list[int]()
+    for bound in policy.staleness_choices:
+        bounded = policy.model_copy(update={"max_staleness": bound})
+        at_bound = config.model_copy(update={"policies": {**config.policies, name: bounded}})
+        try:
+            check_fill(config.credit.group_size, name, bounded, brought)
+            check_compatible(run_parts(at_bound, at_bound.trained))
+            for root, policies in learners.items():
+                if name in policies:
+                    check_trees(root, at_bound, {**policies, name: bounded})
+        except ConfigError as error:
+            refusal = error
+        else:
+            possible.append(bound)
+    if not possible:
+        raise refusal
+    return possible
 
 
 class ChoiceLines(NamedTuple):

@@ -77,7 +77,7 @@ def pinned_policy_step_lags(trained: Mapping[str, PolicyConfig], *, deterministi
     """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
     which are served at once), with the number of steps by which the oldest of them is behind the current one."""
     policies = trained.items() if deterministic else ()
-    return {name: policy.max_staleness for name, policy in policies if policy.served_adapter is not None}
+    return {name: policy.largest_staleness for name, policy in policies if policy.served_adapter is not None}
 
 
 class EpisodeKindSeats(NamedTuple):
@@ -145,14 +145,14 @@ def split_group_warnings(
 def check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
     """Check that groups fit the bounds of a policy and, at staleness 0, fill its steps with whole groups."""
     largest, smallest = max(brought), min(brought)
-    bound = (1 + policy.max_staleness) * policy.step_size
+    bound = (1 + policy.largest_staleness) * policy.step_size
     if largest > bound:
         raise ConfigError(
             f"credit.group_size = {size}: a group produces {plural(largest, 'unit')} of {name}, more than may be in "
             f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {largest} or more, "
             "or lower credit.group_size, the fan-out or the branches"
         )
-    if policy.max_staleness == 0 and smallest == largest and policy.step_size % largest:
+    if policy.largest_staleness == 0 and smallest == largest and policy.step_size % largest:
         full = policy.step_size - policy.step_size % largest
         raise ConfigError(
             f"policies.{name}.step_size = {policy.step_size} can never be filled: a group produces "
@@ -209,7 +209,7 @@ def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tup
 def lease_limits(trained: Mapping[str, PolicyConfig]) -> dict[str, int]:
     """Return the number of versions of each policy that trees may lease at once; `adapter_slots_needed` has room for
     them, the current version and the next."""
-    return {name: policy.max_staleness + 1 for name, policy in trained.items()}
+    return {name: policy.largest_staleness + 1 for name, policy in trained.items()}
 
 
 def check_held(
@@ -265,7 +265,7 @@ def rollout_settings(plan: RolloutPlan, chat_format: ChatFormat, max_context: in
         seat=seat_settings(plan.sampling, max_context),
         policies=policy_overrides(plan, chat_format, max_context),
         episode_timeout_s=plan.episode_timeout_s,
-        max_staleness={name: policy.max_staleness for name, policy in plan.trained.items()},
+        max_staleness={name: policy.largest_staleness for name, policy in plan.trained.items()},
         reward_weights=plan.credit.reward_weights,
         compares_turns=plan.credit.compares_turns,
         scored=plan.scored,
@@ -643,7 +643,7 @@ def adapter_slots_needed(policies: Mapping[str, AnyPolicy]) -> int:
     for policy in policies.values():
         match policy:
             case PolicyConfig() if policy.served_adapter is not None:
-                slots += policy.max_staleness + 2
+                slots += policy.largest_staleness + 2
             case FrozenPolicy():
                 slots += adapter_rank(policy) > 0
             case OpponentPoolPolicy():

@@ -528,7 +528,7 @@ async def serve_versions_of_trees(
             pinned_version for pinned_version in served_versions.pinned() if pinned_version.policy == version.policy
         }
         weights = journal.published(version)
-        if weights is not None and (version in pinned_versions or len(pinned_versions) <= policy.max_staleness):
+        if weights is not None and (version in pinned_versions or len(pinned_versions) <= policy.largest_staleness):
             with contextlib.suppress(EngineError):  # the files were deleted
                 await served_versions.pin(holder, weights)
 

@@ -460,7 +460,9 @@ def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "report what this machine has, which resources a run will use, and what is missing"
     parser = _add_command(commands, "doctor", text, "doctor:doctor")
-    parser.add_argument("file", type=_path, nargs="?", help=f"{_FILE}; default: the demo's")
+    parser.add_argument(
+        "file", type=_path, nargs="?", help=f"{_FILE}; default: the demo's. A run: how long its steps take, and why"
+    )
     parser.add_argument("--model", type=expand_path, help="directory of the base model, instead of model.path")
     parser.add_argument(
         "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"

@@ -1,4 +1,5 @@
-"""`agentrl doctor [FILE]`: reports what this machine has, what a run will use, what is missing, and how to install it.
+"""`agentrl doctor [FILE|RUN]`: reports what this machine has, what a run will use, what is missing, and how to install
+it; of a run, how long its steps take, and would with other bounds on staleness.
 
 Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the run of FILE (without one:
 `agentrl demo`) cannot work or does not fit into memory.
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.forked_child import answers_from_forked_child
@@ -74,8 +76,14 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run `agentrl doctor [FILE] [--model DIR] [--section.field=value …]`; exit code 1 if something the run needs is
-    missing, or a check could not be made."""
+    """Run `agentrl doctor [FILE|RUN] [--model DIR] [--section.field=value …]`; exit code 1 if something the run needs
+    is missing, or a check could not be made."""
+    run = None if options.file is None else _run_directory(options.file)
+    return _report_machine(options) if run is None else _report_run(run, as_json=options.json)
+
+
+def _report_machine(options: argparse.Namespace) -> int:
+    """Print what this machine has, and what a run of the file will use; returns the exit code."""
     sections, overrides = SECTIONS, list(options.overrides)
     if options.model is not None:
         if options.file is None:
@@ -128,6 +136,45 @@ def doctor(options: argparse.Namespace) -> int:
         verdict = f"ready: try `{escape_line(command)}`"
     sys.stdout.write(f"{verdict}\n")
     return 0 if ready else 1
+
+
+def _run_directory(name: str | Path) -> Path | None:
+    """Return the directory of a run named on the command line; None if the name is that of another file."""
+    from agentrl.cli.runs import find_run
+
+    path = find_run(str(name))
+    return path if (path / "journal").is_dir() else None
+
+
+def _report_run(run: Path, *, as_json: bool) -> int:
+    """Print how fast the steps of a run are, and could be; returns 0."""
+    title, checks = f"steps of {run.name}", pace_checks(run)
+    if as_json:
+        print_json({"sections": {title: [asdict(check) for check in checks]}})
+    else:
+        _print_section(title, checks)
+    return 0
+
+
+def pace_checks(run: Path) -> list[Check]:
+    """Return the bound on staleness of each policy, with predicted and seen seconds per step."""
+    from agentrl.inspection.reader import RunReader, convert_damage_errors
+    from agentrl.inspection.statistics import run_state
+    from agentrl.observe.pace import ChosenStaleness
+
+    with contextlib.closing(RunReader(run)) as reader, convert_damage_errors(reader.log):
+        state = run_state(reader)
+    checks = list[Check]()
+    for name, policy in state.policies.items():
+        chosen = ChosenStaleness.of_steps(policy.steps)
+        if chosen is not None:
+            checks.append(Check(name=name, result=chosen.reason))
+            checks += [Check(name=f"  staleness {bound}", result=text) for bound, text in chosen.table.items()]
+        elif policy.max_staleness is not None and policy.steps:
+            seconds = [values["step/seconds"] for values in policy.steps.values() if "step/seconds" in values]
+            text = f"max_staleness = {policy.max_staleness}, as set"
+            checks.append(Check(name=name, result=text + (f": {fmean(seconds):.3g} s seen" if seconds else "")))
+    return checks or [Check(name="steps", result="none yet", level="note")]
 
 
 def _of_run(probes: Sequence[Probe], directory: str, left_out: Collection[Probe]) -> tuple[Probe, ...]:

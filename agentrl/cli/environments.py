@@ -372,7 +372,6 @@ path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of ag
 [policies.solver]
 learning_rate = 3e-4  # without it, by the size of the model
 step_size = 64        # episodes per optimizer step
-max_staleness = 1     # 0 is synchronous training
 
 [credit]
 group_size = 8        # episodes of one task, compared with each other

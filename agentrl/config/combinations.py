@@ -42,7 +42,18 @@ ADAPTER = Part(
     "policies.NAME.lora",
     gives=frozenset({Property.SEVERAL_VERSIONS, Property.STABLE_VERSION, Property.KEEPS_VERSIONS}),
 )
-SYNCHRONOUS = Part("staleness", "policies.NAME.max_staleness = 0", "set policies.NAME.max_staleness = 1 or more")
+SYNCHRONOUS = Part(
+    "staleness",
+    "policies.NAME.max_staleness = 0",
+    "set policies.NAME.max_staleness = 1 or more",
+    gives=frozenset({Property.REPEATABLE}),
+)
+MEASURED_STALENESS = Part(
+    "staleness",
+    "policies.NAME.max_staleness = 'auto'",
+    "set policies.NAME.max_staleness = 1, or 0 with full weights",
+    gives=frozenset({Property.OVERLAPS}),
+)
 MASKED_LAG = Part(
     "bound on lag",
     "policies.NAME.over_lag = 'mask'",
@@ -300,6 +311,7 @@ DETERMINISTIC = Part(
             "with max_staleness above 0, a batch would mix versions, since an engine holds one version of full weights",
             "set policies.NAME.max_staleness = 0, or train an adapter (policies.NAME.lora, without merge)",
         ),
+        Need("staleness", Property.REPEATABLE, "'auto' chooses by the time that steps take"),
         Need("policy", Property.REPEATABLE, _CHANGES),
         Need("schedule", Property.REPEATABLE, _CHANGES, "remove one of the two"),
         Need("replicas", Property.REPEATABLE, "the composition of a batch must not vary"),

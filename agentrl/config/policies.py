@@ -61,6 +61,8 @@ class _SampledPolicy(Section):
     """Sampling settings of this policy, in place of those in `[sampling]`."""
 
 
+STALENESS_CHOICES = (0, 1, 2, 4)
+"""Bounds between which a run chooses with `max_staleness = "auto"`. More than 4 rarely saves time, and costs steps."""
 LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
 """Default learning rates. An adapter takes about ten times the rate of full weights (Schulman et al., 2025, "LoRA
 Without Regret"); 1e-6 is the usual rate for full weights of pretrained models in other libraries."""
@@ -100,16 +102,29 @@ class PolicyConfig(LocalPolicy):
     """AdamW learning rate after warm-up. A run prints it at startup."""
     step_size: WaveFixed[Episodes] = 64
     """Units per optimizer step. A unit is the policy's part of one episode."""
-    max_staleness: WaveFixed[MaybeSteps] = 1
-    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. The mean is over
-    all steps since the last resume: a single step may exceed it, and so do episodes that began before a resume
-    (docs/explanation/off_policy.md)."""
+    max_staleness: WaveFixed[Literal["auto"] | MaybeSteps] = "auto"
+    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. `auto`: 0, 1, 2
+    or 4, the smallest with which a step takes about the least time; 0 unless the others save a fifth
+    (docs/explanation/scheduling.md). The mean is over all steps since the last resume: a single step may exceed it, and
+    so do episodes that began before a resume (docs/explanation/off_policy.md)."""
     max_lag: WaveFixed[MaybeSteps | None] = None
     """Upper bound on the staleness of every trained token, in optimizer steps; null: none
     (docs/explanation/off_policy.md)."""
     over_lag: WaveFixed[Literal["wait", "mask"]] = "wait"
     """What keeps `max_lag` while an episode is slow. `wait`: admission pauses, and every sampled token is trained.
     `mask`: older tokens are not trained, later tokens of the same episode are."""
+
+    @property
+    def staleness_choices(self) -> tuple[int, ...]:
+        """Values that the bound on staleness may take while the run runs, in ascending order."""
+        if self.max_staleness != "auto":
+            return (self.max_staleness,)
+        return tuple(bound for bound in STALENESS_CHOICES if self.max_lag is None or bound <= self.max_lag)
+
+    @property
+    def largest_staleness(self) -> int:
+        """Largest value that the bound on staleness may take, for all that is sized by it."""
+        return self.staleness_choices[-1]
 
     @property
     def masks_beyond(self) -> int | None:

@@ -22,6 +22,7 @@ from agentrl.config.combinations import (
     EVALUATION,
     FILTERED_ENDPOINT,
     FULL_WEIGHTS,
+    MEASURED_STALENESS,
     MERGED_ADAPTER,
     MIXED_FILTERS,
     NO_HELD_OUT_TASKS,
@@ -197,7 +198,7 @@ class RunConfig(Section):
         for name in self.policies:
             self._check_sampling(name)
         for name, policy in self.trained.items():
-            if policy.max_lag is not None and policy.max_lag < policy.max_staleness:
+            if policy.max_lag is not None and policy.max_lag < policy.largest_staleness:
                 raise ValueError(
                     f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, "
                     "which bounds the mean of what max_lag limits: raise it, or lower max_staleness"
@@ -520,15 +521,25 @@ class RunConfig(Section):
     def threads(self) -> int:
         """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among the
         processes that compute at once. If only one policy learns, at `max_staleness` 0, engines and ranks compute in
-        turn.
+        turn; with "auto" too, unless it pays that they share the cores.
 
         A deterministic run uses one thread, because the number of threads decides the order of additions.
         """
         if self.deterministic:
             return 1
-        bounds = [policy.max_staleness for policy in self.trained.values()]
+        bounds = [policy.staleness_choices[0] for policy in self.trained.values()]
         engines, ranks = self.engine.count * max(1, len(self.bases)), self.trainer.ranks if bounds else 0
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
+
+    @property
+    def speed_together(self) -> float:
+        """Guess of the speed of engine and trainer while both compute, relative to each alone. On GPUs and clusters
+        they share nothing; on CPUs, caches and memory; in one process, Python's lock."""
+        if self.on_cluster or (machine.gpus() and not self.stays_on_cpu):
+            return 1.0
+        if len(os.sched_getaffinity(0)) == 1:
+            return 0.5
+        return 0.6 if self.engine_in_process else 0.8
 
     @property
     def filtered(self) -> list[str]:
@@ -698,9 +709,11 @@ def _policy_parts(config: RunConfig, learners: Mapping[str, PolicyConfig]) -> It
             yield ADAPTER.named(name)
         else:
             part = FULL_WEIGHTS if policy.lora is None else MERGED_ADAPTER
-            gives = {Property.STABLE_VERSION: not policy.max_staleness, Property.KEEPS_VERSIONS: not on_vllm}
+            gives = {Property.STABLE_VERSION: 0 in policy.staleness_choices, Property.KEEPS_VERSIONS: not on_vllm}
             yield part.named(name, *(item for item, applies in gives.items() if applies))
-        if not policy.max_staleness:
+        if policy.max_staleness == "auto":
+            yield MEASURED_STALENESS.named(name)
+        elif not policy.max_staleness:
             yield SYNCHRONOUS.named(name)
     for name, pool in config.of_kind(OpponentPoolPolicy).items():
         is_full = pool.of in config.trained and config.trained[pool.of].served_adapter is None

@@ -341,6 +341,14 @@ class RunLog:
         path = f'$."{name}"'
         return float(self.rows("SELECT coalesce(sum(json_extract(metrics, ?)), 0) FROM episodes", path)[0][0])
 
+    def recorded_metric(self, policy: str, name: str, step: int) -> float | None:
+        """Return the newest value of a policy's metric at a step or before it; None if there is none."""
+        rows = self.rows(
+            "SELECT value FROM metrics WHERE policy = ? AND name = ? AND step <= ? ORDER BY step DESC, id DESC LIMIT 1",
+            *(policy, name, step),
+        )
+        return None if not rows else rows[0][0]
+
     def episode_metrics(self, episode_ids: Collection[str]) -> dict[str, dict[str, float]]:
         """Return the metrics of committed episodes, by id."""
         statement = (

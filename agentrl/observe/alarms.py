@@ -24,6 +24,7 @@ from agentrl.observe.metrics import (
     HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     PROGRAM_OK,
+    STALENESS_BOUND,
     TOOLS_OFFERED,
     count_foreign_calls,
     count_tool_calls,
@@ -582,12 +583,15 @@ def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     window, late = newest_step_metrics(policy), state.plan.late_staleness
     if len(window) < WINDOW or any(window_metric_values(window, "staleness/before_resume")):
         return
-    lags, bound = window_metric_values(window, "staleness/mean"), policy.max_staleness
+    lags = window_metric_values(window, "staleness/mean")
+    # after a bound fell, a few steps train what was sampled under the larger one
+    chosen = window_metric_values(newest_step_metrics(policy, 3 * WINDOW), STALENESS_BOUND)
+    bound = max(chosen, default=policy.max_staleness)
     if lags and bound is not None and mean_of(lags) > bound + late + max(0.25, 0.25 * bound):
         yield Alarm(
             "staleness",
             policy.name,
-            f"the mean lag of the last {len(window)} steps is {mean_of(lags):.2f} steps, the bound {bound}",
+            f"the mean lag of the last {len(window)} steps is {mean_of(lags):.2f} steps, the bound {bound:.0f}",
             "episodes outlive several steps: lower max_in_flight or sampling.max_turns, raise step_size, or allow it "
             "with a larger max_staleness",
         )

@@ -63,6 +63,8 @@ MAX_CALLED = 100
 """Maximum number of such names, and of errors."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
+PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
+"""Keys of the sums over turns from which `fit_passes` computes the time of a forward pass."""
 
 BLOCKED_SHARE = 0.5
 """Share of the time that event loops must be blocked for the user's code to be the bottleneck."""
@@ -103,6 +105,7 @@ class ActivityClock:
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
         self._num_turns = 0
+        self._passes = [0.0] * len(PASSES)
 
     def change(self, activity: Activity, by: int) -> None:
         """Begin an activity (`by` = 1), end it (-1), or do so for several episodes."""
@@ -163,6 +166,35 @@ class ActivityClock:
         if (metric, name, error) in self._failed or len(self._failed) < MAX_CALLED:
             self._failed[metric, name, error] += 1
 
+    def turn_begins(self) -> tuple[float, float]:
+        """Return what `turn_ended` needs of the beginning of a turn in the engine."""
+        return self._clock.monotonic(), self._engine_seconds()
+
+    def turn_ended(self, began: tuple[float, float], tokens: int, places: int) -> None:
+        """Count the forward passes of a turn, and the turns beside it meanwhile.
+
+        Args:
+            began: what `turn_begins` returned.
+            tokens: number of sampled tokens.
+            places: number of turns that the engine samples at once, while the others wait; 0: unknown.
+        """
+        seconds = self._clock.monotonic() - began[0]
+        if seconds <= 0.0:
+            return
+        passes = tokens + 1  # one computes the context
+        beside = (self._engine_seconds() - began[1]) / seconds
+        if 0 < places < beside:  # the rest of the time, the turn waited
+            seconds, beside = seconds * places / beside, places
+        rows = passes * beside
+        values = (passes * passes, passes * rows, rows * rows, passes * seconds, rows * seconds)
+        for number, value in enumerate(values):
+            self._passes[number] += value
+
+    def _engine_seconds(self) -> float:
+        """Return the seconds of all turns in the engine until now."""
+        self.change("engine", 0)
+        return self._tallies["engine"].seconds
+
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
         for tally in self._tallies.values():
@@ -170,7 +202,7 @@ class ActivityClock:
 
     def totals(self) -> dict[str, float]:
         """Return the seconds of each activity until now, its `ANY` and `MOST`, and `TURNS`."""
-        totals: dict[str, float] = {TURNS: float(self._num_turns)}
+        totals: dict[str, float] = {TURNS: float(self._num_turns), **dict(zip(PASSES, self._passes, strict=True))}
         now = self._clock.monotonic()
         for activity, tally in tuple(self._tallies.items()):
             self._change(activity, 0, now)
@@ -182,6 +214,26 @@ class ActivityClock:
         totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
+
+
+def fit_passes(before: Mapping[str, float], now: Mapping[str, float]) -> tuple[float, float] | None:
+    """Return the seconds of a forward pass of the engine without rows, and those that each concurrent turn adds, as
+    the turns between two readings took them; None if none ended.
+
+    Least squares over turns: the seconds of a turn are its passes times (first + second × concurrent turns). If the
+    number of turns hardly varied, the two cannot be told apart, and every turn counts as one more row.
+    """
+    s11, s12, s22, s1, s2 = (now.get(key, 0.0) - before.get(key, 0.0) for key in PASSES)
+    if s11 <= 0.0 or s22 <= 0.0:
+        return None
+    determinant = s11 * s22 - s12 * s12
+    if determinant > 1e-3 * s11 * s22:
+        pass_s, row_s = (s1 * s22 - s2 * s12) / determinant, (s2 * s11 - s1 * s12) / determinant
+        if pass_s >= 0.0 and row_s >= 0.0:
+            return pass_s, row_s
+        if row_s < 0.0:
+            return s1 / s11, 0.0
+    return 0.0, s2 / s22
 
 
 class Bottleneck(NamedTuple):
@@ -405,15 +457,16 @@ class BottleneckWatch:
 
     Args:
         read: returns the totals of the loop and of its workers.
-        max_staleness: bound of each policy that learns.
+        max_staleness: returns the bound of each policy that learns.
         places: see `find_bottleneck`.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, float]], max_staleness: Mapping[str, int], places: int) -> None:
+    def __init__(
+        self, read: Callable[[], Mapping[str, float]], max_staleness: Callable[[], Mapping[str, int]], places: int
+    ) -> None:
         self._read = read
-        self._max_staleness = max(max_staleness.values(), default=0)
-        self._is_overlapping = min(max_staleness.values(), default=0) > 0
-        self._num_steps = 2 * len(max_staleness)
+        self._max_staleness = max_staleness
+        self._num_steps = 2 * len(max_staleness())
         self.places = places
         self._start: Mapping[str, float] = {}
         self._first_step: Mapping[str, float] | None = None
@@ -430,7 +483,7 @@ class BottleneckWatch:
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        if self._is_overlapping and self._first_step is None:
+        if self._first_step is None and min(self._max_staleness().values(), default=0) > 0:
             self._first_step = self._read()
 
     def step_ended(self) -> None:
@@ -465,7 +518,7 @@ class BottleneckWatch:
         found = find_bottleneck(
             before,
             now,
-            max_staleness=self._max_staleness,
+            max_staleness=max(self._max_staleness().values(), default=0),
             places=self.places,
             period=period,
             filled=self._first_step if is_filled else None,

@@ -41,6 +41,11 @@ SCORE_REQUESTS = "scores/requests/"
 SCORE_TOKENS = "scores/tokens/"
 """Prefix of the metric of the tokens that models computed for a scorer."""
 
+STALENESS_BOUND = "staleness/bound"
+PREDICTED_STEP = "pace/predicted_s/"
+"""Prefix of the metrics of predicted seconds per step, by bound on staleness."""
+TOGETHER = "pace/together"
+
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the step's episodes"),
     Metric(
@@ -151,6 +156,23 @@ METRICS: tuple[Metric, ...] = (
         "staleness/mean",
         "steps",
         "mean staleness of the step's episodes: current step minus the step of their oldest sampling weights",
+    ),
+    Metric(
+        STALENESS_BOUND,
+        "steps",
+        'bound on the mean staleness from this step on, with `max_staleness = "auto"` (docs/explanation/scheduling.md)',
+    ),
+    Metric(
+        f"{PREDICTED_STEP}<bound>",
+        "s",
+        "predicted seconds per step with this bound on staleness, as of the last prediction; `step/seconds` is what "
+        "was seen",
+    ),
+    Metric(
+        TOGETHER,
+        "fraction",
+        "speed of engine and trainer while both compute, relative to each alone, in these predictions: a guess by what "
+        "they share, until it has been measured",
     ),
     Metric("staleness/max", "steps", "largest staleness of the step's episodes"),
     Metric(

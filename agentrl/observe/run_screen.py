@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -18,6 +18,7 @@ from rich.text import Text
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
 from agentrl.observe.metrics import find_registered_metric, own_metrics, reward_metrics
+from agentrl.observe.pace import ChosenStaleness
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         if not several:
             parts.append(_plot(policy, width))
         parts.append(_figures(policy, width, several=several))
+        parts += _chosen_staleness(policy)
     if state.status is not None:
         parts.append(_status(state.status))
     if not alarms:
@@ -202,6 +204,19 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     for left_cell, right_cell in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
         table.add_row(*left_cell, *right_cell)
     return table
+
+
+def _chosen_staleness(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
+    """Yield the bound on staleness that the run chose, its reason, and the time per step with each bound."""
+    if (chosen := ChosenStaleness.of_steps(policy.steps)) is None:
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    table.add_row("staleness", Text(chosen.reason))
+    for bound, text in chosen.table.items():
+        table.add_row("", Text(f"{'lockstep' if not bound else f'staleness {bound}'}: {text} a step", "dim"))
+    yield table
 
 
 def _own(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:

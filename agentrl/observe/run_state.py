@@ -158,8 +158,8 @@ class RunDisplaySettings:
     environment: str = ""
     model: str = ""
     steps: int = 0
-    max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """Bound on staleness of each trainable policy."""
+    max_staleness: Mapping[str, int | None] = field(default_factory=dict)
+    """Bound on staleness of each trainable policy; None if the run chooses it."""
     own_steps: Mapping[str, int] = field(default_factory=dict)
     """Number of steps of each policy that has its own setting."""
     phased: frozenset[str] = frozenset()
@@ -305,7 +305,7 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
         },
         late_staleness=0.0 if _mapping(config.get("credit")).get("release", "group") == "group" else 0.5,
         max_staleness={
-            name: _integer(policy.get("max_staleness")) or 0
+            name: None if policy.get("max_staleness") == "auto" else _integer(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()
             if policy.get("kind", "trained") == "trained"
         },

@@ -57,6 +57,7 @@ from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.scheduler import Scheduler
+from agentrl.orchestrator.staleness import StalenessController
 from agentrl.orchestrator.step_metrics import StepMetrics
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
@@ -164,6 +165,8 @@ class Orchestrator:
     """Value of the metric `run/code_changes`."""
     admission: AdmissionController | None = None
     """Adjusts the number of episodes in flight; None: the configuration sets it."""
+    staleness: Mapping[str, StalenessController] = field(default_factory=dict)
+    """Adjusts the bound on staleness of each policy whose configuration sets none."""
     limit_workers: Callable[[int], None] = lambda count: None
     """Tells worker processes the number of episodes that may run at once."""
     activity: ActivityClock = field(init=False)
@@ -192,9 +195,11 @@ class Orchestrator:
         self.activity = self.dispatcher.in_flight.activity
         if self.admission is not None:
             self.scheduler.limit(self.admission.limit, self.admission.reason)
+        for policy, controller in self.staleness.items():
+            self.scheduler.bound(policy, controller.bound)
         self._bottleneck = BottleneckWatch(
             self.activity_totals,
-            {policy: self.scheduler.max_staleness(policy) for policy in self.board.trainable},
+            lambda: {policy: self.scheduler.max_staleness(policy) for policy in self.board.trainable},
             self.versions.engine.capabilities.places,
         )
         self._metrics = StepMetrics(
@@ -260,6 +265,8 @@ class Orchestrator:
         if self.paused_by:
             self.paused_by, self.scheduler.is_paused = "", False
             self._bottleneck.start()
+            for controller in self.staleness.values():
+                controller.restart()
             self.dispatcher.unpause()
             self.changed.notify()
 
@@ -530,7 +537,7 @@ class Orchestrator:
             units=tuple(ready.unit for ready in ready_units),
             normalizer=self._normalizer(policy, ready_units),
         )
-        waited_s = self._metrics.before_step(policy)
+        waited_s, began = self._metrics.before_step(policy), self.clock.monotonic()
         self._open_steps[policy] = batch.step_id
         try:
             report = await self._train_on(batch)
@@ -556,6 +563,7 @@ class Orchestrator:
             metrics["changed_numbers"] = weights.changed_numbers
         if self.admission is not None:
             metrics["episodes/limit"] = float(self.admission.limit)
+        metrics |= self._adjust_staleness(policy, self.clock.monotonic() - began)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         measured_versions = self.best.sampled_by(self.board, (ready.sampled_by for ready in ready_units))
         self.board.advance(version)
@@ -565,6 +573,24 @@ class Orchestrator:
         await self.opponents.add_version(weights)
         await self.retention.prune(weights, self._needed_versions())
         return True
+
+    def _adjust_staleness(self, policy: str, step_s: float) -> Mapping[str, float]:
+        """Let the episodes of a policy run further ahead of its steps, or less far, if the run chooses the bound;
+        returns the metrics of the choice."""
+        controller = self.staleness.get(policy)
+        if controller is None:
+            return {}
+        is_chosen = controller.step_ended(
+            self.clock.monotonic(),
+            self.dispatcher.worker.activity(),
+            step_s,
+            places=self.versions.engine.capabilities.places,
+            max_in_flight=self.scheduler.max_in_flight,
+        )
+        if is_chosen:
+            self.scheduler.bound(policy, controller.bound)
+            self.tell(f"policy {policy}: {controller.reason}")
+        return controller.metrics()
 
     def _normalizer(self, policy: str, ready_units: Sequence[ReadyUnit]) -> float:
         """Return the divisor of the step's loss, in tokens; the trainer computes that of a mean over sequences."""

@@ -182,7 +182,7 @@ class Scheduler:
         self._opponents = opponents
         self._starvation = StarvationGuard(demand.episodes)
         self._board = board
-        self._bounds = staleness
+        self._bounds = dict(staleness)
         self.phases = phases
         self._max_in_flight, self._limit_reason = max_in_flight, SET_LIMIT
         self.max_in_flight_per_task = max_in_flight_per_task
@@ -268,6 +268,15 @@ class Scheduler:
     def limit(self, max_in_flight: int, reason: InFlightLimit = SET_LIMIT) -> None:
         """Change the number of episodes that may run at once."""
         self._max_in_flight, self._limit_reason = max_in_flight, reason
+
+    def bound(self, policy: str, max_staleness: int) -> None:
+        """Change the bound on the mean lag of a policy's units."""
+        self._bounds[policy] = replace(self._bounds[policy], max_staleness=max_staleness)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum number of episodes running at once."""
+        return self._max_in_flight
 
     def end_after(self, steps: Mapping[str, int]) -> None:
         """Change the last step of each policy."""

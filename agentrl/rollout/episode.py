@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
@@ -374,17 +374,27 @@ class ActivityWait:
     A class, because every episode in flight holds one, and the context of a generator takes 350 bytes.
     """
 
-    __slots__ = ("_activity", "_episode")
+    __slots__ = ("_activity", "_began", "_episode")
 
     def __init__(self, episode: LiveEpisode, activity: Activity) -> None:
         self._episode = episode
         self._activity = activity
+        self._began = (0.0, 0.0)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._episode.begin_wait(self._activity)
+        if self._activity == "engine":
+            self._began = self._episode.services.activity.turn_begins()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._episode.end_wait(self._activity)
+
+    def count_turn(self, tokens: int) -> None:
+        """Count the engine's work on a turn that has returned; a turn of an endpoint has none."""
+        if self._activity == "engine":
+            services = self._episode.services
+            services.activity.turn_ended(self._began, tokens, services.engine.capabilities.places)
 
 
 class TimeLimit:

@@ -345,7 +345,7 @@ def test_the_bottleneck_is_right_at_every_refresh(name: str, tmp_path: Path) -> 
 
 def test_nothing_is_concluded_before_a_step_or_from_what_follows_training() -> None:
     reading: dict[str, float] = {}
-    watch = BottleneckWatch(lambda: dict(reading), {"guesser": 1}, places=8)
+    watch = BottleneckWatch(lambda: dict(reading), lambda: {"guesser": 1}, places=8)
     watch.start()
     watch.step_begins()
     reading.update({"run": 3.0, "episodes/any": 3.0, "step/any": 3.0})

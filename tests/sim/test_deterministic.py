@@ -88,7 +88,7 @@ def test_kills_change_nothing_that_is_trained(simulated_loop: SeededSimulation, 
 
 def test_two_policies_and_child_episodes_repeat_under_any_schedule(simulated_loop: SeededSimulation) -> None:
     sizes = {"proposer": 2, "solver": 16}
-    policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
+    policies = {name: {"step_size": size, "max_staleness": 1, "lora": {"rank": 2}} for name, size in sizes.items()}
 
     async def main() -> Trained:
         run = SmallRun(
@@ -115,7 +115,7 @@ class ProposeRarely(Propose):
 
 def test_a_wave_that_gives_a_policy_nothing_is_a_step_of_nothing(simulated_loop: SeededSimulation) -> None:
     sizes = {"proposer": 2, "solver": 8}
-    policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
+    policies = {name: {"step_size": size, "max_staleness": 1, "lora": {"rank": 2}} for name, size in sizes.items()}
     changes = {"deterministic": True, "policies": policies, "credit": {"group_size": 2}, "steps": 6}
 
     async def main() -> Trained:

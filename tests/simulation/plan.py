@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.config.mistakes import describe_validation_error, format_short
+from agentrl.config.policies import STALENESS_CHOICES
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
@@ -272,11 +273,16 @@ class PolicyPlan(Section):
 
     kind: Literal["trained", "frozen"] = "trained"
     step_size: Episodes = 64
-    max_staleness: MaybeSteps = 1
+    max_staleness: Literal["auto"] | MaybeSteps = 1
     max_lag: MaybeSteps | None = None
     over_lag: Literal["wait", "mask"] = "wait"
     step_seconds: Amount | None = None
     """Seconds of a step of the policy, if not proportional to `trainer.step_seconds`."""
+
+    @property
+    def largest_staleness(self) -> int:
+        """Largest value of the bound on staleness."""
+        return STALENESS_CHOICES[-1] if self.max_staleness == "auto" else self.max_staleness
 
 
 class CreditPlan(Section):
@@ -457,7 +463,7 @@ class SimulationPlan(Section):
     @property
     def filling_steps(self) -> int:
         """Number of first steps in which the pipeline fills."""
-        return 4 + 2 * max(policy.max_staleness for policy in self.trained.values())
+        return 4 + 2 * max(policy.largest_staleness for policy in self.trained.values())
 
     @property
     def model(self) -> DenseModelSpec | None:
@@ -553,7 +559,7 @@ class SimulationPlan(Section):
             if each.tool_seconds is not None
             for seat in each.seats.values()
         )
-        tools = max(rests, default=0.0) / (first.max_staleness + 2)
+        tools = max(rests, default=0.0) / (first.largest_staleness + 2)
         return max(
             tasks * self.tokens_per_task() / self.capacity(),
             tasks * prompts / self.prefill_rate / self.engine.replicas,

@@ -430,7 +430,7 @@ def compute_simulation_result(
         engine_active=active / (engines * seconds),
         trainer_busy=sum(step.seconds for step in window) / seconds,
         token_lag=sum(lag * count for _, lag, count in lags) / tokens,
-        older=sum(count for name, lag, count in lags if lag > plan.trained[name].max_staleness) / tokens,
+        older=sum(count for name, lag, count in lags if lag > plan.trained[name].largest_staleness) / tokens,
         lag_p99=quantiles(units, n=100)[-1],
         lag_max=max(units),
         max_lag_exceeded=int(recorder.exceeded),

@@ -64,9 +64,10 @@ def test_engine_and_trainer_have_all_cores_where_they_compute_by_turns(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert configured(repository).threads == 4
+    assert configured(repository).threads == 8
+    assert configured(repository, policies={"solver": {"max_staleness": 1}}).threads == 4
     assert configured(repository, policies={"solver": {"max_staleness": 0}}).threads == 8
-    assert configured(repository, trainer={"ranks": 3}).threads == 2
+    assert configured(repository, policies={"solver": {"max_staleness": 1}}, trainer={"ranks": 3}).threads == 2
     assert configured(repository, deterministic=True, policies={"solver": {"max_staleness": 0}}).threads == 1
 
 

@@ -339,7 +339,7 @@ def stored_model(path: Path, parameters: int) -> str:
 def open_engine(path: str, *, dtype: str = "auto", **sections: Any) -> RunConfig:
     """A run whose engine is open."""
     model = {"path": path, "dtype": dtype}
-    config = {"environment": {"id": "unused"}, "model": model, "policies": {"policy": {"lora": {}}}}
+    config = {"environment": {"id": "unused"}, "model": model, "policies": {"policy": {"lora": {}, "max_staleness": 1}}}
     return RunConfig.model_validate(config | sections)
 
 

@@ -131,8 +131,9 @@ class TurnSampler:
                 try:
                     request = self._request(turn, call, context, row, opening, sampling, priority)
                     self._in_flight = request.request_id
-                    with episode.waiting_for(self._activity):
+                    with episode.waiting_for(self._activity) as wait:
                         sample = await self._open().generate(request, turn.on_delta)
+                        wait.count_turn(len(sample.token_ids))
                     self._keep_version(sample)
                     if turn.pieces or sample.finish_reason == "abort":
                         turn.call_returned(sample)

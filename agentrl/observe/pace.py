@@ -1,0 +1,383 @@
+"""Seconds per step at each bound on staleness, predicted from the timings of a run, and the choice between the bounds.
+
+`predict_step_seconds` plays the loop's rules in virtual time: groups start within the bound, turns share the engine,
+episodes wait for tools, complete groups are released, and the trainer takes a step once enough episodes are ready. It
+knows neither worker processes nor KV-cache memory, and treats child episodes as groups of their own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import fmean
+from typing import NamedTuple
+
+from agentrl.observe.metrics import PREDICTED_STEP, STALENESS_BOUND, TOGETHER
+
+MIN_GAIN = 0.2
+"""Share of lockstep's time per step that asynchrony must save. Steps on stale data teach less than fresh ones."""
+NEAR_BEST = 0.1
+"""The smallest bound is taken whose time per step exceeds the best one's by no more than this share."""
+MARGIN = 0.05
+"""Both shares move by this much in favor of the bound in force, so that noise in the timings does not change it."""
+SHARED_CORES = 0.8
+"""Speed of engine and trainer at the same time, relative to each alone, below which they count as sharing cores."""
+
+MEASURED_STEPS = 16
+"""Number of simulated steps that are measured, after the pipeline has filled."""
+MAX_SIMULATED_EPISODES = 64
+"""Largest number of episodes per simulated step. Larger steps are simulated on a smaller scale, which makes their
+longest waits somewhat too short."""
+SLOWEST_TOGETHER = 0.25
+"""Smallest speed of engine and trainer at the same time that is fitted."""
+
+
+class EpisodePace(NamedTuple):
+    """An ended episode, as far as its pace matters."""
+
+    turns: int
+    tokens: int
+    """Sampled tokens."""
+    wait_s: float
+    """Seconds outside the engine: tools, environments, scorers."""
+
+    @property
+    def work(self) -> int:
+        """Forward passes of the engine: one for each sampled token, and one for the context of each turn."""
+        return self.tokens + self.turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTimings:
+    """What the time per step depends on, besides the bound on staleness."""
+
+    groups: Sequence[Sequence[EpisodePace]]
+    """Recorded groups, from which simulated ones are drawn."""
+    episodes_per_step: int
+    """Episodes that a step takes, dropped ones included."""
+    step_s: float
+    """Seconds of an optimizer step, with the publication of its version."""
+    pass_s: float
+    """Seconds of a forward pass of the engine without any rows."""
+    row_s: float
+    """Seconds that each concurrent turn adds to a forward pass."""
+    places: int = 0
+    """Turns that the engine samples at once; 0: no limit."""
+    max_in_flight: int = 1 << 30
+    together: float = 1.0
+    """Speed of engine and trainer while both compute, relative to each alone: 1 if they share nothing, about ½ if one
+    core serves both."""
+    max_lag: int | None = None
+    """`max_lag`, if admission keeps it."""
+    releases_groups: bool = True
+    """Whether episodes are trained once their group is complete; otherwise once they end."""
+
+
+def predict_step_seconds(timings: LoopTimings, staleness: int) -> float:
+    """Return the seconds per step of a long run with a bound on staleness.
+
+    The same timings give the same result: groups are drawn with a fixed seed.
+    """
+    simulation = _Simulation(_of_small_scale(timings), staleness)
+    skipped = staleness + 3
+    while len(simulation.step_ends) < skipped + MEASURED_STEPS:
+        simulation.advance()
+    return (simulation.step_ends[-1] - simulation.step_ends[skipped - 1]) / MEASURED_STEPS
+
+
+def _of_small_scale(timings: LoopTimings) -> LoopTimings:
+    """Return timings of the same run with smaller steps, on a proportionally slower engine."""
+    scale = timings.episodes_per_step / MAX_SIMULATED_EPISODES
+    if scale <= 1:
+        return timings
+    smallest = max(map(len, timings.groups))
+    return replace(
+        timings,
+        episodes_per_step=MAX_SIMULATED_EPISODES,
+        row_s=timings.row_s * scale,
+        places=math.ceil(timings.places / scale),
+        max_in_flight=max(int(timings.max_in_flight / scale), smallest),
+    )
+
+
+class _Group:
+    """A simulated group."""
+
+    __slots__ = ("begun_at", "running", "size")
+
+    def __init__(self, size: int, begun_at: int) -> None:
+        self.size = self.running = size
+        self.begun_at = begun_at
+        """Number of episodes trained when the group began."""
+
+
+class _Episode:
+    """A simulated episode between two turns, or in one."""
+
+    __slots__ = ("group", "turn_wait_s", "turn_work", "turns")
+
+    def __init__(self, pace: EpisodePace, group: _Group) -> None:
+        self.group = group
+        self.turns = max(pace.turns, 1)
+        """Turns left."""
+        self.turn_work = max(pace.work, 1) / self.turns
+        self.turn_wait_s = pace.wait_s / self.turns
+
+
+class _Simulation:
+    """The loop in virtual time, from one event to the next."""
+
+    def __init__(self, timings: LoopTimings, staleness: int) -> None:
+        self._timings, self._staleness = timings, staleness
+        self._random = random.Random(0)
+        self._order = count()
+        self._now = 0.0
+        self._passes = 0.0
+        """Forward passes that a turn in the engine has seen so far."""
+        self._sampling: list[tuple[float, int, _Episode]] = []
+        """Turns in the engine, by the value of `_passes` at which they end."""
+        self._queue: deque[_Episode] = deque()
+        """Turns that wait for a place."""
+        self._waiting: list[tuple[float, int, _Episode]] = []
+        """Episodes outside the engine, by the time at which they return."""
+        self._running = 0
+        self._ready: deque[_Group] = deque()
+        """The group of each episode that waits for its step."""
+        self._open: dict[_Group, int] = {}
+        """Number of untrained episodes of each group, oldest group first."""
+        self._trained = 0
+        self._step_left_s: float | None = None
+        """Seconds that the trainer alone needs for the rest of its step; None: it waits."""
+        self._undrawn: list[Sequence[EpisodePace]] = []
+        self._next = self._draw()
+        self.step_ends: list[float] = []
+
+    def advance(self) -> None:
+        """Let everything happen that can happen now, then move to the next event."""
+        while self._may_admit():
+            self._admit()
+        if self._step_left_s is None and self._may_step():
+            self._step_left_s = self._timings.step_s
+        rows = len(self._sampling)
+        is_stepping, together = self._step_left_s is not None, self._timings.together
+        passes_per_s = 1.0 / max(self._timings.pass_s + self._timings.row_s * rows, 1e-9)
+        if is_stepping:
+            passes_per_s *= together
+        step_speed = together if rows else 1.0
+        step_ends_in = math.inf if self._step_left_s is None else self._step_left_s / step_speed
+        turn_ends_in = (self._sampling[0][0] - self._passes) / passes_per_s if rows else math.inf
+        wait_ends_in = self._waiting[0][0] - self._now if self._waiting else math.inf
+        passed_s = max(min(step_ends_in, turn_ends_in, wait_ends_in), 0.0)
+        self._now += passed_s
+        self._passes += passed_s * passes_per_s if rows else 0.0
+        if self._step_left_s is not None:
+            self._step_left_s -= passed_s * step_speed
+        if step_ends_in <= min(turn_ends_in, wait_ends_in):
+            self._end_step()
+        elif turn_ends_in <= wait_ends_in:
+            self._end_turn(heapq.heappop(self._sampling)[2])
+        else:
+            self._end_wait(heapq.heappop(self._waiting)[2])
+
+    def _draw(self) -> Sequence[EpisodePace]:
+        """Return the next group: each recorded one once, in random order, before any comes again."""
+        if not self._undrawn:
+            self._undrawn = self._random.sample(self._timings.groups, len(self._timings.groups))
+        return self._undrawn.pop()
+
+    def _may_admit(self) -> bool:
+        """Whether the next group may start: the rules of `orchestrator.scheduler.Scheduler`."""
+        timings, size = self._timings, len(self._next)
+        if not self._running and not self._open and self._step_left_s is None:
+            return True  # a group that no bound has room for must not stop the simulation
+        outstanding = sum(self._open.values())
+        step_size, max_lag = timings.episodes_per_step, timings.max_lag
+        if self._running + size > timings.max_in_flight or outstanding + size > (1 + self._staleness) * step_size:
+            return False
+        if max_lag is None:
+            return True
+        overtaken = self._trained - min((group.begun_at for group in self._open), default=self._trained)
+        return outstanding + overtaken + size <= (1 + max_lag) * step_size
+
+    def _admit(self) -> None:
+        group = _Group(len(self._next), self._trained)
+        self._open[group] = group.size
+        self._running += group.size
+        for pace in self._next:
+            self._enter_engine(_Episode(pace, group))
+        self._next = self._draw()
+
+    def _enter_engine(self, episode: _Episode) -> None:
+        if self._timings.places and len(self._sampling) >= self._timings.places:
+            self._queue.append(episode)
+        else:
+            heapq.heappush(self._sampling, (self._passes + episode.turn_work, next(self._order), episode))
+
+    def _end_turn(self, episode: _Episode) -> None:
+        if self._queue:
+            self._enter_engine(self._queue.popleft())
+        episode.turns -= 1
+        heapq.heappush(self._waiting, (self._now + episode.turn_wait_s, next(self._order), episode))
+
+    def _end_wait(self, episode: _Episode) -> None:
+        if episode.turns:
+            self._enter_engine(episode)
+            return
+        group = episode.group
+        self._running -= 1
+        group.running -= 1
+        if not self._timings.releases_groups:
+            self._ready.append(group)
+        elif not group.running:
+            self._ready.extend([group] * group.size)
+
+    def _may_step(self) -> bool:
+        """Whether enough episodes are ready, or no more can come; the next group does not fit now."""
+        return len(self._ready) >= self._timings.episodes_per_step or bool(self._ready and not self._running)
+
+    def _end_step(self) -> None:
+        self._step_left_s = None
+        self.step_ends.append(self._now)
+        for _ in range(min(self._timings.episodes_per_step, len(self._ready))):
+            group = self._ready.popleft()
+            self._trained += 1
+            self._open[group] -= 1
+            if not self._open[group]:
+                del self._open[group]
+
+
+def fit_together(timings: LoopTimings, staleness: int, step_s: float) -> float:
+    """Return the speed of engine and trainer at the same time with which the prediction is the time that was seen.
+
+    Args:
+        timings: measured while engine and trainer took turns.
+        staleness: bound under which the time was seen.
+        step_s: seconds per step that were seen.
+    """
+    slow, fast = SLOWEST_TOGETHER, 1.0
+    for _ in range(5):
+        middle = (slow + fast) / 2
+        is_too_slow = predict_step_seconds(replace(timings, together=middle), staleness) > step_s
+        slow, fast = (middle, fast) if is_too_slow else (slow, middle)
+    return (slow + fast) / 2
+
+
+def choose_staleness(predicted: Mapping[int, float], current: int | None = None) -> int:
+    """Return the bound to take: the smallest whose time is near the best, and lockstep if asynchrony gains too little.
+
+    Args:
+        predicted: predicted seconds per step by bound.
+        current: bound in force, which is kept unless another is clearly better; None: none has been chosen yet.
+
+    Example:
+        >>> choose_staleness({0: 16.8, 1: 4.4, 2: 2.7, 4: 1.6}), choose_staleness({0: 0.57, 1: 0.5, 2: 0.49, 4: 0.49})
+        (4, 0)
+    """
+    best = min(predicted.values())
+
+    def margin(bound: int) -> float:
+        return 0.0 if current is None else MARGIN if bound == current else -MARGIN
+
+    if 0 in predicted and best > (1 - MIN_GAIN - margin(0)) * predicted[0]:
+        return 0
+    return min(bound for bound in predicted if predicted[bound] <= (1 + NEAR_BEST + margin(bound)) * best)
+
+
+class StepPace(NamedTuple):
+    """The time per step with one bound on staleness."""
+
+    predicted_s: float | None
+    """Seconds per step as last predicted; None: never."""
+    seen_s: float | None
+    """Mean seconds of the newest steps with this bound; None: there are none."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        seconds = {"predicted": self.predicted_s, "seen": self.seen_s}
+        return ", ".join(f"{value:.3g} s {kind}" for kind, value in seconds.items() if value is not None)
+
+
+class ChosenStaleness(NamedTuple):
+    """The bound on staleness that a run chose, as its recorded metrics tell."""
+
+    bound: int
+    paces: Mapping[int, StepPace]
+    """Time per step by bound."""
+    together: float
+    """See `LoopTimings.together`."""
+
+    @staticmethod
+    def of_steps(steps: Mapping[int, Mapping[str, float]]) -> ChosenStaleness | None:
+        """Return the choice in the metrics of a policy's steps, by step; None if the configuration set the bound."""
+        newest = next((values for _, values in sorted(steps.items(), reverse=True) if STALENESS_BOUND in values), None)
+        if newest is None:
+            return None
+        predicted = {
+            int(bound): seconds
+            for name, seconds in newest.items()
+            if name.startswith(PREDICTED_STEP) and (bound := name.removeprefix(PREDICTED_STEP)).isdecimal()
+        }
+        seen = _seen_seconds(steps)
+        paces = {bound: StepPace(predicted.get(bound), seen.get(bound)) for bound in sorted({*predicted, *seen})}
+        return ChosenStaleness(int(newest[STALENESS_BOUND]), paces, newest.get(TOGETHER, 1.0))
+
+    @property
+    def reason(self) -> str:
+        """The bound and the reason for it, for people."""
+        predicted = {bound: pace.predicted_s for bound, pace in self.paces.items() if pace.predicted_s is not None}
+        return explain_staleness(self.bound, predicted, self.together)
+
+    @property
+    def table(self) -> dict[int, str]:
+        """Predicted and seen seconds per step by bound, for people."""
+        return {bound: pace.text for bound, pace in self.paces.items()}
+
+
+def _seen_seconds(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+    """Return the mean seconds per step by bound, over the newest steps of each. The steps until a change of the bound
+    shows belong to none."""
+    seconds: dict[int, deque[float]] = {}
+    bound, unsettled = None, 0
+    for _, values in sorted(steps.items()):
+        if bound is not None and not unsettled and "step/seconds" in values:
+            seconds.setdefault(bound, deque(maxlen=MEASURED_STEPS)).append(values["step/seconds"])
+        unsettled = max(unsettled - 1, 0)
+        if values.get(STALENESS_BOUND) != bound:
+            bound = int(values[STALENESS_BOUND]) if STALENESS_BOUND in values else None
+            unsettled = bound or 0
+    return {bound: fmean(values) for bound, values in seconds.items()}
+
+
+def explain_staleness(bound: int, predicted: Mapping[int, float], together: float) -> str:
+    """Say which bound is in force and why, for people.
+
+    Args:
+        bound: bound in force.
+        predicted: predicted seconds per step by bound; empty before the first prediction.
+        together: see `LoopTimings.together`.
+
+    Example:
+        >>> explain_staleness(0, {0: 0.57, 1: 0.50, 2: 0.50}, 0.6)
+        'lockstep: engine and trainer share the cores; staleness 1 would save 12% a step'
+    """
+    name = f"staleness {bound}" if bound else "lockstep"
+    if bound not in predicted:
+        return f"{name}: the first steps are timed"
+    if bound:
+        if 0 not in predicted:
+            return f"{name}: a step takes {predicted[bound]:.3g} s"
+        return f"{name}: a step takes {predicted[bound]:.3g} s instead of {predicted[0]:.3g} s in lockstep"
+    others = {other: seconds for other, seconds in predicted.items() if other}
+    if not others:
+        return f"{name}: the other settings of the run allow nothing else"
+    other = choose_staleness(others)
+    saved = 1 - others[other] / max(predicted[0], 1e-9)
+    gain = f"staleness {other} would save {saved:.0%} a step" if saved > 0 else f"staleness {other} would save no time"
+    shared = "engine and trainer share the cores; " if together < SHARED_CORES else ""
+    return f"{name}: {shared}{gain}"

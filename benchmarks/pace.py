@@ -1,0 +1,123 @@
+"""The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
+
+    python -m benchmarks.pace [--quick] [--part predict|auto|calculator]
+
+* `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
+  1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
+  engine and trainer exchanged in the input; `exchanged_chooses`: whether the choice then still is the right one.
+* `auto`. `auto_over_best`: the seconds of a run with "auto", its first steps included, over those of the best number;
+  the worst of these workloads, over 80 steps.
+* `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
+  whose predictions are those that the run with "auto" recorded. Runs take turns, and figures are medians over steps; a
+  machine with other work makes them meaningless. Not in `--quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from agentrl.observe.metrics import PREDICTED_STEP
+from agentrl.observe.pace import choose_staleness
+from benchmarks.report import Report
+from tests.simulation.pace import BOUNDS, WORKLOADS, exchanged, predict_error, predicted, simulated, timings_of
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
+CONTROL = "trainer"
+"""Workload whose engine and trainer are exchanged: the trainer takes most of a step."""
+QUICK = ("engine and trainer", CONTROL)
+STEPS, QUICK_STEPS = 80, 24
+"""Steps of a run in virtual time."""
+ROUNDS, FIRST_STEPS = 3, 4
+"""Rounds of real runs, and their first steps, which are not measured."""
+
+
+def predict(quick: bool) -> dict[str, float]:
+    """Compare predictions with the loop."""
+    control = timings_of(CONTROL)
+    right = choose_staleness(predicted(control))
+    return {
+        "predict_error": max(predict_error(name, timings_of(name)) for name in _workloads(quick)),
+        "exchanged_error": predict_error(CONTROL, exchanged(control)),
+        "exchanged_chooses": float(choose_staleness(predicted(exchanged(control))) == right),
+    }
+
+
+def auto(quick: bool) -> dict[str, float]:
+    """Compare "auto" with the best number."""
+    ratios, steps = {}, QUICK_STEPS if quick else STEPS
+    for name in _workloads(quick):
+        seconds = {bound: simulated(name, bound, steps)[0].step_times[-1] for bound in (*BOUNDS, "auto")}
+        ratios[name] = seconds["auto"] / min(seconds[bound] for bound in BOUNDS)
+        print(f"  {name}: {ratios[name]:.3f}", flush=True)
+    return {"auto_over_best": max(ratios.values())}
+
+
+def calculator(quick: bool) -> dict[str, float]:
+    """Compare both in real time."""
+    if quick:
+        return {}
+    steps: dict[Any, list[Mapping[str, float]]] = {bound: [] for bound in (*BOUNDS, "auto")}
+    for number in range(ROUNDS):
+        for bound in steps:
+            steps[bound] += _train(bound, number)[FIRST_STEPS:]
+    seconds = {bound: median(values["step/seconds"] for values in steps[bound]) for bound in steps}
+    predictions = {bound: median(v[f"{PREDICTED_STEP}{bound}"] for v in steps["auto"]) for bound in BOUNDS}
+    for bound in BOUNDS:
+        print(f"  staleness {bound}: {predictions[bound]:.3f} s predicted, {seconds[bound]:.3f} s seen", flush=True)
+    best = min(seconds[bound] for bound in BOUNDS)
+    return {
+        "calculator_error": max(abs(predictions[bound] / seconds[bound] - 1) for bound in BOUNDS),
+        "calculator_auto_over_best": seconds["auto"] / best,
+    }
+
+
+def _workloads(quick: bool) -> tuple[str, ...]:
+    return QUICK if quick else tuple(WORKLOADS)
+
+
+def _train(max_staleness: Any, seed: int) -> list[Mapping[str, float]]:
+    """Train for a few steps in a process; returns the metrics of each."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = (
+            *(f"--directory={directory}", "--name=run", f"--seed={seed}", "--steps=16", "--evaluation.tasks=0"),
+            *("--evaluation.every=0", f"--policies.solver.max_staleness={json.dumps(max_staleness)}"),
+        )
+        command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE), *settings]
+        subprocess.run(command, check=True, capture_output=True)
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+PARTS: Mapping[str, Callable[[bool], Mapping[str, float]]] = {
+    "predict": predict,
+    "auto": auto,
+    "calculator": calculator,
+}
+FIGURES = ("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best")
+REAL_FIGURES = ("calculator_error", "calculator_auto_over_best")
+
+
+def main() -> None:
+    """Run the parts that the command line asks for, and print the line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two workloads in virtual time")
+    parser.add_argument("--part", choices=PARTS, help="this part only")
+    arguments = parser.parse_args()
+    report = Report("pace", quick=arguments.quick, repeats=1, compared_with="")
+    report.figures = dict.fromkeys((*FIGURES, *REAL_FIGURES))
+    for name in [arguments.part] if arguments.part else PARTS:
+        print(f"{name} …", flush=True)
+        report.figures |= PARTS[name](arguments.quick)
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""`max_staleness = "auto"`: predictions against the production loop in virtual time, and the bound that runs choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.core.records import PolicyVersion
+from agentrl.journal.memory import MemoryJournal
+from agentrl.observe.metrics import PREDICTED_STEP, STALENESS_BOUND
+from agentrl.observe.pace import choose_staleness, fit_together, predict_step_seconds
+from agentrl.testing.plugin import SeededSimulation
+from tests.sim.small_run import SmallRun, config_for
+from tests.sim.test_bottleneck import LimitedEngine
+from tests.simulation.pace import (
+    BOUNDS,
+    WORKLOADS,
+    exchanged,
+    predict_error,
+    predicted,
+    seen,
+    simulated,
+    timings_of,
+)
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_predicted_time_per_step_is_the_time_of_the_loop(workload: str) -> None:
+    for bound, seconds in predicted(timings_of(workload)).items():
+        assert seconds == pytest.approx(seen(workload, bound), rel=0.15), bound
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_run_chooses_the_smallest_bound_that_is_about_as_fast_as_the_best(workload: str) -> None:
+    fastest = min(seen(workload, bound) for bound in BOUNDS)
+    controller = simulated(workload, "auto")[1]
+    assert controller is not None
+    chosen = seen(workload, controller.bound)
+    assert seen(workload, "auto") == pytest.approx(chosen, rel=0.1)
+    if controller.bound:
+        assert chosen < 1.2 * fastest
+        assert chosen < 0.85 * seen(workload, 0)
+    else:
+        assert fastest > 0.7 * chosen
+
+
+def test_with_engine_and_trainer_exchanged_the_choice_is_wrong() -> None:
+    timings = timings_of("trainer")
+    assert choose_staleness(predicted(exchanged(timings))) != choose_staleness(predicted(timings))
+    assert predict_error("trainer", exchanged(timings)) > 0.15 > predict_error("trainer", timings)
+
+
+def test_what_engine_and_trainer_share_is_found_from_the_time_of_a_step() -> None:
+    timings = timings_of("engine and trainer")
+    slow = predict_step_seconds(replace(timings, together=0.5), 2)
+    assert fit_together(timings, 2, slow) == pytest.approx(0.5, abs=0.03)
+    lockstep = predict_step_seconds(replace(timings, together=0.5), 0)
+    assert lockstep == pytest.approx(predict_step_seconds(timings, 0), rel=0.01)
+
+
+def slow_run(journal: MemoryJournal, **changes: Any) -> SmallRun:
+    """A run whose episodes mostly think, so that asynchrony saves most of the time."""
+    return SmallRun(
+        config=config_for(max_staleness="auto", **changes),
+        engine_class=LimitedEngine,
+        engine_options={"places": 16, "seconds_per_call": 0.01},
+        trainer_options={"step_seconds": 0.1, "publish_seconds": 0.0},
+        journal=journal,
+    )
+
+
+def test_every_bound_is_in_the_journal_and_a_resumed_run_continues_with_it(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        run = slow_run(MemoryJournal(), steps=8)
+        run.during = lambda orchestrator: setattr(orchestrator, "tell", told.append)
+        await run.run()
+        bounds = [metrics[STALENESS_BOUND] for _, _, metrics in run.seen.steps]
+        assert bounds[0] == 0
+        assert bounds[-1] > 0
+        assert {f"{PREDICTED_STEP}{bound}" for bound in BOUNDS} <= run.seen.steps[-1][2].keys()
+        assert f"staleness {bounds[-1]:.0f}: a step takes" in told[0]
+        recorded = [
+            row[0]
+            for row in run.journal.rows("SELECT value FROM metrics WHERE name = ? ORDER BY step", STALENESS_BOUND)
+        ]
+        assert recorded == bounds
+
+        resumed = slow_run(run.journal.after_crash(), steps=9)
+        resumed.resumed_at = {"guesser": PolicyVersion("guesser", 0, 8)}
+        await resumed.run()
+        assert resumed.orchestrator.scheduler.max_staleness("guesser") == bounds[-1]
+        assert resumed.seen.steps[0][2][STALENESS_BOUND] == bounds[-1]
+
+        rolled_back = slow_run(run.journal.after_crash(), steps=2)
+        rolled_back.resumed_at = {"guesser": PolicyVersion("guesser", 0, 1)}
+        await rolled_back.run()
+        assert rolled_back.seen.steps[0][2][STALENESS_BOUND] == bounds[0]
+
+    simulated_loop.run(main)
+
+
+def test_admission_follows_the_bound(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = slow_run(MemoryJournal(), steps=12)
+        await run.run()
+        for (_, _, before), (_, _, metrics) in zip(run.seen.steps, run.seen.steps[1:], strict=False):
+            if not before[STALENESS_BOUND]:
+                assert metrics["staleness/max"] == 0
+        assert 0 < run.mean_lag("guesser") <= 4
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize(
+    ("changes", "choices"),
+    [
+        ({}, (0, 1, 2, 4)),
+        ({"credit": {"group_size": 4, "release": "late"}}, (1, 2, 4)),
+        ({"step_size": 6}, (1, 2, 4)),
+        ({"step_size": 2}, (1, 2, 4)),
+    ],
+    ids=["all", "late members need overlap", "groups do not fill a step", "groups are larger than a step"],
+)
+def test_auto_chooses_between_the_numbers_that_would_not_be_refused(
+    changes: dict[str, Any], choices: tuple[int, ...], simulated_loop: SeededSimulation
+) -> None:
+    async def main() -> None:
+        run = slow_run(MemoryJournal(), steps=3, **changes)
+        await run.run()
+        assert tuple(run.orchestrator.staleness["guesser"]._rules.choices) == choices
+        assert run.seen.steps[0][2][STALENESS_BOUND] in choices
+
+    simulated_loop.run(main)
+
+
+def test_the_bound_stays_while_predictions_are_close_to_each_other() -> None:
+    assert choose_staleness({0: 1.0, 1: 0.79, 2: 0.79}) == 1
+    assert choose_staleness({0: 1.0, 1: 0.79, 2: 0.79}, current=0) == 0
+    assert choose_staleness({0: 1.0, 1: 0.87, 2: 0.87}, current=1) == 0
+    assert choose_staleness({0: 1.0, 1: 0.5, 2: 0.46}, current=2) == 2
+    assert choose_staleness({0: 1.0, 1: 0.5, 2: 0.44}, current=1) == 1
