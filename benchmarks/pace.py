@@ -1,6 +1,6 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|calculator]
+    python -m benchmarks.pace [--quick] [--part predict|auto|calculator|growth]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -10,6 +10,9 @@
 * `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
   whose predictions are those that the run with "auto" recorded. Runs take turns, and figures are medians over steps; a
   machine with other work makes them meaningless. Not in `--quick`.
+* `growth`. `growth`: the CPU seconds of a command that reads a whole run of about 20,000 episodes, beyond its start,
+  over what a run of a quarter of them predicts; the worst of `pace_growth.COMMANDS`. `jsonl_ms_per_episode`,
+  `parquet_ms_per_episode`: CPU milliseconds of an export of the larger run.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
+from benchmarks import pace_growth
 from benchmarks.report import Report
 from tests.simulation.pace import BOUNDS, WORKLOADS, exchanged, predict_error, predicted, simulated, timings_of
 
@@ -96,13 +100,15 @@ def _train(max_staleness: Any, seed: int) -> list[Mapping[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-PARTS: Mapping[str, Callable[[bool], Mapping[str, float]]] = {
+PARTS: Mapping[str, Callable[[bool], Mapping[str, float | None]]] = {
     "predict": predict,
     "auto": auto,
     "calculator": calculator,
+    "growth": pace_growth.figures,
 }
 FIGURES = ("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best")
 REAL_FIGURES = ("calculator_error", "calculator_auto_over_best")
+GROWTH_FIGURES = ("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode")
 
 
 def main() -> None:
@@ -112,7 +118,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="this part only")
     arguments = parser.parse_args()
     report = Report("pace", quick=arguments.quick, repeats=1, compared_with="")
-    report.figures = dict.fromkeys((*FIGURES, *REAL_FIGURES))
+    report.figures = dict.fromkeys((*FIGURES, *REAL_FIGURES, *GROWTH_FIGURES))
     for name in [arguments.part] if arguments.part else PARTS:
         print(f"{name} …", flush=True)
         report.figures |= PARTS[name](arguments.quick)
