@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.outside_agents.environments import LIBRARIES, InstallationError, install
+from tests.outside_agents.environments import AGENTS, InstallationError, install
 from tests.outside_agents.runs import STEPS, train_killed
 
 
 def figures(quick: bool) -> dict[str, float | None]:
     """Measure this part; two libraries if `quick`."""
     trained = resampled = 0
-    for library in list(LIBRARIES)[: 2 if quick else None]:
+    for library in list(AGENTS)[: 2 if quick else None]:
         try:
             install(library)
             with tempfile.TemporaryDirectory(prefix=f"agents-{library}-") as directory:

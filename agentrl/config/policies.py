@@ -103,8 +103,8 @@ class PolicyConfig(LocalPolicy):
     step_size: WaveFixed[Episodes] = 64
     """Units per optimizer step. A unit is the policy's part of one episode."""
     max_staleness: WaveFixed[Literal["auto"] | MaybeSteps] = "auto"
-    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. `auto`: 0, 1, 2
-    or 4, the smallest with which a step takes about the least time; 0 unless the others save a fifth
+    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. `auto`: the
+    smallest of 0, 1, 2 and 4 within 10% of the fastest; 0 unless asynchrony saves a fifth of a step
     (docs/explanation/scheduling.md). The mean is over all steps since the last resume: a single step may exceed it, and
     so do episodes that began before a resume (docs/explanation/off_policy.md)."""
     max_lag: WaveFixed[MaybeSteps | None] = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from tests.outside_agents.environments import LIBRARIES, InstallationError, install
+from tests.outside_agents.environments import AGENTS, InstallationError, install
 from tests.outside_agents.record import PROGRAMS
 from tests.outside_agents.runs import STEPS, UNKNOWN, call, train_killed
 from tests.unit.episodes import Played, play
@@ -15,7 +15,7 @@ from tests.unit.episodes import Played, play
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(params=list(LIBRARIES), scope="module")
+@pytest.fixture(params=list(AGENTS), scope="module")
 def library(request: pytest.FixtureRequest) -> str:
     """The name of a library whose environment exists."""
     try:
@@ -38,7 +38,7 @@ def test_an_agent_of_others_is_trained_killed_and_resumed(library: str, tmp_path
 
 
 def test_what_an_agent_does_about_a_tool_that_does_not_exist(library: str) -> None:
-    environment = LIBRARIES[library]
+    environment = AGENTS[library]
     good = [
         call("mcp__sums__add" if library == "claude_agent_sdk" else "add", a=70_000, b=7_000),
         call("final_answer", answer="77000") if library == "smolagents" else "The sum is 77000",

@@ -148,7 +148,10 @@ LIBRARIES: dict[str, type[Clerk]] = {
     "claude_agent_sdk": ClaudeAgentSDK,
     "anthropic": Anthropic,
     "autogen": AutoGen,
+}
+WHOLE_PROGRAMS: dict[str, type[Clerk]] = {
     "openai_loop": OpenAILoop,
     "pydantic_ai_output": PydanticAIOutput,
     "smolagents_code": SmolagentsCode,
 }
+AGENTS = LIBRARIES | WHOLE_PROGRAMS

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from agentrl.gateway import http, server
-from tests.outside_agents.environments import LIBRARIES, install
+from tests.outside_agents.environments import AGENTS, install
 from tests.outside_agents.runs import call
 from tests.unit.episodes import play
 
@@ -50,7 +50,7 @@ def record(program: str, replies: Sequence[str]) -> list[dict[str, Any]]:
             sent.append((str(parts[0]), json.loads(parts[1])))
         return http.digest_of(*parts)
 
-    environment = LIBRARIES[program]
+    environment = AGENTS[program]
     with mock.patch.object(server, "digest_of", digest_of):
         played = play(
             environment,

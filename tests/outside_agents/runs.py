@@ -35,7 +35,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
-from tests.outside_agents.environments import LIBRARIES
+from tests.outside_agents.environments import AGENTS
 
 STEPS = 2
 ENDED_S = 600.0
@@ -106,7 +106,7 @@ def live(library: str, directory: Path, *, resume: bool) -> None:
         }
     )
     factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
-    asyncio.run(run_training(config, LIBRARIES[library], factories=factories, resume=resume))
+    asyncio.run(run_training(config, AGENTS[library], factories=factories, resume=resume))
 
 
 @dataclass(frozen=True, kw_only=True)
