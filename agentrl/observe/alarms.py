@@ -585,7 +585,8 @@ def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
         return
     lags = window_metric_values(window, "staleness/mean")
     # after a bound fell, a few steps train what was sampled under the larger one
-    chosen = window_metric_values(newest_step_metrics(policy, 3 * WINDOW), STALENESS_BOUND)
+    is_chosen = STALENESS_BOUND in policy.last
+    chosen = window_metric_values(newest_step_metrics(policy, 3 * WINDOW), STALENESS_BOUND) if is_chosen else []
     bound = max(chosen, default=policy.max_staleness)
     if lags and bound is not None and mean_of(lags) > bound + late + max(0.25, 0.25 * bound):
         yield Alarm(

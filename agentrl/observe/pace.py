@@ -28,11 +28,18 @@ MARGIN = 0.05
 SHARED_CORES = 0.8
 """Speed of engine and trainer at the same time, relative to each alone, below which they count as sharing cores."""
 
+MAX_BOUND = 64
+"""Largest bound on staleness that is looked for in the metrics of a run."""
+NO_LIMIT = 1 << 30
+"""A number of episodes in flight that no run reaches."""
 MEASURED_STEPS = 16
 """Number of simulated steps that are measured, after the pipeline has filled."""
 MAX_SIMULATED_EPISODES = 64
-"""Largest number of episodes per simulated step. Larger steps are simulated on a smaller scale, which makes their
-longest waits somewhat too short."""
+"""Largest number of episodes per simulated step, unless two groups have more. Larger steps are simulated on a smaller
+scale, which makes their longest waits somewhat too short."""
+MAX_SIMULATED_TURNS = 1024
+"""Largest number of turns of a simulated step; turns of longer episodes are merged. A prediction runs in the loop of
+the episodes, so it must end within a fraction of a second."""
 SLOWEST_TOGETHER = 0.25
 """Smallest speed of engine and trainer at the same time that is fitted."""
 
@@ -68,7 +75,7 @@ class LoopTimings:
     """Seconds that each concurrent turn adds to a forward pass."""
     places: int = 0
     """Turns that the engine samples at once; 0: no limit."""
-    max_in_flight: int = 1 << 30
+    max_in_flight: int = NO_LIMIT
     together: float = 1.0
     """Speed of engine and trainer while both compute, relative to each alone: 1 if they share nothing, about ½ if one
     core serves both."""
@@ -92,16 +99,17 @@ def predict_step_seconds(timings: LoopTimings, staleness: int) -> float:
 
 def _of_small_scale(timings: LoopTimings) -> LoopTimings:
     """Return timings of the same run with smaller steps, on a proportionally slower engine."""
-    scale = timings.episodes_per_step / MAX_SIMULATED_EPISODES
+    largest_group = max(map(len, timings.groups))
+    simulated = max(MAX_SIMULATED_EPISODES, 2 * largest_group)
+    scale = timings.episodes_per_step / simulated
     if scale <= 1:
         return timings
-    smallest = max(map(len, timings.groups))
     return replace(
         timings,
-        episodes_per_step=MAX_SIMULATED_EPISODES,
+        episodes_per_step=simulated,
         row_s=timings.row_s * scale,
         places=math.ceil(timings.places / scale),
-        max_in_flight=max(int(timings.max_in_flight / scale), smallest),
+        max_in_flight=max(int(timings.max_in_flight / scale), largest_group),
     )
 
 
@@ -121,9 +129,9 @@ class _Episode:
 
     __slots__ = ("group", "turn_wait_s", "turn_work", "turns")
 
-    def __init__(self, pace: EpisodePace, group: _Group) -> None:
+    def __init__(self, pace: EpisodePace, group: _Group, max_turns: int) -> None:
         self.group = group
-        self.turns = max(pace.turns, 1)
+        self.turns = min(max(pace.turns, 1), max_turns)
         """Turns left."""
         self.turn_work = max(pace.work, 1) / self.turns
         self.turn_wait_s = pace.wait_s / self.turns
@@ -134,6 +142,7 @@ class _Simulation:
 
     def __init__(self, timings: LoopTimings, staleness: int) -> None:
         self._timings, self._staleness = timings, staleness
+        self._max_turns = max(MAX_SIMULATED_TURNS // timings.episodes_per_step, 1)
         self._random = random.Random(0)
         self._order = count()
         self._now = 0.0
@@ -150,6 +159,8 @@ class _Simulation:
         """The group of each episode that waits for its step."""
         self._open: dict[_Group, int] = {}
         """Number of untrained episodes of each group, oldest group first."""
+        self._outstanding = 0
+        """Number of untrained episodes."""
         self._trained = 0
         self._step_left_s: float | None = None
         """Seconds that the trainer alone needs for the rest of its step; None: it waits."""
@@ -195,21 +206,23 @@ class _Simulation:
         timings, size = self._timings, len(self._next)
         if not self._running and not self._open and self._step_left_s is None:
             return True  # a group that no bound has room for must not stop the simulation
-        outstanding = sum(self._open.values())
+        outstanding = self._outstanding
         step_size, max_lag = timings.episodes_per_step, timings.max_lag
         if self._running + size > timings.max_in_flight or outstanding + size > (1 + self._staleness) * step_size:
             return False
         if max_lag is None:
             return True
-        overtaken = self._trained - min((group.begun_at for group in self._open), default=self._trained)
+        oldest = next(iter(self._open), None)
+        overtaken = 0 if oldest is None else self._trained - oldest.begun_at
         return outstanding + overtaken + size <= (1 + max_lag) * step_size
 
     def _admit(self) -> None:
         group = _Group(len(self._next), self._trained)
         self._open[group] = group.size
+        self._outstanding += group.size
         self._running += group.size
         for pace in self._next:
-            self._enter_engine(_Episode(pace, group))
+            self._enter_engine(_Episode(pace, group, self._max_turns))
         self._next = self._draw()
 
     def _enter_engine(self, episode: _Episode) -> None:
@@ -246,6 +259,7 @@ class _Simulation:
         for _ in range(min(self._timings.episodes_per_step, len(self._ready))):
             group = self._ready.popleft()
             self._trained += 1
+            self._outstanding -= 1
             self._open[group] -= 1
             if not self._open[group]:
                 del self._open[group]
@@ -314,18 +328,22 @@ class ChosenStaleness(NamedTuple):
 
     @staticmethod
     def of_steps(steps: Mapping[int, Mapping[str, float]]) -> ChosenStaleness | None:
-        """Return the choice in the metrics of a policy's steps, by step; None if the configuration set the bound."""
-        newest = next((values for _, values in sorted(steps.items(), reverse=True) if STALENESS_BOUND in values), None)
-        if newest is None:
+        """Return the choice in the metrics of a policy's steps, by step; None if the configuration set the bound of
+        the newest one. Recorded values may be anything."""
+        newest = steps[max(steps)] if steps else {}
+        bound = _recorded_bound(newest)
+        if bound is None:
             return None
-        predicted = {
-            int(bound): seconds
-            for name, seconds in newest.items()
-            if name.startswith(PREDICTED_STEP) and (bound := name.removeprefix(PREDICTED_STEP)).isdecimal()
-        }
+        predicted: dict[int, float] = {}
+        for _, values in sorted(steps.items(), reverse=True):  # after a resume, the first steps record none
+            predicted = predicted or {
+                other: seconds
+                for other in range(MAX_BOUND + 1)
+                if (seconds := _recorded(values, f"{PREDICTED_STEP}{other}"))
+            }
         seen = _seen_seconds(steps)
-        paces = {bound: StepPace(predicted.get(bound), seen.get(bound)) for bound in sorted({*predicted, *seen})}
-        return ChosenStaleness(int(newest[STALENESS_BOUND]), paces, newest.get(TOGETHER, 1.0))
+        paces = {each: StepPace(predicted.get(each), seen.get(each)) for each in sorted({*predicted, *seen})}
+        return ChosenStaleness(bound, paces, _recorded(newest, TOGETHER) or 1.0)
 
     @property
     def reason(self) -> str:
@@ -339,18 +357,30 @@ class ChosenStaleness(NamedTuple):
         return {bound: pace.text for bound, pace in self.paces.items()}
 
 
+def _recorded(values: Mapping[str, object], name: str) -> float | None:
+    """Return a metric of a step; None if it has none that is a number from 0."""
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
+
+
+def _recorded_bound(values: Mapping[str, object]) -> int | None:
+    """Return the bound in the metrics of a step; None if it has none."""
+    bound = _recorded(values, STALENESS_BOUND)
+    return int(bound) if bound is not None and bound <= MAX_BOUND else None
+
+
 def _seen_seconds(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
     """Return the mean seconds per step by bound, over the newest steps of each. The steps until a change of the bound
     shows belong to none."""
     seconds: dict[int, deque[float]] = {}
     bound, unsettled = None, 0
     for _, values in sorted(steps.items()):
-        if bound is not None and not unsettled and "step/seconds" in values:
-            seconds.setdefault(bound, deque(maxlen=MEASURED_STEPS)).append(values["step/seconds"])
+        step_s = _recorded(values, "step/seconds")
+        if bound is not None and not unsettled and step_s is not None:
+            seconds.setdefault(bound, deque(maxlen=MEASURED_STEPS)).append(step_s)
         unsettled = max(unsettled - 1, 0)
-        if values.get(STALENESS_BOUND) != bound:
-            bound = int(values[STALENESS_BOUND]) if STALENESS_BOUND in values else None
-            unsettled = bound or 0
+        if (recorded := _recorded_bound(values)) != bound:
+            bound, unsettled = recorded, recorded or 0
     return {bound: fmean(values) for bound, values in seconds.items()}
 
 

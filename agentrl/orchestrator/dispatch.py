@@ -70,6 +70,8 @@ class EvaluatedEpisodes:
     def __init__(self) -> None:
         self.ends: Sequence[asyncio.Future[EpisodeHeader]] = ()
         """Headers of the root episodes."""
+        self.number = 0
+        """Number of evaluations that have begun."""
         self.children: list[EpisodeHeader] = []
         """Headers of ended child episodes."""
         self.counts: dict[str, Mapping[str, PolicyCounts]] = {}
@@ -82,6 +84,7 @@ class EvaluatedEpisodes:
     def begin(self, count: int) -> Sequence[asyncio.Future[EpisodeHeader]]:
         """Forget the evaluation before; returns the futures of so many root episodes."""
         self.children, self.counts, self.environments = [], {}, {}
+        self.number += 1
         self.ends = _futures(count)
         return self.ends
 

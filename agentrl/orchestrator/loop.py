@@ -49,6 +49,7 @@ from agentrl.observe.bottleneck import (
     commonest_error,
     failing_calls,
 )
+from agentrl.observe.pace import NO_LIMIT
 from agentrl.observe.run_state import DRAINING, EVALUATING, PAUSED, TRAINING, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -169,6 +170,8 @@ class Orchestrator:
     """Adjusts the bound on staleness of each policy whose configuration sets none."""
     limit_workers: Callable[[int], None] = lambda count: None
     """Tells worker processes the number of episodes that may run at once."""
+    _last_evaluation: dict[str, int] = field(default_factory=dict)
+    """Number of evaluations that had begun at each policy's last step."""
     activity: ActivityClock = field(init=False)
     outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -580,12 +583,20 @@ class Orchestrator:
         controller = self.staleness.get(policy)
         if controller is None:
             return {}
+        evaluated = self.dispatcher.evaluated
+        num_ended, total = evaluated.progress()
+        is_disturbed = num_ended < total or evaluated.number != self._last_evaluation.get(policy, 0)
+        self._last_evaluation[policy] = evaluated.number
+        if is_disturbed or self.scheduler.phases.frozen():
+            controller.leave_out_step()
+            return controller.metrics()
         is_chosen = controller.step_ended(
             self.clock.monotonic(),
             self.dispatcher.worker.activity(),
             step_s,
             places=self.versions.engine.capabilities.places,
-            max_in_flight=self.scheduler.max_in_flight,
+            # an automatic limit follows the episodes that the bound lets run
+            max_in_flight=self.scheduler.max_in_flight if self.admission is None else NO_LIMIT,
         )
         if is_chosen:
             self.scheduler.bound(policy, controller.bound)

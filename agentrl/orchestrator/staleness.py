@@ -28,6 +28,8 @@ MAX_GROUPS = 64
 """Number of newest groups that a prediction draws from."""
 MAX_WINDOW = 8
 """Number of newest steps that are timed."""
+RETRY_AFTER = 64
+"""Number of steps in lockstep after which the speed of engine and trainer together is measured again."""
 FIRST_INTERVAL, LAST_INTERVAL = 4, 16
 """Number of steps between two predictions: doubled each time that the bound stays. A prediction takes about as long as
 a short step."""
@@ -87,9 +89,7 @@ class StalenessController:
         self._num_episodes = 0
         self._readings: deque[_Reading] = deque(maxlen=MAX_WINDOW + 1)
         self._alone: LoopTimings | None = None
-        """Timings while engine and trainer took turns."""
-        self._is_fitted = False
-        """Whether `_together` was measured under the bound in force."""
+        """Timings while engine and trainer took turns, until `_together` is measured."""
         self._timed: tuple[float, ...] = ()
         """What the last prediction rested on."""
         self._unsettled = 0
@@ -98,15 +98,15 @@ class StalenessController:
         """Number of steps since the last prediction, or since the bound changed."""
         self._interval = 1
         """Number of steps between two predictions."""
+        self._in_lockstep = 0
+        """Number of steps since the bound became 0."""
         self._settle()
 
     def restore(self, past: PastRun, policy: str, step: int) -> None:
         """Continue with the bound that the journal recorded last."""
         bound = past.log.recorded_metric(policy, STALENESS_BOUND, step)
-        together = past.log.recorded_metric(policy, TOGETHER, step)
         if bound is not None and bound in self._rules.choices:
             self.bound, self._is_chosen = int(bound), True
-        self._together = together or self._together
         self._settle()
 
     @property
@@ -138,6 +138,7 @@ class StalenessController:
             self._readings.clear()
         self._readings.append(reading)
         self._since += 1
+        self._in_lockstep = 0 if self.bound else self._in_lockstep + 1
         if len(self._readings) < 2 or self._since < self._interval:
             return False
         timings = self._timings(places, max_in_flight)
@@ -155,8 +156,11 @@ class StalenessController:
         timed = (self._seen_s, timings.step_s, fmean(pace.wait_s for group in timings.groups for pace in group))
         if not self.bound:
             self._alone = timings
-        elif self._alone is not None and not self._is_fitted:
-            self._together, self._is_fitted, self._timed = fit_together(self._alone, self.bound, self._seen_s), True, ()
+            if self._in_lockstep >= RETRY_AFTER and self._together < self._rules.together:
+                self._together, self._in_lockstep, self._timed = self._rules.together, 0, ()
+        elif self._alone is not None:
+            self._together, self._timed = fit_together(self._alone, self.bound, self._seen_s), ()
+            self._alone = None  # later, other episodes may be longer
         if self._timed and not any(_differs(*pair, self._seen_s) for pair in zip(timed, self._timed, strict=True)):
             return False
         is_first, self._timed = not self.predicted, timed
@@ -166,18 +170,24 @@ class StalenessController:
         self._is_chosen = True
         self._interval = FIRST_INTERVAL if is_first else min(2 * self._interval, LAST_INTERVAL)
         if bound != before:
-            self.bound, self._is_fitted = bound, False
+            self.bound = bound
             self._settle()
         return is_first or bound != before
+
+    def leave_out_step(self) -> None:
+        """Take no reading at the end of a step beside which other episodes ran, or a policy was frozen."""
+        self._unsettled = max(self._unsettled - 1, 0)
+        self._readings.clear()
 
     def restart(self) -> None:
         """Forget the readings, in which the run did not train all the time."""
         self._settle()
 
     def _settle(self) -> None:
-        """Leave out the steps after which the new bound shows, and the first step of a process, which is slow."""
+        """Leave out the steps after which the new bound shows, and the first step of a process, which is slow. The
+        totals of other processes are up to a second old."""
         self._unsettled, self._since = 1 + self.bound, 0
-        self._interval = 1 if not self.predicted else FIRST_INTERVAL + self.bound
+        self._interval = 1 if not self.predicted and self._rules.workers == 1 else FIRST_INTERVAL + self.bound
 
     @property
     def _seen_s(self) -> float:
@@ -228,13 +238,14 @@ def _paces(
         waits_s: their seconds outside the engine.
     """
     newest = [header for group in groups for header in group][-num_ended:]
-    pass_s = engine_s / sum(max(header.tokens + header.turns, 1) for header in newest)
+    share = len(newest) / num_ended
+    pass_s = share * engine_s / sum(max(header.tokens + header.turns, 1) for header in newest)
 
     def rest(header: EpisodeHeader) -> float:
         return max(header.seconds - (header.tokens + header.turns) * pass_s, 0.0)
 
     rests_s = sum(map(rest, newest))
-    scale, least = (waits_s / rests_s, 0.0) if rests_s else (0.0, waits_s / num_ended)
+    scale, least = (share * waits_s / rests_s, 0.0) if rests_s else (0.0, waits_s / num_ended)
     return [
         [EpisodePace(header.turns, header.tokens, least + scale * rest(header)) for header in group] for group in groups
     ]

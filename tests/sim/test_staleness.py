@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.memory import MemoryJournal
+from agentrl.observe.bottleneck import PASSES
 from agentrl.observe.metrics import PREDICTED_STEP, STALENESS_BOUND
-from agentrl.observe.pace import choose_staleness, fit_together, predict_step_seconds
+from agentrl.observe.pace import NO_LIMIT, choose_staleness, fit_together, predict_step_seconds
+from agentrl.orchestrator.staleness import StalenessController, StalenessRules
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_bottleneck import LimitedEngine
+from tests.sim.test_schedules import Trio
 from tests.simulation.pace import (
     BOUNDS,
     WORKLOADS,
@@ -24,6 +28,9 @@ from tests.simulation.pace import (
     simulated,
     timings_of,
 )
+
+if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeHeader
 
 pytestmark = pytest.mark.sim
 
@@ -144,3 +151,60 @@ def test_the_bound_stays_while_predictions_are_close_to_each_other() -> None:
     assert choose_staleness({0: 1.0, 1: 0.87, 2: 0.87}, current=1) == 0
     assert choose_staleness({0: 1.0, 1: 0.5, 2: 0.46}, current=2) == 2
     assert choose_staleness({0: 1.0, 1: 0.5, 2: 0.44}, current=1) == 1
+
+
+def controller_after(num_steps: int, *, sharing: float = 1.0, together: float = 1.0, groups: int = 8) -> Any:
+    """A controller that was given steps of 8 episodes per group: 10 s of engine and 10 s of trainer, no waits, which
+    slow each other down to `sharing` while both compute."""
+    controller = StalenessController(StalenessRules(choices=(0, 1, 2, 4), together=together))
+    now, totals = 0.0, dict.fromkeys((*PASSES, "engine", "engine/any"), 0.0)
+    header = SimpleNamespace(turns=1, tokens=9, seconds=10.0)
+    for _ in range(num_steps):
+        overlaps = bool(controller.bound)
+        step_s = 10.0 / sharing if overlaps else 20.0
+        now += step_s
+        turn_s = 10.0 / (sharing if overlaps else 1.0)
+        for _ in range(8 * groups):
+            passes = 10.0
+            rows = 8.0 * groups
+            for key, value in zip(PASSES, (passes**2, passes**2 * rows, (passes * rows) ** 2, 0.0, 0.0), strict=True):
+                totals[key] += value
+            totals["passes/1s"] += passes * turn_s
+            totals["passes/2s"] += passes * rows * turn_s
+        totals["engine"] += 8 * groups * turn_s
+        totals["engine/any"] += turn_s
+        for _ in range(groups):
+            controller.record_group([cast("EpisodeHeader", header)] * 8)
+        controller.step_ended(now, dict(totals), turn_s, places=0, max_in_flight=NO_LIMIT)
+    return controller
+
+
+@pytest.mark.parametrize("groups", [8, 16, 32])
+def test_a_prediction_counts_all_episodes_of_its_window_also_where_it_draws_from_fewer(groups: int) -> None:
+    """Of 64 groups and windows of up to eight steps, those of some episodes are not kept."""
+    controller = controller_after(40, groups=groups)
+    assert controller.bound == 1
+    assert controller.predicted[0] == pytest.approx(20.0, rel=0.1)
+    assert controller.predicted[1] == pytest.approx(10.0, rel=0.15)
+
+
+def test_asynchrony_that_does_not_pay_ends_and_is_tried_again() -> None:
+    bounds = [controller_after(steps, sharing=0.5).bound for steps in range(2, 120, 3)]
+    first = bounds.index(1)
+    assert 0 in bounds[first:], "engine and trainer share the cores"
+    assert 1 in bounds[first + bounds[first:].index(0) :], "another load may have ended"
+
+
+def test_a_run_with_phases_keeps_the_smallest_bound(simulated_loop: SeededSimulation) -> None:
+    """Their pauses would count as slow steps."""
+
+    async def main() -> None:
+        policies = {name: {"step_size": 8, "max_staleness": "auto"} for name in "abc"}
+        run = SmallRun(
+            config=config_for(policies=policies, freeze=[("a", 2), ("b", 2), ("c", 2)], steps=4), environment=Trio
+        )
+        await run.run()
+        assert {metrics[STALENESS_BOUND] for _, _, metrics in run.seen.steps} == {0.0}
+        assert not [name for _, _, metrics in run.seen.steps for name in metrics if name.startswith(PREDICTED_STEP)]
+
+    simulated_loop.run(main)
