@@ -15,6 +15,11 @@ on "${nodes[0]}" ray start --block --head --node-ip-address="$head" --port=6379 
 for node in "${nodes[@]:1}"; do
     on "$node" ray start --block --address="$head:6379" --disable-usage-stats &
 done
-until [ "$(on "${nodes[0]}" python -c "import ray; ray.init('$head:6379', log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))")" = "${#nodes[@]}" ]; do sleep 1; done
+joined() { on "${nodes[0]}" python -c "import ray; ray.init('$head:6379', log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"; }
+for _ in {1..300}; do
+    [ "$(joined)" = "${#nodes[@]}" ] && break
+    sleep 1
+done
+[ "$(joined)" = "${#nodes[@]}" ] || { echo "not all nodes joined Ray within five minutes" >&2; exit 1; }
 
 on "${nodes[0]}" agentrl train run.toml --cluster.address="$head:6379" --directory="$RUNS"

@@ -212,6 +212,7 @@ def evaluate(
     config = load_config(config)
     config, tasks = _with_tasks(config, tasks)
     trained = config.trained
+    check_packages_of_run(config, environment)
     config, weights = prepare_evaluation(config, policy, on_phase)
     environment_class = environment_of(config, environment)
     asyncio.run(unproved_sandbox_promises(config.sandbox, environment_class))
@@ -426,7 +427,6 @@ def prepare_evaluation(
         [weights_from_directory(name, path) for name, path in _by_policy(config.policies, policy).items()],
         config.evaluation.sampling.changes,
     )
-    check_packages_of_run(config)
     check_local_models(config)
     check_endpoints(config.policies)
     if names := [path for path in model_paths(config).values() if is_hub_name(path)]:

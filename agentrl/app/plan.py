@@ -203,7 +203,7 @@ def _possible_staleness(
     Raises:
         ConfigError: they refuse every value.
     """
-    policy, refusal, possible = config.trained[name], ConfigError(""), list[int]()
+    policy, refusals, possible = config.trained[name], list[ConfigError](), list[int]()
     for bound in policy.staleness_choices:
         bounded = policy.model_copy(update={"max_staleness": bound})
         at_bound = config.model_copy(update={"policies": {**config.policies, name: bounded}})
@@ -214,11 +214,11 @@ def _possible_staleness(
                 if name in policies:
                     check_trees(root, at_bound, {**policies, name: bounded})
         except ConfigError as error:
-            refusal = error
+            refusals.append(error)
         else:
             possible.append(bound)
     if not possible:
-        raise refusal
+        raise refusals[0]
     return possible
 
 

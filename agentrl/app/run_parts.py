@@ -32,11 +32,11 @@ from agentrl.config.sections import EnvironmentConfig, EvaluationConfig, ModelCo
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
 from agentrl.core.machine import (
+    CALCULATOR,
     TRAINING_PACKAGES,
     Gpu,
     check_packages_installed,
     describe_missing_package,
-    packages_of_extra,
 )
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Score, Task
@@ -312,16 +312,20 @@ class RunFactories:
     """Callback with the loop of each start before it runs; tests use it to disturb the loop."""
 
 
-def check_packages_of_run(config: RunConfig) -> None:
-    """Check that the packages of a run's models and of shipped environments are installed, without importing them.
+def check_packages_of_run(config: RunConfig, environment: object = None) -> None:
+    """Check that the packages of a run's models and of the demo's environment are installed, without importing them.
+
+    Args:
+        config: configuration of the run.
+        environment: what replaces `config.environment.id`, if anything does.
 
     Raises:
         InputError: some are not; the message has one command that installs them all.
     """
     if config.bases:
         names = [config.environment.id] if isinstance(config.environment.id, str) else [*config.environment.id]
-        shipped = itertools.chain.from_iterable(map(packages_of_extra, names))
-        check_packages_installed([*TRAINING_PACKAGES, *shipped])
+        is_calculator = environment is None and any(name.partition("@")[0] in CALCULATOR for name in names)
+        check_packages_installed([*TRAINING_PACKAGES, *(["reasoning_gym"] if is_calculator else [])])
 
 
 def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | None = None) -> type[Environment]:

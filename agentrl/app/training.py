@@ -149,6 +149,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
             for function in scorers
         },
     )
+    check_packages_of_run(config, environment)
     environment_class = environment_of(config, environment)
     resolve(config, environment_class)  # refuse impossible settings before anything is loaded
     if config.engine.kind == "vllm":
@@ -201,8 +202,6 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
     functions = load_user_functions(
         config.trainer, config.credit, config.scorers, config.trained
     )  # imports torch only to check the options of a built-in loss
-    if factories.engine is make_engine:
-        check_packages_of_run(config)
     source = await asyncio.to_thread(_training_tasks, config.environment, config.seed, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(
         held_out_source, config.evaluation, config.environment, config.seed, environment, held_out

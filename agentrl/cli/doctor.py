@@ -30,7 +30,15 @@ from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import temporary_directory
-from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
+from agentrl.core.machine import (
+    CALCULATOR,
+    DISTRIBUTION,
+    GIB,
+    finds_compiler,
+    gpus,
+    install_command,
+    mismatched_torch_builds,
+)
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import ProgressLine
@@ -50,8 +58,6 @@ Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
 
 _DEMO = "the demo will use"
-_CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
-"""Names of the demo's environment."""
 _TORCH = "torch"
 _FIXES = {_TORCH: f"{install_command('train')} --force-reinstall"}
 """What to do if a section's process dies, keyed by title."""
@@ -79,7 +85,11 @@ def doctor(options: argparse.Namespace) -> int:
     """Run `agentrl doctor [FILE|RUN] [--model DIR] [--section.field=value …]`; exit code 1 if something the run needs
     is missing, or a check could not be made."""
     run = None if options.file is None else _run_directory(options.file)
-    return _report_machine(options) if run is None else _report_run(run, as_json=options.json)
+    if run is None:
+        return _report_machine(options)
+    if options.overrides or options.model is not None or options.sandbox or options.suggest:
+        raise InputError(f"{options.file} is a run, whose steps are reported; give other options with a TOML file")
+    return _report_run(run, as_json=options.json)
 
 
 def _report_machine(options: argparse.Namespace) -> int:
@@ -99,7 +109,7 @@ def _report_machine(options: argparse.Namespace) -> int:
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
         names = [config.environment.id] if isinstance(config.environment.id, str) else config.environment.id
-        if not any(name.partition("@")[0] in _CALCULATOR for name in names):
+        if not any(name.partition("@")[0] in CALCULATOR for name in names):
             left_out.add(calculator_checks)
         sections = {
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported

@@ -115,7 +115,7 @@ def _known_reply_format(name: str) -> str:
 ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format), Selects("nothing")]
 
 
-_NAMES_ELSEWHERE: Mapping[tuple[str, str], str] = {
+_NAMES_IN_PAPERS: Mapping[tuple[str, str], str] = {
     ("advantage", "grpo"): "group_std",
     ("advantage", "dr_grpo"): "group_mean",
     ("advantage", "rloo"): "leave_one_out",
@@ -135,8 +135,8 @@ def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> 
     """
     if name not in built_in and ":" not in name and name not in (installed_names := installed_functions(kind)):
         built_in_hint = f"; built in are {', '.join((*built_in, *installed_names))}" if built_in else ""
-        if elsewhere := _NAMES_ELSEWHERE.get((kind, name.lower().replace("-", "_"))):
-            built_in_hint = f"; here it is {elsewhere!r} (docs/reference/algorithms.md){built_in_hint}"
+        if name_here := _NAMES_IN_PAPERS.get((kind, name.lower().replace("-", "_"))):
+            built_in_hint = f"; here it is {name_here!r} (docs/reference/algorithms.md){built_in_hint}"
         raise ValueError(
             f"{name!r}: there is no such {kind}{built_in_hint}. One of your own is `module:function` or "
             "`path/to/file.py:function`"

@@ -527,7 +527,8 @@ class RunConfig(Section):
         """
         if self.deterministic:
             return 1
-        bounds = [policy.staleness_choices[0] for policy in self.trained.values()]
+        # late members of a group are trained only while sampling overlaps with training
+        bounds = [max(policy.staleness_choices[0], self.credit.release == "late") for policy in self.trained.values()]
         engines, ranks = self.engine.count * max(1, len(self.bases)), self.trainer.ranks if bounds else 0
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 

@@ -34,8 +34,8 @@ class CallThreads(Executor):
         """Queues of the idle threads; a thread runs what its queue holds."""
         self._running: set[int] = set()
         """Identifiers of the threads that run a call."""
-        self.most = 0
-        """Largest number of calls at once, and so the number of threads."""
+        self.started = 0
+        """Number of threads that were started."""
         os.register_at_fork(after_in_child=self._forget_threads)  # a forked process has none
 
     def stacks(self) -> list[FrameType]:
@@ -54,11 +54,11 @@ class CallThreads(Executor):
             queue = self._idle.pop()
         except IndexError:
             queue = SimpleQueue()
+            self.started += 1
             Thread(target=_run_calls, args=(queue,), name="call", daemon=True).start()
 
         def run() -> None:
             self._running.add(ident := get_ident())
-            self.most = max(self.most, len(self._running))
             try:
                 if self.delay_s:
                     Event().wait(self.delay_s)

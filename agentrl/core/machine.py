@@ -39,6 +39,8 @@ EXTRAS: Mapping[str, str] = {
     "reasoning_gym": "calculator",
 }
 """Extra of agentrl that installs a package."""
+CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
+"""Names of the demo's environment, which needs `reasoning_gym`."""
 PACKAGES: Mapping[str, str] = {"agentrl_formats": "formats"}
 """Directory in packages/ of a package that is a distribution of its own, named as agentrl's with that suffix."""
 GC_THRESHOLD = 50_000
@@ -240,16 +242,6 @@ def describe_missing_package(error: BaseException) -> str:
     if name in PACKAGES:
         return f"{name} is not installed: {install_command(package=PACKAGES[name])}"
     return f"{name} is not installed: {install_command(EXTRAS[name])}" if name in EXTRAS else ""
-
-
-def packages_of_extra(extra: str) -> list[str]:
-    """Return the packages of an extra; those of a shipped environment are an extra of its name.
-
-    Example:
-        >>> packages_of_extra("calculator")
-        ['reasoning_gym']
-    """
-    return [name for name, extra_name in EXTRAS.items() if extra_name == extra]
 
 
 def check_packages_installed(names: Sequence[str]) -> None:

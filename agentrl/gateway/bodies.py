@@ -12,6 +12,7 @@ import sys
 import zlib
 from typing import Any
 
+from agentrl.core.text import valid_unicode
 from agentrl.gateway.calls import RequestRefusedError
 
 if sys.version_info >= (3, 14):
@@ -29,6 +30,8 @@ MAX_BRACKETS = 1 << 18
 """Maximum number of opening brackets and braces in a body, including those in texts: each may create an object."""
 MAX_SEPARATORS = 1 << 20
 """Maximum number of commas in a body."""
+MAX_SEARCHED_BYTES = 64 << 10
+"""Largest body that is searched for the field of a number that is not finite: it is parsed again."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -103,8 +106,8 @@ def parse_json_body(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestRefusedError(f"the body is not UTF-8 at byte {error.start}") from None
     except _NotFiniteError as error:
-        field = _not_finite_field(body)
-        raise RequestRefusedError(f"{field or 'the body is not JSON'}: {error}", "invalid", field) from None
+        field = _not_finite_field(body) if len(body) <= MAX_SEARCHED_BYTES else None
+        raise RequestRefusedError(f"{field or 'the body'}: {error}", "invalid", field) from None
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -150,11 +153,11 @@ def _not_finite_field(body: bytes) -> str | None:
         return None
     fields: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        fields += [(name[:40], item) for name, item in value.items()]
+        fields += [(valid_unicode(name[:40]), item) for name, item in value.items()]
     while fields:
         name, item = fields.pop()
         if isinstance(item, float) and not math.isfinite(item):
             return name
         inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        fields += [(name, each) for each in inner]
+        fields += [(name, value) for value in inner]
     return None

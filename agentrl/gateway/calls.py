@@ -120,6 +120,7 @@ class ChatRequest:
         names = [("model", "name", self.model), *(("tools", "name", tool.name) for tool in self.tools)]
         for message in self.messages:
             names += [("messages", "tool call id", call.id) for call in message.tool_calls]
+            names += [("messages", "tool name", call.name) for call in message.tool_calls]
         for location, what, name in names:
             if len(name) > MAX_NAME_CHARACTERS:
                 raise RequestRefusedError(

@@ -51,7 +51,7 @@ WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "s
 ANY, MOST = "/any", "/most"
 """Suffixes of the seconds in which an activity was in progress at all, and of the largest number at once."""
 THREADS = "threads"
-"""With `MOST`, the largest number of blocking calls in threads at once."""
+"""Key of the number of threads that were started for blocking calls."""
 BLOCKED = "blocked/"
 """Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
 RAISED, MAX_RAISED = "raised/", 100

@@ -237,8 +237,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "episodes/threads",
         "threads",
-        "threads of `asyncio.to_thread` and of external tools, agentrl's own included: as many as such calls ran at "
-        "once. No call waits for a thread",
+        "threads that were started for `asyncio.to_thread` and external tools, in all worker processes; no call waits "
+        "for one",
     ),
     Metric(
         "episodes/limit",

@@ -10,7 +10,7 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
-from agentrl.observe.bottleneck import MOST, THREADS
+from agentrl.observe.bottleneck import THREADS
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards, reward_agreement
@@ -88,7 +88,7 @@ class StepMetrics:
             "episodes/ready": float(ledger.ready),
             "episodes/trained": float(ledger.trained),
             "episodes/dropped": float(ledger.dropped.total()),
-            "episodes/threads": self._dispatcher.worker.activity().get(THREADS + MOST, 0.0),
+            "episodes/threads": self._dispatcher.worker.activity().get(THREADS, 0.0),
             "loss": report.loss,
             "grad_norm": report.grad_norm,
         }

@@ -34,7 +34,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.observe.bottleneck import MOST, THREADS
+from agentrl.observe.bottleneck import THREADS
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.runner import EpisodeRunner
 
@@ -95,7 +95,7 @@ class AsyncioWorker:
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def activity(self) -> Mapping[str, float]:
-        return self._runner.activity.totals() | {THREADS + MOST: float(CALL_THREADS.most)}
+        return self._runner.activity.totals() | {THREADS: float(CALL_THREADS.started)}
 
     def park(self, episode_id: str) -> bool:
         return self._runner.parking.park(episode_id)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.inspection.reader import RunReader
-from tests.support import warm
 
 pytestmark = [pytest.mark.e2e]
 
@@ -54,7 +55,8 @@ tasks = 0
 def test_a_signal_while_a_stopped_process_exits_leaves_its_exit_code(tmp_path: Path, number: str) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT.format(number=number))
     (tmp_path / "run.toml").write_text(CONFIGURATION)
-    ended = warm.command(tmp_path, "train", "run.toml")
+    command = [sys.executable, "-m", "agentrl.cli", "train", "run.toml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 130, ended.stderr
     assert "stopped; to continue" in ended.stderr
     reader = RunReader(tmp_path / "runs/stopped")

@@ -32,6 +32,7 @@ from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.support.crash_scenario import with_staleness
 
 
 class Guess(agentrl.Environment):
@@ -75,7 +76,8 @@ def guess(request: GenerateRequest, policy: str, version: PolicyVersion) -> list
 
 
 def config_for(**changes: Any) -> RunConfig:
-    """A small configuration; `max_staleness`, `step_size` and `steps` as keywords, sections as mappings."""
+    """A small configuration; `max_staleness`, by default 1, `step_size` and `steps` as keywords, sections as
+    mappings."""
     policy = {"step_size": changes.pop("step_size", 8), "max_staleness": changes.pop("max_staleness", 1)}
     values: dict[str, Any] = {
         "steps": 4,
@@ -89,7 +91,7 @@ def config_for(**changes: Any) -> RunConfig:
         "max_in_flight": 64,
         "stop_seconds": 3600.0,  # a slow stop must not end the process of the tests
     }
-    return RunConfig.model_validate({**values, **changes})
+    return RunConfig.model_validate(with_staleness({**values, **changes}))
 
 
 @dataclass

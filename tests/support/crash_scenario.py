@@ -44,6 +44,16 @@ VERSIONS = RUN / "versions"
 EMPTY_TASKS = (Task(id="task", data={}),)
 
 
+def with_staleness(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration whose learning policies have a bound on staleness, 1 unless it says another: what "auto" chooses
+    depends on the time that steps take."""
+    policies = {
+        name: {"max_staleness": 1, **policy} if policy.get("kind", "trained") == "trained" else policy
+        for name, policy in values["policies"].items()
+    }
+    return {**values, "policies": policies}
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Machine:
     """What outlives a process, and what a witness saw of it."""
@@ -105,7 +115,7 @@ class CrashScenario:
             "checkpoint": {"every": 1, "versions": 2},
             "evaluation": {"tasks": 0},
         }
-        self.config = RunConfig(**{**values, **(changes or {})})
+        self.config = RunConfig(**with_staleness({**values, **(changes or {})}))
         self.trainable = list(self.config.trained)
 
     # --- parts a mutant may replace ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from agentrl.core.records import PolicyVersion
 from benchmarks.overhead import TURNS, run_config, train_once, wire
 from tests.support.builders import make_episode_header, make_spec
 
-KB_IN_FLIGHT = 11.5
+KB_IN_FLIGHT = 11.7
 """As Python allocates it; the resident set grows by a tenth more."""
 EVENT_BYTES = 256
 

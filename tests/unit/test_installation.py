@@ -127,6 +127,9 @@ def test_a_new_environment_depends_on_nothing_of_the_index() -> None:
 CONFIGURATION = r"""
 :env:.cert='/etc/certificates.pem'
 :env:.no-input='1'
+:env:.config-file='/etc/pip.conf'
+:env:.constraint='/pins.txt'
+:env:.timeout='15.5'
 global.cert='/overridden.pem'
 global.extra-index-url='https://user:secret@example.org/simple\nhttps://example.com/simple'
 global.find-links='/wheels\n/more'
@@ -137,19 +140,21 @@ freeze.user='true'
 
 def uv_environment(repository: Path, configuration: str, **environment: str) -> dict[str, str]:
     namespace = runpy.run_path(str(repository / ".ci" / "install.py"))
-    made: dict[str, str] = namespace["uv_environment"](configuration.strip(), environment)
+    settings = namespace["pip_settings"](configuration.strip())
+    assert namespace["uv_options"](settings) == (["--constraint", "/pins.txt"] if "constraint" in settings else [])
+    made: dict[str, str] = namespace["uv_environment"](settings, environment)
     return made
 
 
 def test_uv_installs_from_the_places_that_pip_is_configured_with(repository: Path) -> None:
-    made = uv_environment(repository, CONFIGURATION, UV_TORCH_BACKEND="cpu", UV_HTTP_TIMEOUT="7", PATH="/bin")
+    made = uv_environment(repository, CONFIGURATION, UV_TORCH_BACKEND="cpu", PATH="/bin")
     assert made == {
         "SSL_CERT_FILE": "/etc/certificates.pem",
         "UV_INDEX": "https://user:secret@example.org/simple https://example.com/simple",
         "UV_FIND_LINKS": "/wheels,/more",
         "UV_INSECURE_HOST": "example.org",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_HTTP_TIMEOUT": "7",
+        "UV_HTTP_TIMEOUT": "15",
         "PATH": "/bin",
     }
 
@@ -157,6 +162,8 @@ def test_uv_installs_from_the_places_that_pip_is_configured_with(repository: Pat
 def test_the_build_of_torch_is_chosen_where_nothing_else_decides_it(repository: Path) -> None:
     made = uv_environment(repository, "global.timeout='60'", UV_TORCH_BACKEND="cpu")
     assert (made["UV_TORCH_BACKEND"], made["UV_HTTP_TIMEOUT"]) == ("cpu", "60")
+    made = uv_environment(repository, "", UV_TORCH_BACKEND="cpu", UV_DEFAULT_INDEX="https://example.org/simple")
+    assert "UV_TORCH_BACKEND" not in made
 
 
 def test_pip_installs_what_uv_is_not_able_to_be_told(repository: Path) -> None:
