@@ -416,7 +416,9 @@ def _format_advice(worst: str, *, is_repeating: bool, is_program: bool) -> str:
 
 def _unused_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     """Look at the newest steps in which tools were offered."""
-    window = [values for values in policy.steps.values() if values.get(TOOLS_OFFERED)][-WINDOW:]
+    # calls in demonstrations are not executed
+    sampled = [values for values in policy.steps.values() if values.get(TOOLS_OFFERED) and not values.get(DEMONSTRATED)]
+    window = sampled[-WINDOW:]
     offered = [values[TOOLS_OFFERED] * values.get("format/episodes", 0.0) for values in window]
     calls = [count_tool_calls(values) * values.get("format/episodes", 0.0) for values in window]
     if sum(offered) < MIN_EPISODES or sum(calls) > UNUSED_SHARE * sum(offered):

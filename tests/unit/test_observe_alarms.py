@@ -156,6 +156,12 @@ def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict
     assert "Try: " in alarm.line
 
 
+def test_tools_that_demonstrations_do_not_call_raise_no_alarm() -> None:
+    offered = {"tools_offered": 1.0, "tool__bad_arguments": 0.0}
+    assert names(a_run(5, **offered)) == ["unused_tools"]
+    assert names(a_run(5, **offered, turns__demonstrated=2.0)) == []
+
+
 def test_tool_errors_are_seen_past_steps_without_an_ended_episode() -> None:
     state = a_run(0, before=10)
     for step in range(11, 21):

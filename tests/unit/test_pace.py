@@ -104,6 +104,6 @@ def test_a_deterministic_run_needs_a_number() -> None:
 
 
 def test_max_lag_bounds_what_is_chosen_from() -> None:
-    policy = {"step_size": 8, "max_lag": 2}
+    policy = {"step_size": 8, "max_lag": 2, "max_staleness": "auto"}
     trained = config_for(policies={"guesser": policy}).trained["guesser"]
     assert (trained.max_staleness, trained.staleness_choices, trained.largest_staleness) == ("auto", (0, 1, 2), 2)
