@@ -325,7 +325,7 @@ def find_bottleneck(
     if min(sampling_waits, trainer_waits) >= ALTERNATING and sampling_waits + trainer_waits > 0.8:
         detail = (
             f"sampling ({is_sampling:.0%} of the time) and training ({is_stepping:.0%}) take turns, because "
-            f"max_staleness = {max_staleness}"
+            f"staleness is at most {max_staleness}"
         )
         return Bottleneck("alternating", detail + period)
     if sampling_waits >= trainer_waits:
