@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.journal.memory import MemoryJournal
 from agentrl.observe.bottleneck import PASSES
 from agentrl.observe.metrics import PREDICTED_STEP, STALENESS_BOUND
@@ -206,5 +206,24 @@ def test_a_run_with_phases_keeps_the_smallest_bound(simulated_loop: SeededSimula
         await run.run()
         assert {metrics[STALENESS_BOUND] for _, _, metrics in run.seen.steps} == {0.0}
         assert not [name for _, _, metrics in run.seen.steps for name in metrics if name.startswith(PREDICTED_STEP)]
+
+    simulated_loop.run(main)
+
+
+def test_an_evaluation_beside_training_changes_no_prediction(simulated_loop: SeededSimulation) -> None:
+    """Its episodes are in the engine's totals, and in no group."""
+
+    async def main() -> None:
+        predictions = []
+        for every in (0, 3):
+            tasks = [Task(id=f"held-out {number}", data={}) for number in range(64)]
+            changes = {"evaluation": {"tasks": 64 if every else 0, "every": every}}
+            run = slow_run(MemoryJournal(), steps=16, **changes)
+            run.held_out = tasks if every else []
+            await run.run()
+            predictions.append(run.orchestrator.staleness["guesser"].predicted)
+            assert bool(run.orchestrator.dispatcher.evaluated.number) == bool(every)
+        without, beside = predictions
+        assert beside == pytest.approx(without, rel=0.3)
 
     simulated_loop.run(main)
