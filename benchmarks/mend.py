@@ -15,13 +15,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from functools import cache
 
 from benchmarks import mend_warm_up, tinker_waiting
-from benchmarks.parts import outcomes
-from benchmarks.report import Report
+from benchmarks.parts import outcomes, run_functions
 
 KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "a cut reply": (
@@ -131,20 +129,5 @@ PARTS = {
     "warm_up": mend_warm_up.figures,
 }
 
-
-def main() -> None:
-    """Run the parts, and print the line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter attacks and runs; the tests are the same")
-    parser.add_argument("--part", choices=PARTS, help="this part only")
-    arguments = parser.parse_args()
-    report = Report("mend", quick=arguments.quick, repeats=1, compared_with="")
-    report.figures = dict.fromkeys(NAMES)
-    for name in [arguments.part] if arguments.part else PARTS:
-        print(f"{name} …", flush=True)
-        report.figures |= PARTS[name](arguments.quick)
-    report.print()
-
-
 if __name__ == "__main__":
-    main()
+    run_functions("mend", NAMES, PARTS, description=__doc__)

@@ -17,12 +17,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
 from benchmarks import pace_growth
-from benchmarks.report import Report
+from benchmarks.parts import Figures, run_functions
 from tests.simulation.pace import BOUNDS, WORKLOADS, exchanged, predict_error, predicted, simulated, timings_of
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
@@ -100,30 +99,17 @@ def _train(max_staleness: Any, seed: int) -> list[Mapping[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-PARTS: Mapping[str, Callable[[bool], Mapping[str, float | None]]] = {
+PARTS: Mapping[str, Figures] = {
     "predict": predict,
     "auto": auto,
     "calculator": calculator,
     "growth": pace_growth.figures,
 }
-FIGURES = ("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best")
-REAL_FIGURES = ("calculator_error", "calculator_auto_over_best")
-GROWTH_FIGURES = ("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode")
-
-
-def main() -> None:
-    """Run the parts that the command line asks for, and print the line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two workloads in virtual time")
-    parser.add_argument("--part", choices=PARTS, help="this part only")
-    arguments = parser.parse_args()
-    report = Report("pace", quick=arguments.quick, repeats=1, compared_with="")
-    report.figures = dict.fromkeys((*FIGURES, *REAL_FIGURES, *GROWTH_FIGURES))
-    for name in [arguments.part] if arguments.part else PARTS:
-        print(f"{name} …", flush=True)
-        report.figures |= PARTS[name](arguments.quick)
-    report.print()
-
+FIGURES = (
+    *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
+    *("calculator_error", "calculator_auto_over_best"),
+    *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
+)
 
 if __name__ == "__main__":
-    main()
+    run_functions("pace", FIGURES, PARTS, description=__doc__)

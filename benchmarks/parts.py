@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import benchmarks
 from benchmarks.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
+Figures = Callable[[bool], Mapping[str, float | None]]
+"""Measures figures, by name; its argument is whether the run is quick."""
 
 
 def parts(benchmark: str, apart: Collection[str] = ()) -> list[str]:
@@ -41,16 +44,41 @@ def run_parts(
         apart: modules named like parts of it that are benchmarks of their own.
         on_request: parts that run only if `--part` names them.
     """
+
+    def measure(part: str, quick: bool) -> Mapping[str, float | None]:
+        measured: Mapping[str, float | None] = importlib.import_module(f"benchmarks.{benchmark}_{part}").figures(quick)
+        return measured
+
+    functions = {part: partial(measure, part) for part in parts(benchmark, apart)}
+    run_functions(benchmark, names, functions, description=description, on_request=on_request)
+
+
+def run_functions(
+    benchmark: str,
+    names: Sequence[str],
+    functions: Mapping[str, Figures],
+    *,
+    description: str | None,
+    on_request: Collection[str] = (),
+) -> None:
+    """Run the parts that the command line asks for and print the line; what none measures is null.
+
+    Args:
+        benchmark: its name.
+        names: its figures.
+        functions: what measures each part.
+        description: of the command line.
+        on_request: parts that run only if `--part` names them.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sample of everything, in under a minute")
-    known = parts(benchmark, apart)
-    parser.add_argument("--part", choices=known, help="this part only")
+    parser.add_argument("--part", choices=functions, help="this part only")
     arguments = parser.parse_args()
     report = Report(benchmark, quick=arguments.quick, repeats=1, compared_with="")
     report.figures = dict.fromkeys(names)
-    for part in [arguments.part] if arguments.part else [name for name in known if name not in on_request]:
+    for part in [arguments.part] if arguments.part else [name for name in functions if name not in on_request]:
         print(f"{part} …", flush=True)
-        measured = importlib.import_module(f"benchmarks.{benchmark}_{part}").figures(arguments.quick)
+        measured = functions[part](arguments.quick)
         unknown = measured.keys() - report.figures.keys()
         if unknown:
             raise SystemExit(f"{part} measures {', '.join(sorted(unknown))}, which is no figure of this benchmark")
@@ -61,7 +89,7 @@ def run_parts(
 def run(
     benchmark: str,
     names: Sequence[str],
-    figures: Callable[[bool], Mapping[str, float | None]],
+    figures: Figures,
     *,
     description: str | None,
 ) -> None:
@@ -70,7 +98,7 @@ def run(
     Args:
         benchmark: its name.
         names: its figures.
-        figures: measures them; its argument is whether the run is quick.
+        figures: measures them.
         description: of the command line.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

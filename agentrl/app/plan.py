@@ -191,8 +191,8 @@ def _possible_staleness(
     learners: Mapping[type[Environment], Mapping[str, PolicyConfig]],
     brought: Sequence[int],
 ) -> Sequence[int]:
-    """Return the values that the bound on a policy's staleness may take: with "auto", those that the other settings
-    would not refuse as a number.
+    """Return the values that the bound on a policy's staleness may take. With "auto", values that other settings refuse
+    are left out.
 
     Args:
         config: configuration of the run.

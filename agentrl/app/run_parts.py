@@ -32,11 +32,11 @@ from agentrl.config.sections import EnvironmentConfig, EvaluationConfig, ModelCo
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
 from agentrl.core.machine import (
-    CALCULATOR,
     TRAINING_PACKAGES,
     Gpu,
     check_packages_installed,
     describe_missing_package,
+    needs_reasoning_gym,
 )
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Score, Task
@@ -323,9 +323,8 @@ def check_packages_of_run(config: RunConfig, environment: object = None) -> None
         InputError: some are not; the message has one command that installs them all.
     """
     if config.bases:
-        names = [config.environment.id] if isinstance(config.environment.id, str) else [*config.environment.id]
-        is_calculator = environment is None and any(name.partition("@")[0] in CALCULATOR for name in names)
-        check_packages_installed([*TRAINING_PACKAGES, *(["reasoning_gym"] if is_calculator else [])])
+        plays_demo = environment is None and needs_reasoning_gym(config.environment.id)
+        check_packages_installed([*TRAINING_PACKAGES, *(["reasoning_gym"] if plays_demo else [])])
 
 
 def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | None = None) -> type[Environment]:

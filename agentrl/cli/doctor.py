@@ -31,13 +31,13 @@ from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import temporary_directory
 from agentrl.core.machine import (
-    CALCULATOR,
     DISTRIBUTION,
     GIB,
     finds_compiler,
     gpus,
     install_command,
     mismatched_torch_builds,
+    needs_reasoning_gym,
 )
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line, plural
@@ -108,8 +108,7 @@ def _report_machine(options: argparse.Namespace) -> int:
         tools = () if local_config is None else (partial(tool_checks, local_config),)
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
-        names = [config.environment.id] if isinstance(config.environment.id, str) else config.environment.id
-        if not any(name.partition("@")[0] in CALCULATOR for name in names):
+        if not needs_reasoning_gym(config.environment.id):
             left_out.add(calculator_checks)
         sections = {
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported

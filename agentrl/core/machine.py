@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -39,8 +39,8 @@ EXTRAS: Mapping[str, str] = {
     "reasoning_gym": "calculator",
 }
 """Extra of agentrl that installs a package."""
-CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
-"""Names of the demo's environment, which needs `reasoning_gym`."""
+_CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
+"""Names of the demo's environment."""
 PACKAGES: Mapping[str, str] = {"agentrl_formats": "formats"}
 """Directory in packages/ of a package that is a distribution of its own, named as agentrl's with that suffix."""
 GC_THRESHOLD = 50_000
@@ -242,6 +242,17 @@ def describe_missing_package(error: BaseException) -> str:
     if name in PACKAGES:
         return f"{name} is not installed: {install_command(package=PACKAGES[name])}"
     return f"{name} is not installed: {install_command(EXTRAS[name])}" if name in EXTRAS else ""
+
+
+def needs_reasoning_gym(environments: str | Iterable[str]) -> bool:
+    """Whether one of the environments that a configuration names is the demo's.
+
+    Example:
+        >>> needs_reasoning_gym("calculator"), needs_reasoning_gym({"my_env.py:Mine": 1.0})
+        (True, False)
+    """
+    names = [environments] if isinstance(environments, str) else environments
+    return any(name.partition("@")[0] in _CALCULATOR for name in names)
 
 
 def check_packages_installed(names: Sequence[str]) -> None:

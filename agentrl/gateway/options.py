@@ -6,7 +6,6 @@ Numbers have the ranges of the vendors' APIs. Fields of vLLM's server alone have
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,8 +34,9 @@ class _Range:
     is_whole: bool = False
 
     def __contains__(self, value: object) -> bool:
-        is_number = type(value) is int or (type(value) is float and math.isfinite(value) and not self.is_whole)
-        return is_number and self.least <= value <= self.most  # type: ignore[operator]
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else int | float):
+            return False
+        return self.least <= value <= self.most  # NaN is in no range
 
     @property
     def text(self) -> str:
@@ -78,8 +78,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 def unsupported_fields(
     body: Mapping[str, Any], names: Iterable[str], numbers: Iterable[str] = _NUMBERS
 ) -> dict[str, Any]:
-    """Return the fields that a body sets and no run can honor: the unsupported ones among `names`, and those of
-    `numbers` that are out of their range."""
+    """Return what a body sets and no run can honor: unsupported fields among `names`, and `numbers` out of their
+    range."""
     unsupported = {name: body[name] for name in names if body.get(name) not in (None, *UNSUPPORTED[name])}
     values = {name: body[name] for name in numbers if body.get(name) is not None}
     return unsupported | {name: value for name, value in values.items() if value not in _NUMBERS[name]}
@@ -91,8 +91,7 @@ def unsupported_reason(name: str) -> str:
 
 
 def read_sampling(body: Mapping[str, Any], numbers: Iterable[str] = _NUMBERS) -> dict[str, float]:
-    """Return the sampling parameters that a body asks for, by their name in `SamplingParams`, without those that are
-    out of their range."""
+    """Return a body's sampling parameters by their name in `SamplingParams`; values out of range are left out."""
     values = {name: body[name] for name in numbers if body.get(name) in _NUMBERS[name]}
     sampling = {name: value if _NUMBERS[name].is_whole else float(value) for name, value in values.items()}
     if sampling.get("top_k") == -1:
@@ -175,8 +174,7 @@ def read_reply_form(value: Any, location: str) -> ReplyForm:
 
 
 def ignored_fields(body: Mapping[str, Any], known: Collection[str], unread: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a request's fields that have no effect: those of the body that are not `known`, and the
-    `unread` ones with a value."""
+    """Return the fields of a request without effect: unknown ones of the body, and `unread` ones with a value."""
     names = sorted(name[:40] for name, value in body.items() if value is not None and name not in known)
     return (*names[:MAX_IGNORED], *(name for name, value in unread.items() if value))
 

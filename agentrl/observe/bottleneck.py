@@ -217,8 +217,8 @@ class ActivityClock:
 
 
 def fit_passes(before: Mapping[str, float], now: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the seconds of a forward pass of the engine without rows, and those that each concurrent turn adds, as
-    the turns between two readings took them; None if none ended.
+    """Fit the time of the engine's forward passes to the turns between two readings: seconds without rows, and seconds
+    that each concurrent turn adds. None if no turn ended.
 
     Least squares over turns: the seconds of a turn are its passes times (first + second × concurrent turns). If the
     number of turns hardly varied, the two cannot be told apart, and every turn counts as one more row.

@@ -324,7 +324,7 @@ class ChosenStaleness(NamedTuple):
     paces: Mapping[int, StepPace]
     """Time per step by bound."""
     together: float
-    """See `LoopTimings.together`."""
+    """Speed of engine and trainer while both compute, relative to each alone."""
 
     @staticmethod
     def of_steps(steps: Mapping[int, Mapping[str, float]]) -> ChosenStaleness | None:
@@ -334,13 +334,9 @@ class ChosenStaleness(NamedTuple):
         bound = _recorded_bound(newest)
         if bound is None:
             return None
-        predicted: dict[int, float] = {}
-        for _, values in sorted(steps.items(), reverse=True):  # after a resume, the first steps record none
-            predicted = predicted or {
-                other: seconds
-                for other in range(MAX_BOUND + 1)
-                if (seconds := _recorded(values, f"{PREDICTED_STEP}{other}"))
-            }
+        newest_first = (values for _, values in sorted(steps.items(), reverse=True))
+        # after a resume, the first steps record no prediction
+        predicted = next(filter(None, map(_recorded_predictions, newest_first)), {})
         seen = _seen_seconds(steps)
         paces = {each: StepPace(predicted.get(each), seen.get(each)) for each in sorted({*predicted, *seen})}
         return ChosenStaleness(bound, paces, _recorded(newest, TOGETHER) or 1.0)
@@ -369,6 +365,12 @@ def _recorded_bound(values: Mapping[str, object]) -> int | None:
     return int(bound) if bound is not None and bound <= MAX_BOUND else None
 
 
+def _recorded_predictions(values: Mapping[str, object]) -> dict[int, float]:
+    """Return the predicted seconds per step by bound in the metrics of a step."""
+    predictions = {bound: _recorded(values, f"{PREDICTED_STEP}{bound}") for bound in range(MAX_BOUND + 1)}
+    return {bound: seconds for bound, seconds in predictions.items() if seconds}
+
+
 def _seen_seconds(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
     """Return the mean seconds per step by bound, over the newest steps of each. The steps until a change of the bound
     shows belong to none."""
@@ -390,7 +392,7 @@ def explain_staleness(bound: int, predicted: Mapping[int, float], together: floa
     Args:
         bound: bound in force.
         predicted: predicted seconds per step by bound; empty before the first prediction.
-        together: see `LoopTimings.together`.
+        together: speed of engine and trainer while both compute, relative to each alone.
 
     Example:
         >>> explain_staleness(0, {0: 0.57, 1: 0.50, 2: 0.50}, 0.6)

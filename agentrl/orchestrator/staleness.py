@@ -100,14 +100,14 @@ class StalenessController:
         """Number of steps between two predictions."""
         self._in_lockstep = 0
         """Number of steps since the bound became 0."""
-        self._settle()
+        self.restart()
 
     def restore(self, past: PastRun, policy: str, step: int) -> None:
         """Continue with the bound that the journal recorded last."""
         bound = past.log.recorded_metric(policy, STALENESS_BOUND, step)
         if bound is not None and bound in self._rules.choices:
             self.bound, self._is_chosen = int(bound), True
-        self._settle()
+        self.restart()
 
     @property
     def reason(self) -> str:
@@ -171,7 +171,7 @@ class StalenessController:
         self._interval = FIRST_INTERVAL if is_first else min(2 * self._interval, LAST_INTERVAL)
         if bound != before:
             self.bound = bound
-            self._settle()
+            self.restart()
         return is_first or bound != before
 
     def leave_out_step(self) -> None:
@@ -180,12 +180,8 @@ class StalenessController:
         self._readings.clear()
 
     def restart(self) -> None:
-        """Forget the readings, in which the run did not train all the time."""
-        self._settle()
-
-    def _settle(self) -> None:
-        """Leave out the steps after which the new bound shows, and the first step of a process, which is slow. The
-        totals of other processes are up to a second old."""
+        """Take new readings, after a pause or under a new bound. Left out are the steps until the bound shows, and the
+        first step of a process, which is slow. Totals of other processes are up to a second old."""
         self._unsettled, self._since = 1 + self.bound, 0
         self._interval = 1 if not self.predicted and self._rules.workers == 1 else FIRST_INTERVAL + self.bound
 
@@ -226,7 +222,7 @@ class StalenessController:
 def _paces(
     groups: Sequence[Sequence[EpisodeHeader]], engine_s: float, num_ended: int, waits_s: float
 ) -> list[list[EpisodePace]]:
-    """Return the paces of groups, whose waits add up to those that were measured.
+    """Return the paces of groups. Their waits add up to the measured ones.
 
     Headers have the seconds of an episode, and not how many of them it waited: what it did not spend in the engine at
     the mean pace.
