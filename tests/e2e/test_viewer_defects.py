@@ -280,7 +280,8 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     settings = values(tab, ".card:last-child .facts div")
     assert "environment.id\nshop:Bargain" in settings
     assert "policies.trader.step_size\n2" in settings
-    assert not [each for each in settings if "max_staleness" in each], "1 is the default"
+    assert "policies.trader.max_staleness\n1" in settings
+    assert not [each for each in settings if "drain" in each or "over_lag" in each], "which are as by default"
     show(tab, out.as_uri() + "#/episodes?sort=reward/seller")
     assert [name for name in values(tab, "thead th") if name.startswith("reward")] == [
         "reward/buyer",
