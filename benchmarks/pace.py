@@ -1,12 +1,15 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|calculator|growth]
+    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|growth]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
   engine and trainer exchanged in the input; `exchanged_chooses`: whether the choice then still is the right one.
 * `auto`. `auto_over_best`: the seconds of a run with "auto", its first steps included, over those of the best number;
   the worst of these workloads, over 80 steps.
+* `end`. `end_over_waiting`: the seconds of a run of 27 steps with slow tools that samples until its end, over those of
+  one whose last steps wait for the episodes in flight; `end_dropped`: the share of its episodes that this throws away;
+  `end_wait_error`: the relative error of the expected wait. Means over seeds.
 * `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
   whose predictions are those that the run with "auto" recorded. Runs take turns, and figures are medians over steps; a
   machine with other work makes them meaningless. Not in `--quick`.
@@ -23,14 +26,24 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
 from benchmarks import pace_growth
 from benchmarks.parts import Figures, run_functions
-from tests.simulation.pace import BOUNDS, WORKLOADS, exchanged, predict_error, predicted, simulated, timings_of
+from tests.simulation.pace import (
+    BOUNDS,
+    STEP_SIZE,
+    WORKLOADS,
+    end_of_run,
+    exchanged,
+    predict_error,
+    predicted,
+    simulated,
+    timings_of,
+)
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
 CONTROL = "trainer"
@@ -61,6 +74,19 @@ def auto(quick: bool) -> dict[str, float]:
         ratios[name] = seconds["auto"] / min(seconds[bound] for bound in BOUNDS)
         print(f"  {name}: {ratios[name]:.3f}", flush=True)
     return {"auto_over_best": max(ratios.values())}
+
+
+def end(quick: bool) -> dict[str, float]:
+    """Compare the two ways to end a run."""
+    steps, seeds = (27, 4) if quick else (27, 24)
+    waiting = [end_of_run(seed, sample_until_end=False, steps=steps) for seed in range(seeds)]
+    sampling = [end_of_run(seed, sample_until_end=True, steps=steps) for seed in range(seeds)]
+    assert not any(run.dropped for run in waiting)
+    return {
+        "end_over_waiting": fmean(run.seconds for run in sampling) / fmean(run.seconds for run in waiting),
+        "end_dropped": fmean(run.dropped for run in sampling) / (steps * STEP_SIZE),
+        "end_wait_error": abs(fmean(run.expected_wait_s for run in waiting) / fmean(run.wait_s for run in waiting) - 1),
+    }
 
 
 def calculator(quick: bool) -> dict[str, float]:
@@ -102,11 +128,13 @@ def _train(max_staleness: Any, seed: int) -> list[Mapping[str, float]]:
 PARTS: Mapping[str, Figures] = {
     "predict": predict,
     "auto": auto,
+    "end": end,
     "calculator": calculator,
     "growth": pace_growth.figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
+    *("end_over_waiting", "end_dropped", "end_wait_error"),
     *("calculator_error", "calculator_auto_over_best"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
 )

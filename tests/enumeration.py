@@ -421,6 +421,7 @@ def config_of(case: Case, groups: int = 1) -> RunConfig:
         credit={"group_size": case.group_size, **case.credit},
         scorers={"scorer": scorer} if case.scorer else {},
         sampling={"max_tokens": 4, "max_turns": 32},
+        sample_until_end=False,
         max_in_flight=2 * units * (1 + case.probes),
     )
 

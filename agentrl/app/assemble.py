@@ -49,6 +49,7 @@ from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, held_out_di
 from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.in_flight import EpisodesInFlight
+from agentrl.orchestrator.last_steps import LastSteps
 from agentrl.orchestrator.loop import Orchestrator, RunStop, TrainingLoopSettings
 from agentrl.orchestrator.metrics import SelectionBiasTracker
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
@@ -525,6 +526,7 @@ def _scheduler(
             phases=phases,
             max_in_flight=max_in_flight,
             max_in_flight_per_task=config.max_in_flight_per_task,
+            last_steps=LastSteps(config.sample_until_end),
         )
     return SynchronousBatchScheduler(
         pinned=pinned_policy_step_lags(plan.trained, deterministic=True),

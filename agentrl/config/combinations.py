@@ -295,7 +295,10 @@ START_FROM = Part(
 
 # --- deterministic runs -----------------------------------------------------------------------------------------------
 
-SCHEDULE = Part("schedule", "freeze, max_in_flight = 'auto', steps as a table, best.stop_*, or seats.* as a list")
+SCHEDULE = Part(
+    "schedule",
+    "freeze, max_in_flight = 'auto', sample_until_end = true, steps as a table, best.stop_*, or seats.* as a list",
+)
 """Settings under which batches depend on results or differ by policy."""
 _CHANGES = "batches would depend on more than the run's configuration, or differ by policy"
 DETERMINISTIC = Part(

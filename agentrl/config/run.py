@@ -123,6 +123,10 @@ class RunConfig(Section):
     max_in_flight_per_task: Live[MaybeEpisodes] = 0
     """Maximum number of root training episodes of one task in flight, at least `credit.group_size`; 0: no limit. The
     next group waits until its task has room, and later groups wait behind it (docs/explanation/scheduling.md)."""
+    sample_until_end: Free[Literal["auto"] | bool] = "auto"
+    """Whether episodes start until the last step has ended, although no step trains on them: the last steps then do not
+    wait for the slowest episodes in flight, which are dropped (`run_ended`). `auto`: if that is expected to save more
+    than a tenth of the run's time. A deterministic run starts none."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/how-to/several_gpus.md#worker-processes)."""
@@ -730,6 +734,7 @@ def _schedule_parts(config: RunConfig) -> Iterator[Part]:
     is_set = {
         "freeze": bool(config.freeze),
         "max_in_flight = 'auto'": config.max_in_flight == "auto",
+        "sample_until_end = true": config.sample_until_end is True,
         "steps as a table": isinstance(config.steps, dict),
         "best.stop_at": config.best.stop_at is not None,
         "best.stop_fall": config.best.stop_fall is not None,

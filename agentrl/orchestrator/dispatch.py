@@ -248,6 +248,8 @@ class Dispatcher:
             if spec.purpose != "train":
                 continue
             header = dropped_header(spec, reason)
+            if self.leases is not None:
+                self.leases.attempt_ended(spec.episode_id, spec.attempt, spec.fork)
             self.reservations.cancel(spec.episode_id)
             self._record_in_buffer(spec, header)
             headers.append((spec, header))

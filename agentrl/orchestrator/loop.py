@@ -401,6 +401,8 @@ class Orchestrator:
         if self.stopping.is_requested:
             await self._drain()
         else:
+            if unfinished := self.buffer.ledger.in_flight:
+                self.tell(f"{plural(unfinished, 'episode')} in flight at the end: dropped (run_ended)")
             await self.dispatcher.end_running("run_ended")
             self._drop_ready()
         self._phase = "writing the last checkpoint"
@@ -562,6 +564,7 @@ class Orchestrator:
         # Consume only now: it frees capacity for episodes, which should begin with the new version.
         self.buffer.consume(ready_units)
         metrics = self._metrics.of_step(report, ready_units, waited_s)
+        self.scheduler.record_step(policy, metrics["step/seconds"])
         if weights.changed_numbers is not None:
             metrics["changed_numbers"] = weights.changed_numbers
         if self.admission is not None:

@@ -23,6 +23,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.episode_specs import EpisodeNumbers
 from agentrl.orchestrator.in_flight import EpisodesInFlight
+from agentrl.orchestrator.last_steps import LastSteps
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.tasks import VisibleRange
@@ -158,6 +159,7 @@ class Scheduler:
         opponents: the opponent pools.
         max_in_flight: maximum number of episodes running at once.
         max_in_flight_per_task: the same for training episodes of one task, children not counted; 0: no limit.
+        last_steps: decides whether groups start that no step needs.
     """
 
     def __init__(  # noqa: PLR0913 (one keyword per part)
@@ -174,6 +176,7 @@ class Scheduler:
         phases: FreezeSchedule,
         max_in_flight: int,
         max_in_flight_per_task: int = 0,
+        last_steps: LastSteps | None = None,
     ) -> None:
         demand = demands[0]
         self._demands, self._numbers, self._in_flight = demands, numbers, in_flight
@@ -181,6 +184,7 @@ class Scheduler:
         self._reservations = reservations
         self._opponents = opponents
         self._starvation = StarvationGuard(demand.episodes)
+        self._last_steps = LastSteps(False) if last_steps is None else last_steps
         self._board = board
         self._bounds = dict(staleness)
         self.phases = phases
@@ -223,8 +227,9 @@ class Scheduler:
         """Return the bound of a policy or of the run that holds the next root group back."""
         demand = self.next_demand
         frozen = self.phases.frozen()
-        if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
-            return Hold("last_steps", tuple(policy for policy in self._bounds if policy not in frozen))
+        learning = [policy for policy in self._bounds if policy not in frozen]
+        if all(map(self._has_enough, learning)) and not self._may_start_more(learning):
+            return Hold("last_steps", tuple(learning))
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
@@ -286,6 +291,16 @@ class Scheduler:
         """Return the number of units started or reserved, and neither trained nor dropped."""
         return self._buffer.outstanding(policy) + self._reservations.units(policy)
 
+    def _may_start_more(self, policies: Sequence[str]) -> bool:
+        """Whether groups may start that no step of these policies needs."""
+        if self.phases.cycle:
+            return False  # others may learn after them
+        left = {policy: steps for policy in policies if (steps := self.phases.left(policy))}
+        if all(steps == 1 and policy in self.stepping for policy, steps in left.items()):
+            return False  # the last steps have all their units
+        taken = {policy: self._board.step(policy) for policy in left}
+        return self._last_steps.may_start_more(left, taken, self._in_flight.count("train"))
+
     def _has_enough(self, policy: str) -> bool:
         return self._outstanding(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
 
@@ -339,6 +354,7 @@ class Scheduler:
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
+        self._last_steps.record_episode(header.seconds)
         self._opponents.record_result(spec, header)
         if spec.is_probe:
             return None
@@ -351,6 +367,10 @@ class Scheduler:
                     "credit.release = 'group'"
                 )
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
+
+    def record_step(self, policy: str, seconds: float) -> None:
+        """Record the time from a policy's step before to the one that ended now."""
+        self._last_steps.record_step(policy, seconds)
 
     def visible_groups(self, group: int) -> int | None:
         """Return the number of first root groups whose results may decide the task of `group`; None: all that ended."""

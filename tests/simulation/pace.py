@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.observe.pace import LoopTimings, predict_step_seconds
+from agentrl.orchestrator.last_steps import LastSteps, expected_wait_s
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.staleness import StalenessController, StalenessRules
 from tests.simulation.plan import SimulationPlan
 from tests.simulation.run import Scenario, SimulationResult, simulate_run
 
 BOUNDS = (0, 1, 2, 4)
+STEP_SIZE = 16
 SLOW_TOOLS = {"p50": 0.5, "p90": 1.5, "cap": 6}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "slow tools": {"tool_seconds": SLOW_TOOLS},
@@ -43,7 +46,7 @@ def plan_of(
         {
             "max_in_flight": 96,
             "environments": {"Solve": environment},
-            "policies": {"policy": {"step_size": 16, "max_staleness": max_staleness, "max_lag": max_lag}},
+            "policies": {"policy": {"step_size": STEP_SIZE, "max_staleness": max_staleness, "max_lag": max_lag}},
             "credit": {"group_size": 4},
             "engine": {"slots": slots, "rates": {1: 100.0, 32: 30.0}},
             "trainer": {"step_seconds": step_s},
@@ -98,6 +101,43 @@ def timings_of(workload: str) -> LoopTimings:
     timings = loops[0]._alone
     assert timings is not None
     return timings
+
+
+class End(NamedTuple):
+    """The end of a short run."""
+
+    seconds: float
+    """Seconds of the whole run."""
+    dropped: int
+    """Number of episodes in flight at the end."""
+    wait_s: float
+    """Seconds from the time at which the last steps had all their episodes."""
+    expected_wait_s: float
+
+
+def end_of_run(seed: int, *, sample_until_end: bool, steps: int = 27) -> End:
+    """Play a run with slow tools at staleness 4."""
+
+    class TimedLastSteps(LastSteps):
+        began_s = expected_s = 0.0
+
+        def may_start_more(self, left: Mapping[str, int], taken: Mapping[str, int], in_flight: int) -> bool:
+            if not self.began_s:
+                self.began_s = asyncio.get_running_loop().time()
+                self.expected_s = expected_wait_s(self._durations, in_flight)
+            return sample_until_end
+
+    last_steps, loops = TimedLastSteps(sample_until_end), list[Orchestrator]()
+
+    def alter(orchestrator: Orchestrator) -> None:
+        orchestrator.scheduler._last_steps = last_steps
+        loops.append(orchestrator)
+
+    plan = plan_of(4, **WORKLOADS["slow tools"]).model_copy(update={"seed": seed})
+    result = simulate_run(Scenario(plan=plan, steps=steps, skipped=2, is_closed=True, alter=alter))
+    seconds = result.step_times[-1]
+    dropped = loops[0].buffer.ledger.dropped["run_ended"]
+    return End(seconds, dropped, seconds - last_steps.began_s, last_steps.expected_s)
 
 
 def exchanged(timings: LoopTimings) -> LoopTimings:

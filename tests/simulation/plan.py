@@ -585,6 +585,7 @@ class SimulationPlan(Section):
                     "steps": steps,
                     "seed": self.seed,
                     "max_in_flight": self.max_in_flight,
+                    "sample_until_end": False,
                     "episode_timeout_s": 1e9,
                     "environment": {"id": self.root},
                     "model": {"path": "simulated"},

@@ -308,7 +308,7 @@ class RecordingJournal(MemoryJournal):
         Raises:
             CheckFailedError: an episode was dropped, although none can fail in a simulation.
         """
-        if not header.committed and not self._is_over():
+        if not header.committed and header.drop_reason != "run_ended" and not self._is_over():
             raise CheckFailedError(f"episode {spec.episode_id} was dropped ({header.drop_reason}): {detail}")
         await super().commit_episode(spec, header, digest, metrics, detail)
         self._recorder.lengths[spec.episode_id] = header.tokens

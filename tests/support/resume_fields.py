@@ -106,6 +106,7 @@ CHANGED: dict[str, Any] = {
     "best.stop_fall": 1e9,
     "steps": TRAINED + 1,
     "max_in_flight_per_task": 2 * GROUP,
+    "sample_until_end": True,
     "engine.max_context": 60,
     "engine.refresh": "lazy",
     "engine.vllm": {"enforce_eager": True},
