@@ -395,6 +395,9 @@ class _Judge:
                 inherited.bodies.append(content)
             elif content[0] in ("reward", "score"):
                 inherited.rewards.append((*content[1:5], *(content[5:7] or ("reward", 1.0))))
+        if point["call_id"] == "end" and not point["branch"]:
+            self.named = named
+            return inherited
         self.say("entries", f"the call of {point} does not exist")
         return inherited
 

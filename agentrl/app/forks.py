@@ -8,15 +8,15 @@ running, is not touched. Forks are neither trained nor counted.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, reporting, with_frozen_policies
 from agentrl.app.model_files import check_models_unchanged, model_paths
@@ -42,7 +42,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
-from agentrl.journal.reader import TurnLogReader, load_fork_prefix, referred_journal
+from agentrl.journal.reader import AT_END, TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG, run_argument
 from agentrl.orchestrator.versions import ServedVersions
@@ -53,10 +53,12 @@ if TYPE_CHECKING:
 
 _VERSION = re.compile(r"(?P<policy>[^@/]+)@((?P<lineage>\d{1,9})\.)?(?P<step>\d{1,9})")
 
-LAST_TOOL_ERROR: Literal["last tool error"] = "last tool error"
-TurnChoice = int | Literal["last tool error"]
-"""A turn of an episode: its number, over all agents in recorded order and from the end if negative, or the turn whose
-tool call was the last to fail."""
+LAST_TOOL_ERROR = "last tool error"
+
+ForkStart = int | str
+"""Where a fork leaves an episode. A turn: its number, over all agents in recorded order and from the end if negative;
+or `LAST_TOOL_ERROR`, the turn whose tool call was the last to fail. A call: its id; or `AT_END`, the first call that
+the episode did not make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class ForkParent:
     prefix: Sequence[EntryBody]
     """Entries before the fork point."""
     turns: Sequence[TurnEntry]
-    """Turns up to and including the one at the fork point."""
+    """Turns up to and including the one at the fork point; at least the first one."""
     ancestors: Sequence[ForkPoint]
     """Journal directories and attempts of the parent and its ancestors, the nearest first; call ids are ignored."""
 
@@ -150,12 +152,6 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         JournalError: the episode cannot be read.
     """
     path = Path(expand_path(run))
-    reader = RunReader(path)
-    try:
-        info, recorded_settings = reader.info(), reader.log.config()
-        journal = reader.journal
-    finally:
-        reader.close()
     received = ReceivedRun(path, overrides)
     replacements = [policy] if isinstance(policy, str | Path) else policy
     options: list[object] = ["--at", at]
@@ -164,38 +160,90 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     options += [option for replacement in replacements for option in ("--policy", replacement)]
     options += ["--edit", "FILE"] if edit is not None else []
     command = received.command("episode fork", episode_id, *options, environment=environment)
-    use = FORK if factories is None else FORK.without_models()
-    parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
-    choose_code = partial(
-        received.environment,
-        parent.begin.environment,
-        environment,
-        references=recorded_environment_code(info),
-        code_hash=parent.begin.code_hash,
-    )
-    config = received.config(recorded_settings, use, command, lambda command: choose_code(command=command))
-    check_models_unchanged(model_paths(config), info.get("models"), ignored=use.ignored)
-    environment_class = choose_code(command=command)
-    parent = replace(parent, task=received.task(environment_class, parent.task, command))
-    parent_directory = path if info.get("forks") else path / FORKS
-    refuse_links(parent_directory)
-    policies = fork_policies(config.policies, parent, replacements, received)
-    received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
-    info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
-    return event_loop.run(
-        _fork(
-            *(config, environment_class, parent, parent_directory, n, policies, factories or RunFactories()),
-            info_fields,
-            on_progress,
-        )
+    with contextlib.closing(RunReader(path)) as reader:
+        parent = edit_fork_parent(find_parent(reader.journal, episode_id, attempt, at), edit)
+    return fork_parents(
+        [parent],
+        received=received,
+        command=command,
+        n=n,
+        policies=replacements,
+        environment=environment,
+        factories=factories,
+        on_progress=on_progress,
     )
 
 
-def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnChoice) -> ForkParent:
-    """Find the turn of an episode at which to fork.
+def fork_parents(
+    parents: Sequence[ForkParent],
+    *,
+    received: ReceivedRun,
+    command: str,
+    n: int = 1,
+    policies: Sequence[str | Path] = (),
+    environment: type | str | None = None,
+    factories: RunFactories | None = None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
+) -> list[EpisodeHeader]:
+    """Play `n` forks of each parent; parents with the same weights share an engine. For the arguments see `fork`.
+
+    Returns:
+        Results of the forks, in the order of their parents.
 
     Raises:
-        InputError: there is no such episode or turn.
+        InputError: weights are gone, or only the run names what it needs.
+        JournalError: the run cannot be read.
+    """
+    path = received.run
+    with contextlib.closing(RunReader(path)) as reader:
+        info, recorded_settings = reader.info(), reader.log.config()
+    use = FORK if factories is None else FORK.without_models()
+
+    def choose_code(command: str, parent: ForkParent = parents[0]) -> type[Environment]:
+        return received.environment(
+            parent.begin.environment,
+            environment,
+            references=recorded_environment_code(info),
+            code_hash=parent.begin.code_hash,
+            command=command,
+        )
+
+    config = received.config(recorded_settings, use, command, choose_code)
+    check_models_unchanged(model_paths(config), info.get("models"), ignored=use.ignored)
+    directory = path if info.get("forks") else path / FORKS
+    refuse_links(directory)
+    info_fields = {"name": f"forks of {directory.parent.name}", "forks": True, "code": info.get("code", {})}
+    groups: dict[str, tuple[type[Environment], ForkPolicies, list[int]]] = {}
+    known_parents = []
+    for number, parent in enumerate(parents):
+        environment_class = choose_code(command, parent)
+        known_parents.append(replace(parent, task=received.task(environment_class, parent.task, command)))
+        chosen = fork_policies(config.policies, parent, policies, received)
+        key = repr((environment_class, chosen))
+        groups.setdefault(key, (environment_class, chosen, []))[2].append(number)
+    received.remember_weights(
+        weights for _, chosen, _ in groups.values() for weights in chosen.weights if weights.version.lineage < 0
+    )
+    headers: dict[int, list[EpisodeHeader]] = {}
+    for position, (environment_class, chosen, numbers) in enumerate(groups.values(), 1):
+        prefix = f"weights {position} of {len(groups)}: " if len(groups) > 1 else ""
+        played = event_loop.run(
+            _fork(
+                *(config, environment_class, [known_parents[number] for number in numbers], directory, n, chosen),
+                *(factories or RunFactories(), info_fields),
+                lambda part, share, prefix=prefix: on_progress(prefix + part, share),  # type: ignore[misc]
+            )
+        )
+        for place, number in enumerate(numbers):
+            headers[number] = played[place * n : (place + 1) * n]
+    return [header for number in range(len(parents)) for header in headers[number]]
+
+
+def find_parent(journal: Path, episode_id: str, attempt: int | None, at: ForkStart) -> ForkParent:
+    """Find the turn or call of an episode at which to fork.
+
+    Raises:
+        InputError: there is no such episode, turn or call, or no policy acts.
         JournalError: the episode cannot be read.
     """
     partition, entries = _entries(journal, episode_id, attempt)
@@ -210,20 +258,35 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnCho
         place = _turn_of_last_tool_error(all_entries, bodies)
         if place is None:
             raise InputError(f"no tool call of episode {episode_id} failed")
+    elif isinstance(at, str):
+        place = _place_of_call(all_entries, at, episode_id)
     elif -len(places) <= at < len(places):
         place = places[at]
     else:
         raise InputError(f"episode {episode_id} has {plural(len(places), 'turn')}, so it cannot be forked at turn {at}")
-    entry = all_entries[place]
-    point = replace(points[entry.episode_id], call_id=entry.call_id)
+    if not places:
+        raise InputError(f"no policy acts in episode {episode_id}, so its weights are not known")
+    entry = all_entries[min(place, len(all_entries) - 1)]
+    point = replace(points[entry.episode_id], call_id=entry.call_id if place < len(all_entries) else AT_END)
+    last_turn = max(place, places[0])
     return ForkParent(
         begin=begin,
         task=Task(id=begin.task_id, data=begin.task),
         point=point,
         prefix=[body for body in bodies[:place] if not isinstance(body, BeginEntry)],
-        turns=[body for body in bodies[: place + 1] if isinstance(body, TurnEntry)],
+        turns=[body for body in bodies[: last_turn + 1] if isinstance(body, TurnEntry)],
         ancestors=tuple(points.values()),
     )
+
+
+def _place_of_call(entries: Sequence[JournalEntry], call: str, episode_id: str) -> int:
+    """Return the place of a call among the entries of an episode."""
+    if call == AT_END:
+        return len(entries)
+    place = next((place for place, entry in enumerate(entries) if entry.call_id == call), None)
+    if place is None:
+        raise InputError(f"episode {episode_id} has no call {call}")
+    return place
 
 
 def _turn_of_last_tool_error(entries: Sequence[JournalEntry], bodies: Sequence[EntryBody]) -> int | None:
@@ -489,7 +552,7 @@ def fork_episode_spec(
 async def _fork(  # noqa: PLR0913 (what `fork` has found)
     config: RunConfig,
     environment: type[Environment],
-    parent: ForkParent,
+    parents: Sequence[ForkParent],
     directory: Path,
     n: int,
     policies: ForkPolicies,
@@ -497,6 +560,7 @@ async def _fork(  # noqa: PLR0913 (what `fork` has found)
     info_fields: Mapping[str, Any],
     on_progress: Callable[[str, float], None],
 ) -> list[EpisodeHeader]:
+    """Play `n` forks of each parent with the same weights; returns their headers in this order."""
     from agentrl.journal.store import SqliteJournal
 
     # The turn determines the weights. Paths into the run would be wrong once it is moved.
@@ -518,18 +582,21 @@ async def _fork(  # noqa: PLR0913 (what `fork` has found)
         engine = await factories.engine(config.engine_plan, versions, lambda death: None, directory / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config.bases, ServedVersions(engine), store, [*policies.weights, *other_weights])
-        first = store.next_number("f")
+        numbers = itertools.count(store.next_number("f"))
         journal = directory / "journal"
         specs = [
-            fork_episode_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)
+            fork_episode_spec(parent, number, journal, environment, n, policies.seats)
+            for parent in parents
+            for number in itertools.islice(numbers, n)
         ]
-        ended_children = ended_child_episodes(parent)
+        ended_children = {name: header for parent in parents for name, header in ended_child_episodes(parent).items()}
 
         async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
             def report() -> None:
                 num_ended, _ = dispatcher.evaluated.progress()
                 calls = sum(store.progress(spec.episode_id, spec.attempt)[0] for spec in specs)
-                on_progress(f"{num_ended} of {plural(n, 'fork')} ended, {calls:,} calls recorded", num_ended / n)
+                text = f"{num_ended} of {plural(len(specs), 'fork')} ended, {calls:,} calls recorded"
+                on_progress(text, num_ended / len(specs))
 
             return await reporting(dispatcher.play_forks(specs, ended_children), report)
 

@@ -401,8 +401,9 @@ class ReceivedRun:
 
         Args:
             name: name of the environment in the journal.
-            chosen: the class that the user named, or a reference to it. A reference to the file that played the episode
-                is remembered for the run.
+            chosen: the class that the user named, or a reference to it. If the run has an environment of that name,
+                the user means its module: an episode of another environment gets the class of its own name there. A
+                reference to the file that played the episode is remembered for the run.
             references: references to the code of the run's environments, by name; see `environment_code_references`.
             code_hash: hash of the environment's module when the episode was played.
             command: the user's command without `--environment`, for the message.
@@ -411,7 +412,9 @@ class ReceivedRun:
             InputError: only the journal names the code; the message has the command with which the user can name it.
         """
         if chosen is not None:
-            environment = _class_or_sibling(resolve(chosen), name)
+            environment = resolve(chosen)
+            if environment.__name__ in {_class_name(other) for other in (*references, name)}:
+                environment = _class_or_sibling(environment, name)
             if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
                 reference = os.path.abspath(file) + chosen.removeprefix(file)
                 environments = {**self.choices.environments, name: reference}
@@ -543,10 +546,14 @@ def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     )
 
 
+def _class_name(name: str) -> str:
+    """Return the name of the class in an environment's name."""
+    return name.rpartition(":")[2].rpartition(".")[2]
+
+
 def _class_or_sibling(environment: type[Environment], name: str) -> type[Environment]:
     """Return the class, or the one of its module that the journal names: its child environment."""
-    class_name = name.rpartition(":")[2].rpartition(".")[2]
-    sibling = getattr(sys.modules.get(environment.__module__), class_name, None)
+    sibling = getattr(sys.modules.get(environment.__module__), _class_name(name), None)
     if not isinstance(sibling, type) or sibling.__module__ != environment.__module__:
         return environment
     if not (issubclass(sibling, Environment) or is_trl_class(sibling)):

@@ -190,6 +190,22 @@ READING = (
                 reads=False,
             ),
             Command(
+                "whatif",
+                "execute recorded episodes in a changed environment, sampling only what follows the first difference",
+                "episodes:run_whatif",
+                (
+                    _RUN,
+                    _argument(
+                        "--environment", type=expand_path, metavar="REF", help="the changed code, such as new.py:Class"
+                    ),
+                    _argument("--where", help="episodes that match this filter; default: the newest evaluation's"),
+                    _argument("--limit", type=_bounded_int, default=1000, help="at most this many (default 1000)"),
+                ),
+                reads=False,
+                takes_overrides=True,
+                epilog=_RECEIVED,
+            ),
+            Command(
                 "pause", "stop a running run at the next safe point, until `run resume`", "control:run_pause", (_RUN,)
             ),
             Command("resume", "continue a run that `run pause` stopped", "control:run_resume", (_RUN,)),

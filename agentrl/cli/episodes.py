@@ -1,6 +1,6 @@
 """`agentrl episode …` and `agentrl step …`: list, show and explain episodes and optimizer steps, and run them again.
 
-`replay`, `rescore` and `fork` of episodes run the environment's code; the others only read.
+`run whatif`, and `replay`, `rescore` and `fork` of episodes run the environment's code; the others only read.
 """
 
 from __future__ import annotations
@@ -200,6 +200,36 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     names = ("episode", "reward", "rewards", "stop_reason", "drop_reason", "turns")
     new_episodes = [{name: getattr(fork.line, name) for name in names} for fork in tree if fork.line.episode in new_ids]
     return RunAnswer(new_episodes, lambda: fork_tree_page(tree, new_ids))
+
+
+@make_run_command
+def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
+    """`agentrl run whatif [RUN] --environment REF [--where …]`."""
+    from agentrl.app.whatif import newest_evaluation, whatif
+    from agentrl.inspection.render_episode import whatif_page
+
+    # a configuration names the environment this way
+    ids = [text for text in options.overrides if text.startswith("--environment.id=")]
+    environment = options.environment or (ids[-1].partition("=")[2] if ids else None)
+    if environment is None:
+        raise InputError("name the changed code: --environment path/to/new.py:Class")
+    if options.where is None:
+        episodes = newest_evaluation(reader)[: options.limit]
+    else:
+        lines = reader.episodes(options.where, descending=False, limit=options.limit)
+        episodes = [(line.episode, line.attempt) for line in lines]
+    if not episodes:
+        raise InputError("--where: no episode matches")
+    with contextlib.closing(ProgressLine("what if", sys.stderr)) as progress:
+        result = whatif(
+            reader.path,
+            episodes,
+            environment=environment,
+            overrides=[text for text in options.overrides if text not in ids],
+            factories=_factories(reader),
+            on_progress=progress,
+        )
+    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(reader.path)))
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:

@@ -354,3 +354,57 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Recorded reward of each agent, if rescoring."""
     after: dict[str, float | None] = {}
     """Reward of each agent by the current code, if rescoring."""
+
+
+WhatIfOutcome = Literal["identical", "rescored", "resampled", "failed", "left_out"]
+
+
+class WhatIfEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode, and what the changed code makes of it."""
+
+    episode: str
+    attempt: int
+    task: str
+    outcome: WhatIfOutcome
+    """`identical`: the code does the same. `rescored`: only rewards differ. `resampled`: a fork sampled the rest.
+    `failed`: the code fails now. `left_out`: it cannot be executed again; `text` says why."""
+    before: dict[str, float] = {}
+    """Recorded reward of each seat."""
+    after: dict[str, float] = {}
+    """Reward of each seat under the changed code; empty if it failed or was left out."""
+    call: str | None = None
+    """First call that differs."""
+    text: str = ""
+    """What differs at that call, or the reason."""
+    fork: str | None = None
+    """The fork that sampled the rest, such as `forks/f0`."""
+    sampled: int = 0
+    """Number of tokens that the fork sampled."""
+    tokens: int = 0
+    """Number of tokens of the whole episode under the changed code."""
+
+
+class WhatIfEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of the change on the reward of a seat."""
+
+    seat: str
+    episodes: int
+    """Number of episodes with a reward before and after."""
+    before: float
+    after: float
+    difference: float
+    """Mean difference over tasks, of whose episodes the mean is taken first."""
+    error: float
+    """Half the width of the 95% interval of the difference."""
+    verdict: Literal["better", "worse", "no difference shown"]
+
+
+class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of changed code on recorded episodes."""
+
+    episodes: list[WhatIfEpisode]
+    effects: list[WhatIfEffect]
+    sampled: int
+    """Number of tokens that were sampled."""
+    saved: float
+    """Share of the tokens of a full evaluation that were not sampled."""

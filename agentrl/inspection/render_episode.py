@@ -32,7 +32,7 @@ from agentrl.inspection.render import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agentrl.inspection.comparisons import (
         DifferingSide,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         FirstDifference,
         ForkTreeNode,
         ReplayResult,
+        WhatIfOutcome,
+        WhatIfResult,
     )
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLORS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
+MAX_REASONS = 5
+"""Maximum number of reasons and of episodes on the page of a changed environment."""
 DRIFT_TEXTS = {
     "retokenised": "its text would be tokenized differently; the tokens are kept and trained as sampled",
     "undecodable": "its tokens are no valid text; they are kept and trained as sampled",
@@ -379,6 +383,43 @@ def rescore_page(results: Sequence[ReplayResult]) -> TerminalPage:
     for result in results:
         if result.outcome != "identical":
             page.line((result.episode, "bold"), f" {result.outcome}: {result.text}")
+    return page
+
+
+def whatif_page(result: WhatIfResult, *, run: str) -> TerminalPage:
+    """Make a page with the effect of changed code, and the episodes that changed most."""
+    page = TerminalPage()
+    rows = [
+        [
+            effect.seat,
+            f"{effect.episodes:,}",
+            format_number(effect.before),
+            format_number(effect.after),
+            f"{effect.difference:+.3f} ± {effect.error:.3f}",
+            effect.verdict,
+        ]
+        for effect in result.effects
+    ]
+    page.table(["seat", "episodes>", "recorded>", "changed>", "difference>", "verdict"], rows)
+    outcomes = Counter(episode.outcome for episode in result.episodes)
+    words: Mapping[WhatIfOutcome, str] = {
+        "identical": "did the same",
+        "rescored": "differed in rewards alone",
+        "resampled": "were sampled from the first difference on",
+        "failed": "failed under the change",
+        "left_out": "were left out",
+    }
+    page.line("; ".join(f"{outcomes[outcome]:,} {text}" for outcome, text in words.items() if outcomes[outcome]))
+    page.line(f"{result.sampled:,} tokens sampled, {result.saved:.0%} fewer than in a new evaluation")
+    unjudged: tuple[WhatIfOutcome, ...] = ("failed", "left_out")
+    for outcome in unjudged:
+        reasons = Counter(episode.text for episode in result.episodes if episode.outcome == outcome)
+        for reason, count in reasons.most_common(MAX_REASONS):
+            page.line((f"{count:,} {words[outcome]}: ", "bold"), reason)
+    changes = [(sum(episode.after.values()) - sum(episode.before.values()), episode) for episode in result.episodes]
+    largest = sorted((change for change in changes if change[1].fork and change[0]), key=lambda change: -abs(change[0]))
+    for change, episode in largest[:MAX_REASONS]:
+        page.line(f"{change:+.3g}: agentrl episode diff {run} {episode.fork}")
     return page
 
 

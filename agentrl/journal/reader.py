@@ -240,6 +240,10 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
         connection.close()
 
 
+AT_END = "end"
+"""Call id of a fork point behind all entries of its parent: the first call that the parent did not make."""
+
+
 def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
     """Read the entries before a fork point in order, including each ancestor's `begin`. Those of a branch end with the
     call that started it; those of a resampled turn, with scores of earlier turns.
@@ -260,9 +264,10 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         raise JournalError(f"a fork refers to {name}, which cannot be found; was the run moved without its forks?")
     begin = decode_entries(entries[:1])[0]
     calls = [entry.call_id for entry in entries]
-    if not isinstance(begin, BeginEntry) or point.call_id not in calls:
+    is_at_end = point.call_id == AT_END and not point.branch
+    if not isinstance(begin, BeginEntry) or not (is_at_end or point.call_id in calls):
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
-    end = calls.index(point.call_id)
+    end = len(entries) if is_at_end else calls.index(point.call_id)
     prefix = entries[:end]
     if point.resample_weight:  # scores of the turns before may have arrived later
         turns = {

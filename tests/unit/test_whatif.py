@@ -1,0 +1,157 @@
+"""`agentrl run whatif`: the effect of changed code on recorded episodes, sampling only what follows the difference."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+import pytest
+
+import agentrl
+from agentrl.app.whatif import newest_evaluation, whatif
+from agentrl.core.errors import InputError
+from agentrl.inspection.comparisons import compare_episodes
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import TurnEntry
+from tests.support import changed_shop as shop
+
+if TYPE_CHECKING:
+    from agentrl.inspection.comparisons import WhatIfEpisode, WhatIfResult
+
+TASKS = 120
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shop.record(tmp_path_factory.mktemp("whatif"), tasks=TASKS)
+
+
+def changed(run: Path, environment: type[agentrl.Environment]) -> WhatIfResult:
+    """What a changed class makes of the newest evaluation."""
+    with contextlib.closing(RunReader(run)) as reader:
+        episodes = newest_evaluation(reader)
+    return whatif(run, episodes, environment=environment, factories=shop.factories())
+
+
+def outcomes(result: WhatIfResult) -> Counter[str]:
+    return Counter(episode.outcome for episode in result.episodes)
+
+
+def turns(run: Path, episode: str) -> list[TurnEntry]:
+    with contextlib.closing(RunReader(run)) as reader:
+        return [body for _, body in reader.episode(episode).entries if isinstance(body, TurnEntry)]
+
+
+def asked(run: Path, episodes: list[WhatIfEpisode]) -> set[str]:
+    """The episodes that called the tool."""
+    return {episode.episode for episode in episodes if len(turns(run, episode.episode)) > 1}
+
+
+def test_unchanged_code_samples_nothing_and_changes_nothing(run: Path) -> None:
+    result = changed(run, shop.Shop)
+    assert outcomes(result) == {"identical": TASKS}
+    assert all(episode.before == episode.after for episode in result.episodes)
+    assert (result.sampled, result.saved) == (0, 1.0)
+    assert [effect.difference for effect in result.effects] == [0.0]
+
+
+def test_a_changed_reward_samples_nothing(run: Path) -> None:
+    result = changed(run, shop.Dear)
+    assert outcomes(result).keys() == {"identical", "rescored"}
+    assert result.sampled == 0
+    (effect,) = result.effects
+    assert effect.after == pytest.approx(3 * effect.before)
+    assert effect.verdict == "better"
+
+
+def test_a_changed_tool_is_sampled_only_where_it_was_called(run: Path) -> None:
+    result = changed(run, shop.Hinting)
+    sampled = [episode for episode in result.episodes if episode.outcome == "resampled"]
+    assert {episode.episode for episode in sampled} == asked(run, result.episodes)
+    assert outcomes(result) == {"identical": TASKS - len(sampled), "resampled": len(sampled)}
+    for episode in sampled:
+        assert episode.fork is not None
+        first, second = turns(run / "forks", episode.fork.removeprefix("forks/"))
+        recorded = turns(run, episode.episode)
+        assert first == recorded[0], "up to the difference, the fork is the recorded episode"
+        assert shop.HINT in str(second.messages)
+        with contextlib.closing(RunReader(run)) as reader:
+            departure = compare_episodes(reader, episode.fork, None).departure
+        assert departure is not None
+        assert departure.call == episode.call
+        tokens = [len(turn.sampled(plain=True)) for turn in (first, second)]
+        assert (episode.sampled, episode.tokens) == (tokens[1], sum(tokens))
+    assert result.sampled == sum(episode.sampled for episode in sampled)
+    assert result.saved > 0.8
+
+
+def test_a_changed_prompt_is_a_new_evaluation(run: Path) -> None:
+    result = changed(run, shop.Polite)
+    assert outcomes(result) == {"resampled": TASKS}
+    assert result.saved == 0.0
+
+
+def test_episodes_that_fail_or_cannot_be_judged_are_named_and_not_counted(run: Path) -> None:
+    result = changed(run, shop.Failing)
+    failed = [episode for episode in result.episodes if episode.outcome == "failed"]
+    assert {episode.episode for episode in failed} == asked(run, result.episodes)
+    assert all("no reward after a hint" in episode.text for episode in failed)
+    assert [effect.episodes for effect in result.effects] == [TASKS - len(failed)]
+    unknown: list[tuple[str, int | None]] = [("e0", None), ("nowhere", None)]
+    with pytest.raises(InputError, match="nowhere"):
+        whatif(run, unknown, environment=shop.Hinting, factories=shop.factories())
+
+
+def test_the_code_may_go_on_where_the_record_ends(tmp_path: Path) -> None:
+    run = shop.record(tmp_path, tasks=40, environment=shop.OneQuestion)
+    assert outcomes(changed(run, shop.OneQuestion)) == {"identical": 40}
+    longer = [episode for episode in changed(run, shop.TwoQuestions).episodes if episode.outcome != "identical"]
+    assert longer
+    for episode in longer:
+        assert episode.outcome == "resampled"
+        assert episode.before == {}
+        assert episode.fork is not None
+        first, second = turns(run / "forks", episode.fork.removeprefix("forks/"))
+        assert [first] == turns(run, episode.episode)
+        assert episode.sampled == len(second.sampled(plain=True))
+
+
+def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
+    run = shop.record(tmp_path, tasks=40)
+    for version in (run / "versions").glob("*/*"):
+        for file in version.iterdir():
+            file.unlink()
+        version.rmdir()
+    with pytest.raises(InputError, match="are not on disk"):
+        changed(run, shop.Polite)
+    assert outcomes(changed(run, shop.Dear)).keys() <= {"identical", "rescored"}, "no weights are needed"
+
+
+def test_a_run_without_an_evaluation_says_so(tmp_path: Path) -> None:
+    run = shop.record(tmp_path, tasks=0)
+    with pytest.raises(InputError, match="--where"):
+        changed(run, shop.Shop)
+
+
+def test_the_mean_is_that_of_a_new_evaluation(tmp_path: Path) -> None:
+    """Over several seeds, against episodes of the changed environment and against the closed form; a record that is
+    continued past the first difference is found."""
+    effects, before, new = list[float](), list[float](), list[float]()
+    for seed in range(3):
+        result = changed(shop.record(tmp_path, tasks=200, seed=seed), shop.Hinting)
+        before += [episode.before["agent"] for episode in result.episodes]
+        effects += [episode.after["agent"] - episode.before["agent"] for episode in result.episodes]
+        with contextlib.closing(
+            RunReader(shop.record(tmp_path, tasks=200, seed=seed, environment=shop.Hinting))
+        ) as run:
+            where = "purpose = 'evaluate' and oldest_step = 1"
+            new += [line.reward or 0.0 for line in run.episodes(where, limit=200)]
+    error, spread = stdev(effects) / math.sqrt(len(effects)), stdev(new) / math.sqrt(len(new))
+    assert abs(fmean(effects) - shop.EFFECT) < 2.5 * error
+    assert abs(0.0 - shop.EFFECT) > 2.5 * error, "without sampling there would be no effect"
+    assert len(new) == len(before)
+    assert abs(fmean(before) + fmean(effects) - fmean(new)) < 2.5 * math.hypot(spread, spread)
