@@ -6,8 +6,9 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
   line answers, a new environment passes its check, and each package of packages/ installs from its wheel.
   `core_packages`: packages installed besides agentrl and pip; `wheel_mb`: size of the wheel.
 * `oldest`: the same at the lowest versions pyproject.toml allows.
-* `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`: creating the
-  environment and installing the wheel; `demo_s`; `reward_start`, `reward_end`.
+* `wheel-demo`: with what the demo needs, on each Python from 3.11 to 3.13 that is on PATH (`demo_pythons`); the demo
+  runs from an empty directory. `installation_s`: creating an environment and installing the wheel; `demo_s`; both the
+  longest. `reward_start`, the highest, and `reward_end`, the lowest.
 * `commands`: `make setup`, then `make demo`, in clones of HEAD and of 1e57498d, which installed with pip, each with an
   empty HOME and so without a cache, in turn, twice. `setup_ratio`: the seconds of HEAD's `make setup` over the other's;
   `demo_ratio`: the same from the clone to the end of the demo; medians. `packages_changed`: packages that `make setup`
@@ -101,8 +102,7 @@ def packages(work: Path) -> list[Path]:
 
 def core(work: Path) -> dict[str, float | None]:
     """The core at the newest versions, on each Python."""
-    wheel, further = built(work), packages(work)
-    pythons = [found for minor in (11, 12, 13, 14) if (found := _python(f"python3.{minor}"))]
+    wheel, further, pythons = built(work), packages(work), _pythons(11, 12, 13, 14)
     counts = [
         _core(work / f"environment-{number}", python, wheel, further=further) for number, python in enumerate(pythons)
     ]
@@ -114,6 +114,11 @@ def oldest(work: Path) -> dict[str, float | None]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [re.sub(">=", "==", text, count=1) for text in project["dependencies"]]
     return {"oldest_packages": _core(work / "environment", sys.executable, built(work), pins)}
+
+
+def _pythons(*minors: int) -> list[str]:
+    """The interpreters of Python 3.x on PATH."""
+    return [found for minor in minors if (found := _python(f"python3.{minor}"))]
 
 
 def _python(name: str) -> str | None:
@@ -150,21 +155,25 @@ def _core(
 
 
 def wheel_demo(work: Path) -> dict[str, float | None]:
-    """The demo from the installed wheel."""
-    wheel = built(work)
-    started = time.perf_counter()
-    python = fresh_environment(work / "environment")
-    extras = f"{wheel}[{RUN_EXTRAS}]"
-    run(python, *PIP, "install", "-c", ROOT / "constraints.txt", extras, cwd=work)
-    agentrl = python.parent / "agentrl"
-    (work / "empty").mkdir()
-    installed = time.perf_counter()
-    run(agentrl, "demo", cwd=work / "empty")
-    ended = time.perf_counter()
-    summary = json.loads((work / "empty" / "runs" / "demo" / "summary.json").read_text(encoding="utf-8"))
-    print(run(agentrl, "doctor", cwd=work / "empty"))
-    rewards = {name: summary[name] for name in ("reward_start", "reward_end")}
-    return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
+    """The demo from the installed wheel, on each Python."""
+    wheel, demos = built(work), list[dict[str, float]]()
+    for number, interpreter in enumerate(_pythons(11, 12, 13)):
+        directory = work / f"demo-{number}"
+        directory.mkdir()
+        started = time.perf_counter()
+        python = fresh_environment(directory / "environment", interpreter)
+        run(python, *PIP, "install", "-c", ROOT / "constraints.txt", f"{wheel}[{RUN_EXTRAS}]", cwd=directory)
+        installed = time.perf_counter()
+        agentrl = python.parent / "agentrl"
+        run(agentrl, "demo", cwd=directory)
+        seconds = {"installation_s": installed - started, "demo_s": time.perf_counter() - installed}
+        summary = json.loads((directory / "runs" / "demo" / "summary.json").read_text(encoding="utf-8"))
+        demos.append({**seconds, "reward_start": summary["reward_start"], "reward_end": summary["reward_end"]})
+        print(run(python, "--version", cwd=directory).strip(), demos[-1], run(agentrl, "doctor", cwd=directory))
+        shutil.rmtree(directory)
+    lowest = min(demo["reward_end"] for demo in demos)
+    highest = {name: max(demo[name] for demo in demos) for name in demos[0] if name != "reward_end"}
+    return {"demo_pythons": len(demos), **highest, "reward_end": lowest}
 
 
 def commands(work: Path) -> dict[str, float | None]:
