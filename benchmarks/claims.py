@@ -6,11 +6,12 @@
 * `value` and `is`: a constant of the code, or the length of a collection;
 * `generated`: the function of docs/generators/peers.py that writes the sentence from docs/peers.json;
 * `source` and `has`: a file of this repository and what stands in it;
-* `record`: who measured it with what, and when, where no command can repeat it here;
+* `command` and `record`: what measures it, and what it last gave, where and when;
 * `read`: where it stands in another project, with `on`, the date it was read.
 
-`claims`: rows. `claims_false`: rows whose sentence is not in its file, or which do not hold. `claims_unsourced`: rows
-that rest on nothing, and numbers in README's text that no row covers.
+`claims`: rows. `claims_false`: rows whose sentence is not in its file, or which do not hold. `claims_unproved`: rows
+that rest on a record that no command of this repository repeats. `claims_unsourced`: rows that rest on nothing, and
+numbers in README's text that no row covers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks import parts
 from docs.generators import peers
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("claims", "claims_false", "claims_unsourced")
+NAMES = ("claims", "claims_false", "claims_unproved", "claims_unsourced")
 GROUNDS = ("tests", "value", "generated", "source", "record", "read")
 
 Claim = Mapping[str, Any]
@@ -89,6 +90,23 @@ def unsourced(rows: Sequence[Claim], readme: str) -> list[str]:
     return found + [f"README.md: nothing covers {word}" for word in sorted(numbers) if word not in covered]
 
 
+def unproved(rows: Sequence[Claim]) -> list[str]:
+    """The claims that rest on a record alone, and name no command of this repository that repeats it."""
+    return [row["says"] for row in rows if "record" in row and not is_command(row.get("command", ""))]
+
+
+def is_command(command: str) -> bool:
+    """Whether a command is one of this repository: a target of the Makefile, a benchmark, or one of `agentrl`."""
+    match command.split():
+        case ["make", target]:
+            return re.search(rf"^{re.escape(target)}:", _text(ROOT / "Makefile"), re.MULTILINE) is not None
+        case ["python", "-m", module, *_]:
+            return (ROOT / f"{module.replace('.', '/')}.py").exists()
+        case ["agentrl", *_]:
+            return True
+    return False
+
+
 @cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
@@ -99,8 +117,14 @@ def figures(quick: bool) -> dict[str, float | None]:
     rows = claims()
     texts = pages(rows)
     wrong, without = false_claims(rows, texts), unsourced(rows, texts["README.md"])
-    print("\n".join([*wrong, *without]))
-    return {"claims": len(rows), "claims_false": len(wrong), "claims_unsourced": len(without)}
+    alone = unproved(rows)
+    print("\n".join([*wrong, *without, *alone]))
+    return {
+        "claims": len(rows),
+        "claims_false": len(wrong),
+        "claims_unproved": len(alone),
+        "claims_unsourced": len(without),
+    }
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ def test_every_claim_is_in_its_page_and_rests_on_something_that_holds() -> None:
     texts = claims.pages(ROWS)
     assert len(ROWS) >= 120
     assert claims.false_claims(ROWS, texts) == []
+    assert claims.unproved(ROWS) == []
     assert claims.unsourced(ROWS, texts["README.md"]) == []
 
 
@@ -52,6 +53,12 @@ def test_a_sentence_altered_on_purpose_is_found(page: str, sentence: str, altere
 )
 def test_a_ground_that_does_not_hold_is_told(false: claims.Claim) -> None:
     assert claims.objection({"file": "README.md", "says": "x", **false})
+
+
+@pytest.mark.parametrize("command", ["", "make coffee", "python -m benchmarks.nothing", "somebody measured it"])
+def test_a_record_without_a_command_that_repeats_it_is_told(command: str) -> None:
+    row = {"file": "README.md", "says": "x", "record": "seen once", "command": command}
+    assert claims.unproved([row]) == ["x"]
 
 
 def test_a_number_that_nothing_covers_is_told() -> None:
