@@ -45,7 +45,7 @@ from agentrl.orchestrator.child_episodes import ChildEpisodes
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.episode_specs import EpisodeNumbers, EpisodeSpecs
-from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, held_out_digest
+from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, Question, held_out_digest
 from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.in_flight import EpisodesInFlight
@@ -201,6 +201,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         evaluator=Evaluator(
             held_out=parts.held_out,
             attempts=config.evaluation.attempts,
+            question=_question(config.evaluation, config.seed),
             dispatcher=dispatcher,
             versions=parts.served,
             store=parts.store,
@@ -455,13 +456,15 @@ def _best_checkpoint_tracker(
     running_mean: BestRunningMean,
 ) -> BestCheckpointTracker:
     policy, metric = best.measured(trained)
+    is_decided = evaluation.stop == "decided"
+    metric = "evaluation/reward" if is_decided else metric
     is_of_steps = bool(metric) and not metric.startswith("evaluation/")
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
         over="" if is_of_steps or not metric else _held_out_of(evaluation, held_out),
         smallest=best.metric.startswith("-"),
-        window=best.window,
+        window=1 if is_decided else best.window,
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
         checkpoints=KEPT_CHECKPOINTS,
@@ -469,6 +472,10 @@ def _best_checkpoint_tracker(
         lags={name: policy.largest_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
     )
+
+
+def _question(evaluation: EvaluationConfig, seed: int) -> Question | None:
+    return Question(evaluation.margin, evaluation.bounds, seed) if evaluation.stop == "decided" else None
 
 
 def _held_out_of(evaluation: EvaluationConfig, held_out: Sequence[HeldOutSplit]) -> str:

@@ -225,7 +225,7 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
         "max_context": engine.max_context,
         "refresh": {name: plan.refresh[name] for name in base.policies},
         "keep_kv": engine.keep_kv,
-        "adapter_slots": adapter_slots_needed(base.policies),
+        "adapter_slots": adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
         "max_rank": largest_lora_rank(base.policies.values()),
         "max_staleness": {name: policy.largest_staleness for name, policy in base.trained.items()},
         "capture_routing": engine.capture_routing,

@@ -495,7 +495,7 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
                 )
             )
         return vllm_parts
-    adapters, memory = adapter_slots_needed(base.policies), _engine_memory(plan, base)
+    adapters, memory = adapter_slots_needed(base.policies, keeps_best=plan.keeps_best), _engine_memory(plan, base)
     weights = part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True)
     uses_trainers = (
         plan.demand.engine_in_process
@@ -526,7 +526,7 @@ def _engine_memory(plan: EnginePlan, base: BaseModelPlan) -> EngineMemoryEstimat
         dtype=plan.dtype,
         slots=plan.slots,
         max_context=plan.engine.max_context,
-        adapter_slots=adapter_slots_needed(base.policies),
+        adapter_slots=adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
         max_rank=largest_lora_rank(base.policies.values()),
         expert_adapters=has_expert_adapters(base.policies.values()),
     )

@@ -100,7 +100,7 @@ class RunPlan:
         units = ", ".join(f"{plural(count, 'unit')} of {name}" for name, count in demand.units.items())
         yield f"group: {plural(demand.episodes, 'episode')} with {units}"
         for base in self.engine.bases:
-            adapters = plural(adapter_slots_needed(base.policies), "adapter")
+            adapters = plural(adapter_slots_needed(base.policies, keeps_best=self.engine.keeps_best), "adapter")
             refresh = ", ".join(sorted({self.engine.refresh[name] for name in base.policies}))
             kind, slots = self.engine.engine.kind, plural(self.engine.slots, "slot")
             yield f"engine of {base.name}: {kind}, {slots}, {adapters}, refresh {refresh}"

@@ -236,7 +236,8 @@ def check_engine_capabilities(plan: EnginePlan, capabilities: EngineCapabilities
     Raises:
         ConfigError: the engine lacks one; the message names the setting and the engine.
     """
-    adapters = adapter_slots_needed({name: policy for base in plan.bases for name, policy in base.policies.items()})
+    policies = {name: policy for base in plan.bases for name, policy in base.policies.items()}
+    adapters = adapter_slots_needed(policies, keeps_best=plan.keeps_best)
     refreshes = {plan.refresh[name] for base in plan.bases for name in base.trained}
     parts = [REFRESHES[refresh] for refresh in sorted(refreshes)]
     parts += [CAPTURED_ROUTING] * plan.engine.capture_routing + [CAPTURED_FILTERS] * bool(plan.filtered)
@@ -637,13 +638,14 @@ async def serve_configured_weights(
             raise InputError(f"{weights.path} does not fit {base}: {error}") from error
 
 
-def adapter_slots_needed(policies: Mapping[str, AnyPolicy]) -> int:
-    """Return the number of adapters that an engine of these policies must be able to serve at once."""
+def adapter_slots_needed(policies: Mapping[str, AnyPolicy], *, keeps_best: bool) -> int:
+    """Return the number of adapters that an engine of these policies must be able to serve at once; `keeps_best` is
+    `EnginePlan.keeps_best`."""
     slots = 0
     for policy in policies.values():
         match policy:
             case PolicyConfig() if policy.served_adapter is not None:
-                slots += policy.largest_staleness + 2
+                slots += policy.largest_staleness + 2 + keeps_best
             case FrozenPolicy():
                 slots += adapter_rank(policy) > 0
             case OpponentPoolPolicy():

@@ -82,6 +82,8 @@ class EnginePlan:
     """Reward models, keyed by scorer; each has its own engine."""
     external: Mapping[str, RemotePolicy | BotPolicy]
     """Policies that no engine serves, with the share of `max_concurrent` of one process."""
+    keeps_best: bool
+    """Whether evaluations may need the best versions again."""
     demand: DeviceDemand
     """All processes of the run that compute."""
 

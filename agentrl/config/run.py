@@ -214,6 +214,8 @@ class RunConfig(Section):
                 )
         _check_freeze(self.freeze, self.trained)
         _check_best_metric(self.best, self.policies, self.trained)
+        if self.evaluation.stop == "decided":
+            _check_best_decided(self.best, self.trained)
         try:
             check_compatible(run_parts(self, self.trained))
         except ConfigError as error:
@@ -397,6 +399,7 @@ class RunConfig(Section):
             threads=self.threads,
             reward_models=self.reward_models,
             external=self._external,
+            keeps_best=self.evaluation.stop == "decided",
             demand=self.device_demand,
         )
 
@@ -668,6 +671,20 @@ def _check_best_metric(best: BestConfig, policies: Collection[str], trained: Map
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
             f"{', '.join(trained) or 'none'}"
+        )
+
+
+def _check_best_decided(best: BestConfig, trained: Mapping[str, PolicyConfig]) -> None:
+    """Check that the settings of the best version suit evaluations that end when they are decided."""
+    if best.metric and (best.metric.startswith("-") or best.measured(trained)[1] != "evaluation/reward"):
+        raise ValueError(
+            f"best.metric = {best.metric!r}: evaluation.stop = 'decided' chooses the best version by "
+            "'evaluation/reward'; remove best.metric, or set evaluation.stop = 'tasks'"
+        )
+    if best.stops_early:
+        raise ValueError(
+            "best.stop_at and best.stop_fall compare means over all tasks, and evaluation.stop = 'decided' plays few; "
+            "remove them, or set evaluation.stop = 'tasks'"
         )
 
 

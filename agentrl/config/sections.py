@@ -490,7 +490,32 @@ class EvaluationConfig(Section):
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Live[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
+    stop: Free[Literal["tasks", "decided"]] = "tasks"
+    """When an evaluation ends: `tasks`, all tasks are played; `decided`, tasks are played in random order until the
+    version is shown to be better than the best one so far by more than `margin`, or not to be; `tasks` is then the
+    maximum (docs/how-to/evaluation.md)."""
+    margin: Free[Annotated[float, Field(ge=0, lt=1e9)]] = 0.0
+    """Difference in mean reward by which a version must be better; a larger one is decided with fewer tasks."""
+    bounds: Free[tuple[float, float] | None] = None
+    """Smallest and largest reward of a task, which the intervals of `stop = "decided"` need; null: 0 and 1."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+
+    def check(self) -> None:
+        low, high = self.reward_bounds
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(f"bounds = [{low:g}, {high:g}]: the smallest and the largest reward are expected")
+        if self.margin >= high - low:
+            raise ValueError(
+                f"margin = {self.margin:g}: no difference of rewards between {low:g} and {high:g} exceeds it; set it "
+                f"below {high - low:g}, or set bounds to the smallest and the largest reward"
+            )
+        if self.stop == "decided" and not self.splits:
+            raise ValueError("stop = 'decided' plays held-out tasks until it is decided: set tasks to 1 or more")
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """The bounds in force."""
+        return self.bounds or (0.0, 1.0)
 
     @property
     def splits(self) -> list[tuple[str, str, int]]:
@@ -520,9 +545,10 @@ class BestConfig(Section):
 
     metric: Free[Label[str]] = ""
     """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It belongs to
-    the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
+    the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none. With `evaluation.stop =
+    "decided"`, the verdicts choose, and it is `evaluation/reward`."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
-    """Number of newest measurements in the running mean."""
+    """Number of newest measurements in the running mean; with `evaluation.stop = "decided"`, 1."""
     stop_at: Free[float | None] = None
     """The run ends once the running mean reaches this value; null: never."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None

@@ -294,18 +294,20 @@ class RunLog:
         values = [json.dumps(lines), *([json.dumps(sorted(consumed_through))] if consumed_through else [])]
         yield from self._read_ended_attempts(self.rows(statement, *values))
 
-    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed training episodes of some groups, or all, in order of commit, regardless of the fate of their
-        units.
+    def members(
+        self, group_ids: Collection[str] | None = None, purpose: Purpose = "train"
+    ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Yield committed episodes of a purpose and some groups, or all, in order of commit, regardless of the fate of
+        their units.
 
         A resumed run compares the rest of a group with all its members again.
         """
-        statement = "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
+        statement = "SELECT episode, attempt FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         if group_ids is None:
-            yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
+            yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT, purpose), ordered=True)
             return
         among = " AND group_id IN (SELECT value FROM json_each(?))"
-        yield from self._read_ended_attempts(self.rows(statement + among, json.dumps(sorted(group_ids))))
+        yield from self._read_ended_attempts(self.rows(statement + among, purpose, json.dumps(sorted(group_ids))))
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
         """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their

@@ -25,6 +25,7 @@ class Metric(NamedTuple):
 
 
 TASK_DIGEST = "evaluation/task_digest"
+VERDICT = "evaluation/verdict"
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
@@ -91,7 +92,12 @@ METRICS: tuple[Metric, ...] = (
         "`named_reward/<name>` on held-out tasks; in `agentrl.evaluate` with several policies: `<policy>/<name>`",
     ),
     Metric("evaluation/reward_deviation", "reward", "standard deviation of the reward over held-out episodes"),
-    Metric("evaluation/reward_error", "reward", "half of the 95% interval of `evaluation/reward` over tasks"),
+    Metric(
+        "evaluation/reward_error",
+        "reward",
+        'half of the 95% interval of `evaluation/reward` over tasks; with `evaluation.stop = "decided"`, the larger '
+        "half of an interval that holds at any time, for all evaluations of the run together",
+    ),
     Metric(
         "evaluation/pass_at/<k>",
         "fraction",
@@ -141,6 +147,31 @@ METRICS: tuple[Metric, ...] = (
         "dropped held-out episodes, children included; other metrics exclude them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
+    Metric(
+        "evaluation/played",
+        "tasks",
+        'held-out tasks that the versions have played, with `evaluation.stop = "decided"`',
+    ),
+    Metric(
+        VERDICT,
+        "1",
+        "1: the version is better than the best one before by more than `evaluation.margin`; -1: it is not; 0: "
+        "undecided after all tasks",
+    ),
+    Metric(
+        "evaluation/difference",
+        "reward",
+        "mean reward minus that of the best version before, over the tasks that both have played",
+    ),
+    Metric(
+        "evaluation/difference_low",
+        "reward",
+        "lower end of the interval of `evaluation/difference`: of the 95% by which all verdicts of a run are right "
+        "together, the k-th one uses up 6/(π² k²) of the error",
+    ),
+    Metric("evaluation/difference_high", "reward", "upper end of the interval of `evaluation/difference`"),
+    Metric("evaluation/difference_tasks", "tasks", "tasks that both versions have played"),
+    Metric("evaluation/best_step", "steps", "step of the best version before"),
     Metric(
         TASK_DIGEST,
         "1",

@@ -221,12 +221,15 @@ class Dispatcher:
                     self.worker.park(resumable.episode_id)
         self.in_flight.unresumed = len(self._to_resume)
 
-    async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
+    async def evaluate(
+        self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion], places: Sequence[int] | None = None
+    ) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
-        Returns when the last child has ended, whether or not its parent waited for it.
+        Returns when the last child has ended, whether or not its parent waited for it. `places` are those of the tasks
+        in the evaluation; None: they are all of it.
         """
-        specs = self.specs.evaluation(tasks, pins)
+        specs = self.specs.evaluation(tasks, pins, range(len(tasks)) if places is None else places)
         roots = await self._play(specs, self.evaluated.begin(len(specs)))
         await self.changed.wait_for(lambda: not self.in_flight.count("evaluate"))
         return [*roots, *self.evaluated.children]

@@ -31,7 +31,7 @@ class EpisodeNumbers:
     next_evaluation: int = 0
     """Number of the next evaluation episode."""
     first_evaluated: int = 0
-    """Number of the newest evaluation's first episode."""
+    """Number that an episode at place 0 of the newest evaluation has, or would have."""
 
     def restore(self, past: PastRun) -> None:
         """Continue after the numbers of the previous attempts of the run."""
@@ -83,18 +83,29 @@ class EpisodeSpecs:
         name, pins = f"g{group * size}", self.admission.pins(group)
         return self._root(start, "train", numbers, name, size, pins, waited)
 
-    def evaluation(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeSpec]:
-        """Make the specs of an evaluation.
+    def evaluation(
+        self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion], places: Sequence[int]
+    ) -> list[EpisodeSpec]:
+        """Make the specs of an evaluation, or of a part of one.
 
         Seeds and line-ups depend only on the place of a task, so evaluations of a run differ only by their weights.
+
+        Args:
+            tasks: the tasks, at least one.
+            pins: the versions at which policies are fixed.
+            places: places of the tasks in the evaluation, ascending.
         """
-        first = self.numbers.first_evaluated = self.numbers.next_evaluation
-        self.numbers.next_evaluation += len(tasks)
+        first = self.numbers.first_evaluated = self.numbers.next_evaluation - places[0]
+        self.numbers.next_evaluation = first + places[-1] + 1
         return [
-            replace(spec, seed=ids.stable_hash64(self.run_seed, f"evaluation {index}"))
-            for index, task in enumerate(tasks)
-            for spec in self._root(GroupStart(task), "evaluate", (first + index,), f"v{first + index}", 1, pins)
+            replace(spec, seed=self.evaluation_seed(place))
+            for place, task in zip(places, tasks, strict=True)
+            for spec in self._root(GroupStart(task), "evaluate", (first + place,), f"v{first + place}", 1, pins)
         ]
+
+    def evaluation_seed(self, place: int) -> int:
+        """Return the seed of the root episode at a place of every evaluation."""
+        return ids.stable_hash64(self.run_seed, f"evaluation {place}")
 
     def group_of(self, purpose: Purpose, episode_id: str) -> int:
         """Return the root group of an episode; outside training, each episode is its own group."""

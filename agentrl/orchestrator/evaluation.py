@@ -4,6 +4,10 @@ Invariants: no stop waits for an evaluation, and training only for permits, of w
 (`Scheduler`); at most one evaluation runs at a time, and one that
 would begin meanwhile is skipped; its versions stay pinned until its last episode has ended; dropped episodes are
 counted, never scored as 0; an evaluation without a committed episode has no result, and the run continues.
+
+With a `Question`, an evaluation plays growing parts of the tasks, in one order for all evaluations of the run, until it
+is decided whether the version is better than the best one so far. The best version catches up where it has played fewer
+tasks. What versions have played is in the journal, so a resumed run plays and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -11,28 +15,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
 from agentrl.core import ids
+from agentrl.core.betting import VERDICTS, anytime_interval, budget_share, decide
 from agentrl.core.clock import Clock
-from agentrl.core.errors import CheckFailedError
+from agentrl.core.errors import CheckFailedError, EngineError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
-from agentrl.journal.port import JournalStore, MetricRow
+from agentrl.journal.port import MetricRow
+from agentrl.journal.run_log import RunJournal
 from agentrl.observe.metrics import (
     HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     TASK_DIGEST,
+    VERDICT,
     count_foreign_calls,
     find_registered_metric,
+    metrics_owner,
 )
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
@@ -40,6 +49,13 @@ from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
 """Holder that pins the versions of the running evaluation in `ServedVersions`."""
+_BEST_HOLDER = "best versions, for an evaluation"
+"""Holder that pins the best versions while they play tasks that they have not played yet."""
+FIRST_LOOK = 16
+"""Number of tasks after which an evaluation with a question is first judged."""
+LOOK_GROWTH = 1.5
+"""Growth of the number of tasks from one look to the next. The tasks of one look are played at once, so a small growth
+leaves the engine idle between looks, and a large one plays tasks that the answer does not need."""
 
 
 class HeldOutSplit(NamedTuple):
@@ -62,15 +78,63 @@ def held_out_digest(held_out: Sequence[HeldOutSplit]) -> int:
     return int.from_bytes(blake2b(b"\n".join(digests), digest_size=6).digest())
 
 
+class Question(NamedTuple):
+    """The question of an evaluation that ends when it is answered: is a version better than the best one so far?"""
+
+    margin: float
+    """Difference in mean reward by which it must be better."""
+    bounds: tuple[float, float] | None
+    """Smallest and largest reward of a task; None: 0 and 1, as long as no reward is outside."""
+    seed: int
+    """Seed of the order of the tasks."""
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """The bounds in force."""
+        return self.bounds or (0.0, 1.0)
+
+
+class IntervalRule(NamedTuple):
+    """How wide the intervals of an evaluation's rewards are."""
+
+    bounds: tuple[float, float] = (0.0, 1.0)
+    error: float | None = None
+    """Probability with which an interval that holds at any time may be wrong; None: the 95 % interval of a fixed
+    number of tasks."""
+
+    def half_width(self, values: Sequence[float], bounds: tuple[float, float]) -> float:
+        """Return half the width of a mean's interval; the larger half if the mean is not in the middle."""
+        if self.error is None:
+            return confidence_half_width(values)
+        interval, mean = anytime_interval(values, bounds, self.error), _mean(values)
+        return max(interval.high - mean, mean - interval.low)
+
+
+FIXED_SIZE = IntervalRule()
+
+
+@dataclass(slots=True, eq=False)
+class PlayedTasks:
+    """The held-out episodes that some versions have played so far."""
+
+    roots: dict[int, EpisodeHeader] = field(default_factory=dict)
+    """Root episodes, by their place in the evaluation: the attempts at one task are neighbors."""
+    children: list[EpisodeHeader] = field(default_factory=list)
+    metrics: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
+    """For each policy, values of `ctx.metric` by episode id."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
     """Runs evaluations of one run, one after another."""
 
     held_out: Sequence[HeldOutSplit]
     attempts: int = 1
+    question: Question | None = None
+    """What ends an evaluation; None: all tasks are played."""
     dispatcher: Dispatcher
     versions: ServedVersions
-    store: JournalStore
+    store: RunJournal
     observer: Observer
     changed: ChangeCondition
     best: BestCheckpointTracker
@@ -79,9 +143,19 @@ class Evaluator:
     """Receives a line for the user."""
     _busy: bool = False
     _task_digest: int = field(init=False)
+    _order: list[tuple[int, int]] = field(init=False)
+    """The tasks in the order in which they are played: the numbers of their split, and within it."""
+    _played: dict[tuple[str, ...], PlayedTasks] = field(default_factory=dict)
+    """What the best versions and the evaluated ones have played, keyed by their weights."""
+    _has_read_journal: bool = False
+    _fixed_size: bool = False
+    """Whether a reward was outside its bounds, so that questions have no answers."""
 
     def __post_init__(self) -> None:
         self._task_digest = held_out_digest(self.held_out)
+        self._order = [(at, index) for at, split in enumerate(self.held_out) for index in range(len(split.tasks))]
+        if self.question is not None:
+            random.Random(f"order of held-out tasks {self.question.seed}").shuffle(self._order)
 
     @property
     def tasks(self) -> int:
@@ -127,14 +201,13 @@ class Evaluator:
         result: a line says why."""
         began, busy = self.clock.monotonic(), self.versions.engine.busy_seconds()
         loop = asyncio.get_running_loop()
-        tasks = repeat_tasks(self.held_out, self.attempts)
-        running = loop.create_task(self.dispatcher.evaluate(tasks, versions if pinned else {}), name="evaluate")
+        running = loop.create_task(self._play(versions, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.changed.notify())
         try:
             await self.changed.wait_for(lambda: running.done() or should_stop())
             if not running.done():
                 return
-            headers = running.result()
+            played, rule, answer = running.result()
         finally:
             running.cancel()
         seconds = max(self.clock.monotonic() - began, 1e-9)
@@ -144,13 +217,16 @@ class Evaluator:
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
+        headers, splits = self._in_order(played)
+        if self.question is not None:
+            course["evaluation/played"] = float(sum(len(split.tasks) for split in splits))
         try:
             metrics = {
                 policy: evaluation_metrics(
-                    *(headers, policy, self.attempts, self.held_out),
-                    self.dispatcher.evaluated.metrics(policy, versions),
+                    *(headers, policy, self.attempts, splits), played.metrics.get(policy, {}), rule
                 )
                 | course
+                | (answer if policy == self.best.policy else {})
                 for policy in versions
             }
         except CheckFailedError as error:
@@ -161,7 +237,251 @@ class Evaluator:
         for policy, version in versions.items():
             self.store.record(MetricRow(policy, version.step, metrics[policy]))
             self.best.record_metrics(policy, metrics[policy], versions)
+        if self.question is not None:
+            best = self._weights(self.best.measured.versions)
+            self._played = {weights: each for weights, each in self._played.items() if weights == best}
         self.observer.on_evaluation(versions, metrics)
+
+    def was_cut(self, versions: Mapping[str, PolicyVersion]) -> bool:
+        """Whether an earlier process of the run ended during an evaluation of these versions, or after it and before a
+        checkpoint recorded its result."""
+        if self.question is None:
+            return False
+        self._read_journal(versions, self.best.measured.versions)
+        weights = self._weights(versions)
+        measured = map(self._weights, self.best.measured.measured_versions)
+        return weights in self._played and bool(self._played[weights].roots) and weights not in measured
+
+    # --- playing ----------------------------------------------------------------------------------------------------
+
+    async def _play(
+        self, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
+    ) -> tuple[PlayedTasks, IntervalRule, dict[str, float]]:
+        """Play the tasks, or as many as the question needs; returns what was played, how intervals are computed, and
+        the metrics of the answer."""
+        if self.question is None:
+            played = PlayedTasks()
+            await self._play_until(played, self.tasks, versions, pins)
+            return played, FIXED_SIZE, {}
+        best_versions = self.best.measured.versions
+        self._read_journal(versions, best_versions)
+        played = self._played.setdefault(self._weights(versions), PlayedTasks())
+        best = self._played.setdefault(self._weights(best_versions), PlayedTasks()) if best_versions else None
+        error = budget_share(self.best.measured.comparisons + 1)
+        answer: dict[str, float] = {}
+        if best is None or best is played:  # no question: the first version is what later ones are compared with
+            await self._play_until(played, self.tasks if best is None else 1, versions, pins)
+        else:
+            answer = await self._compare(self.question, (played, versions, pins), (best, best_versions), error)
+        if self._is_bounded(played):
+            return played, IntervalRule(self.question.reward_bounds, error), answer
+        await self._play_until(played, self.tasks, versions, pins)
+        return played, FIXED_SIZE, {}
+
+    async def _compare(
+        self,
+        question: Question,
+        new: tuple[PlayedTasks, Mapping[str, PolicyVersion], Mapping[str, PolicyVersion]],
+        old: tuple[PlayedTasks, Mapping[str, PolicyVersion]],
+        error: float,
+    ) -> dict[str, float]:
+        """Play growing parts of the tasks with new versions until they are shown to be better than the best ones by
+        more than the margin, or not better; returns the metrics of the answer.
+
+        Args:
+            question: has the margin and the bounds.
+            new: what the new versions have played, their ids, and their pins.
+            old: what the best versions have played, and their ids.
+            error: probability with which the answer may be wrong.
+        """
+        (played, versions, pins), (best, best_versions) = new, old
+        low, high = question.reward_bounds
+        can_play, is_pinned = True, False
+        for stop in looks(self.tasks):
+            if can_play and self._missing(best, stop):
+                can_play = is_pinned = is_pinned or await self._pin_best(best_versions)
+                if can_play:
+                    await self._play_until(best, stop, best_versions, best_versions)
+            await self._play_until(played, stop, versions, pins)
+            if not (self._is_bounded(played) and self._is_bounded(best)):
+                break
+            before, now = (self._rewards(each, stop) for each in (best, played))
+            differences = [now[task] - before[task] for task in now.keys() & before.keys()]
+            verdict = decide(differences, question.margin, high - low, error)
+            if verdict != "undecided" or (not can_play and not self._left(best, stop)):
+                break
+        if is_pinned:
+            self.versions.unpin(_BEST_HOLDER, *best_versions.values())
+        if not (self._is_bounded(played) and self._is_bounded(best)):
+            return {}
+        interval = anytime_interval(differences, (low - high, high - low), error)
+        return {
+            VERDICT: float(VERDICTS.index(verdict) - 1),
+            "evaluation/difference": _mean(differences) if differences else 0.0,
+            "evaluation/difference_low": interval.low,
+            "evaluation/difference_high": interval.high,
+            "evaluation/difference_tasks": float(len(differences)),
+            "evaluation/best_step": float(best_versions[self.best.policy].step),
+        }
+
+    async def _play_until(
+        self, played: PlayedTasks, stop: int, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
+    ) -> None:
+        """Play those of the first `stop` tasks that were not played yet."""
+        places = self._missing(played, stop)
+        if not places:
+            return
+        headers = await self.dispatcher.evaluate([self._task(place) for place in places], pins, places)
+        played.roots |= dict(zip(places, headers[: len(places)], strict=True))
+        played.children += headers[len(places) :]
+        for policy in versions:
+            played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
+
+    async def _pin_best(self, versions: Mapping[str, PolicyVersion]) -> bool:
+        """Serve the best versions again; returns False, and says why, if that is impossible."""
+        try:
+            for version in versions.values():
+                weights = self.versions.find(version) or self.store.published(version, outside=True)
+                if weights is None:
+                    raise EngineError(f"{version} was never published")
+                await self.versions.pin(_BEST_HOLDER, weights)
+        except EngineError as error:
+            self.versions.unpin(_BEST_HOLDER, *versions.values())
+            self.tell(
+                f"the best versions, {', '.join(map(str, versions.values()))}, cannot play further held-out tasks: "
+                f"{error}. The evaluation compares the tasks that they have played"
+            )
+            return False
+        return True
+
+    def _task(self, place: int) -> Task:
+        """Return the task at a place of the evaluation."""
+        split, index = self._order[place // self.attempts]
+        return self.held_out[split].tasks[index]
+
+    def _missing(self, played: PlayedTasks, stop: int) -> list[int]:
+        """Return the places of the first `stop` tasks that were not played yet."""
+        return [place for place in range(stop * self.attempts) if place not in played.roots]
+
+    def _left(self, played: PlayedTasks, stop: int) -> bool:
+        """Whether tasks behind the first `stop` were played."""
+        return any(place >= stop * self.attempts for place in played.roots)
+
+    # --- what was played --------------------------------------------------------------------------------------------
+
+    def _numbers(self, played: PlayedTasks) -> list[int]:
+        """Return the places in the order of the tasks that were played, task by task of each split."""
+        counts = Counter(place // self.attempts for place in played.roots)
+        numbers = (number for number, count in counts.items() if count == self.attempts)
+        return sorted(numbers, key=self._order.__getitem__)
+
+    def _in_order(self, played: PlayedTasks) -> tuple[list[EpisodeHeader], list[HeldOutSplit]]:
+        """Return headers as `evaluation_metrics` expects them, and the splits with the tasks that were played."""
+        tasks: list[list[Task]] = [[] for _ in self.held_out]
+        roots: dict[str, EpisodeHeader] = {}
+        for number in self._numbers(played):
+            split, index = self._order[number]
+            tasks[split].append(self.held_out[split].tasks[index])
+            for place in range(number * self.attempts, (number + 1) * self.attempts):
+                roots[played.roots[place].episode_id] = played.roots[place]
+        children = [child for child in played.children if ids.root_episode_id(child.episode_id) in roots]
+        splits = [split._replace(tasks=own) for split, own in zip(self.held_out, tasks, strict=True)]
+        return [*roots.values(), *children], splits
+
+    def _rewards(self, played: PlayedTasks, stop: int | None = None) -> dict[int, float]:
+        """Return the rewards of the first `stop` tasks, or of all that were played, by their places in the order; tasks
+        without a committed episode are absent."""
+        tasks = zip(self._numbers(played), _by_task(self._in_order(played)[0], self.attempts), strict=True)
+        return {
+            number: reward
+            for number, task in tasks
+            if (stop is None or number < stop) and (reward := _task_reward(task, self.best.policy)) is not None
+        }
+
+    def _is_bounded(self, played: PlayedTasks) -> bool:
+        """Whether all rewards are within their bounds, so that an answer can be given; says so if one is not."""
+        if self.question is None or self._fixed_size:
+            return False
+        low, high = self.question.reward_bounds
+        for number, reward in self._rewards(played).items():
+            if not low <= reward <= high:
+                split, index = self._order[number]
+                task = f"held-out task {self.held_out[split].tasks[index].id!r} got {reward:g}"
+                self.tell(
+                    f"evaluation.stop = 'decided' needs rewards between known bounds, and {task}, outside "
+                    + (f"evaluation.bounds = [{low:g}, {high:g}]" if self.question.bounds else "[0, 1]")
+                    + f": evaluations play all {self.tasks} tasks, and their intervals are of a fixed size. Set "
+                    "evaluation.bounds to the smallest and the largest reward of a task"
+                )
+                self._fixed_size = True
+                return False
+        return True
+
+    def _weights(self, versions: Mapping[str, PolicyVersion]) -> tuple[str, ...]:
+        """Identify the weights of versions; see `_weights_of`."""
+        parents = self.store.parents()
+        return tuple(self._weights_of(version, parents) for _, version in sorted(versions.items()))
+
+    def _weights_of(self, version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> str:
+        """Identify the weights of a version: the one with which a resumed run begins has another id than the one of its
+        checkpoint, and the same weights."""
+        policy = version.policy
+        while (parent := parents.get((policy, version.lineage))) is not None and parent.step == version.step:
+            version = parent
+        weights = self.versions.find(version) or self.store.published(version, outside=True)
+        return f"{policy} {version if weights is None else weights.sha256}"
+
+    def _read_journal(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
+        """Take over what some versions have played in earlier processes of the run. Their unfinished episodes were
+        dropped, and are played again."""
+        if self._has_read_journal:
+            return
+        self._has_read_journal = True
+        parents = self.store.parents()
+        evaluated = tuple(filter(None, evaluated))
+        records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]
+        wanted = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
+        places = {self.dispatcher.specs.evaluation_seed(place): place for place in range(self.tasks * self.attempts)}
+        recorded = list(self.store.members(purpose="evaluate"))
+        record_of: dict[str, PlayedTasks] = {}
+        for spec, header in recorded:
+            place = places.get(spec.seed)
+            if spec.parent_id is not None or place is None or task_digest(spec.task) != task_digest(self._task(place)):
+                continue
+            sampled_by = {
+                each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories
+            } | dict(spec.pins)
+            weights = {name: self._weights_of(version, parents) for name, version in sampled_by.items()}
+            for record, own in zip(records, wanted, strict=True):
+                shared = weights.keys() & own.keys()
+                if shared and all(weights[name] == own[name] for name in shared) and place not in record.roots:
+                    record.roots[place] = header
+                    record_of[spec.episode_id] = record
+        for spec, header in recorded:
+            root = ids.root_episode_id(spec.episode_id)
+            if spec.parent_id is not None and root in record_of:
+                record_of[root].children.append(header)
+                record_of[spec.episode_id] = record_of[root]
+        metrics = self.store.episode_metrics(record_of)
+        for _, header in recorded:
+            acted = {each.policy for each in header.trajectories}
+            if header.episode_id in record_of and (owner := metrics_owner(evaluated[0], acted)) is not None:
+                of_policy = record_of[header.episode_id].metrics.setdefault(owner, {})
+                of_policy[header.episode_id] = metrics.get(header.episode_id, {})
+
+
+def looks(tasks: int) -> Iterator[int]:
+    """Yield the numbers of tasks after which an evaluation with a question is judged.
+
+    Example:
+        >>> list(looks(100))
+        [16, 24, 36, 54, 81, 100]
+    """
+    size = FIRST_LOOK
+    while size < tasks:
+        yield size
+        size = math.ceil(size * LOOK_GROWTH)
+    yield tasks
 
 
 def repeat_tasks(held_out: Sequence[HeldOutSplit], attempts: int) -> list[Task]:
@@ -175,6 +495,7 @@ def evaluation_metrics(
     attempts: int = 1,
     held_out: Sequence[HeldOutSplit] = (),
     metrics_by_episode: Mapping[str, Mapping[str, float]] | None = None,
+    rule: IntervalRule = FIXED_SIZE,
 ) -> dict[str, float]:
     """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
@@ -185,11 +506,12 @@ def evaluation_metrics(
         attempts: number of root episodes per task.
         held_out: the splits; if there are several, each also has its own metrics.
         metrics_by_episode: values of `ctx.metric` by episode id, of the episodes whose metrics this policy reports.
+        rule: how wide the intervals of rewards and of pass@k are.
 
     Raises:
         CheckFailedError: no episode was committed.
     """
-    metrics = _rewards(headers, policy, attempts) | _environment_metrics(
+    metrics = _rewards(headers, policy, attempts, rule) | _environment_metrics(
         _by_task(headers, attempts), metrics_by_episode or {}
     )
     if len(held_out) > 1:
@@ -197,7 +519,7 @@ def evaluation_metrics(
         for split in held_out:
             split_results = by_task[first : first + len(split.tasks)]
             first += len(split.tasks)
-            for name, value in _estimates(split_results, policy).items():
+            for name, value in _estimates(split_results, policy, rule).items():
                 group, _, name_in_group = name.partition("/")
                 metric_kind, _, word = name_in_group.partition("/")
                 metrics["/".join(filter(None, (f"{group}/split_{metric_kind}", split.name, word)))] = value
@@ -206,7 +528,7 @@ def evaluation_metrics(
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for name in policies:
         policy_part = f"/{name}" if len(policies) > 1 else ""
-        for metric, value in _rewards(headers, name, attempts).items():
+        for metric, value in _rewards(headers, name, attempts, rule).items():
             if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
                 metrics.setdefault(metric.replace("reward", f"reward{policy_part}", 1), value)
     return metrics | _course(headers, metrics_by_episode or {})
@@ -223,16 +545,24 @@ class _TaskResult(NamedTuple):
 
 def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResult]:
     """Group the headers by task, in the order of the tasks."""
-    first = min((ids.root_episode_number(header.episode_id) for header in headers), default=0)
-    count = sum(header.parent_id is None for header in headers)
-    results = [_TaskResult([], []) for _ in range(0, count, attempts)]
+    roots = [header.episode_id for header in headers if header.parent_id is None]
+    place = {episode: at // attempts for at, episode in enumerate(roots)}
+    results = [_TaskResult([], []) for _ in range(0, len(roots), attempts)]
     for header in headers:
         if header.committed:
-            roots, episodes = results[(ids.root_episode_number(header.episode_id) - first) // attempts]
+            committed_roots, episodes = results[place[ids.root_episode_id(header.episode_id)]]
             episodes.append(header)
             if header.parent_id is None:
-                roots.append(header)
+                committed_roots.append(header)
     return results
+
+
+def _task_reward(task: _TaskResult, policy: str | None) -> float | None:
+    """Return the mean reward over a task's episodes: those in which a policy acted, children too, or, for all policies
+    together, its root episodes; None if there are none."""
+    headers = task.roots if policy is None else task.episodes
+    rewards = [reward for header in headers if (reward := _reward_of(header, policy)) is not None]
+    return _mean(rewards) if rewards else None
 
 
 def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
@@ -251,28 +581,19 @@ def _is_solved(header: EpisodeHeader, policy: str | None) -> bool:
     return bool(rewards) and min(rewards) >= 1.0
 
 
-def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, float]:
+def _estimates(tasks: Sequence[_TaskResult], policy: str | None, rule: IntervalRule) -> dict[str, float]:
     """Estimate mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
 
-    A task's reward is the mean over its episodes: those in which the policy acted, children too, or, for all policies
-    together, its root episodes. Attempts at one task are not independent, so the intervals are over tasks.
+    Attempts at one task are not independent, so the intervals are over tasks.
 
     pass@k = 1 - C(n - c, k) / C(n, k) for c of n solved attempts (Chen et al. 2021, arXiv:2107.03374), for k = 1, 2, 4,
     … up to the number of attempts; the mean is over tasks with at least k committed attempts. An attempt is solved if
     each of the policy's rewarded agents, or of all policies', has 1 or more.
     """
-    rewards = [
-        [
-            reward
-            for header in (task.roots if policy is None else task.episodes)
-            if (reward := _reward_of(header, policy)) is not None
-        ]
-        for task in tasks
-    ]
-    means = [_mean(task_rewards) for task_rewards in rewards if task_rewards]
+    means = [reward for task in tasks if (reward := _task_reward(task, policy)) is not None]
     if not means:
         return {}
-    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
+    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": rule.half_width(means, rule.bounds)}
     outcomes_by_task = [
         [_is_solved(header, policy) for header in task.roots if _reward_of(header, policy) is not None]
         for task in tasks
@@ -286,7 +607,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
         ]
         metrics |= {
             f"evaluation/pass_at/{k}": _mean(pass_rates),
-            f"evaluation/pass_at_error/{k}": confidence_half_width(pass_rates),
+            f"evaluation/pass_at_error/{k}": rule.half_width(pass_rates, (0.0, 1.0)),
         }
     return metrics
 
@@ -311,10 +632,12 @@ def _environment_metrics(
     return metrics
 
 
-def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int) -> dict[str, float]:
+def _rewards(
+    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int, rule: IntervalRule
+) -> dict[str, float]:
     """Compute the estimates and, for one policy, their parts: by seat if it has several, by reward name, and the
     standard deviation over episodes. Empty if the policy did not act."""
-    metrics = _estimates(_by_task(headers, attempts), policy)
+    metrics = _estimates(_by_task(headers, attempts), policy, rule)
     if policy is None or not metrics:
         return metrics
     trajectories_by_episode = [[t for t in header.trajectories if t.policy == policy] for header in headers]

@@ -393,6 +393,9 @@ class Orchestrator:
                     loops.create_task(self._adjust_limit(), name="adjust the limit")
                     for policy in self.board.trainable:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
+                    if not self._finished() and self.evaluator.was_cut(self._versions()):
+                        for policy in self.board.trainable:
+                            self._evaluate(policy, loops)
         except BaseExceptionGroup as group:
             raise _first(group) from None
         self.scheduler.is_training = False
@@ -489,12 +492,15 @@ class Orchestrator:
             evaluates = self.evaluator.tasks and _is_due(step, self.plan.evaluate_every)
             phases = self.scheduler.phases
             if evaluates and not phases.is_over(policy) and not self._finished():
-                frozen_policies = phases.frozen()
-                training = {
-                    name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies
-                }
-                evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
-                loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
+                self._evaluate(policy, loops)
+
+    def _evaluate(self, policy: str, loops: asyncio.TaskGroup) -> None:
+        """Evaluate the current version of a policy beside training, once the others that train are as far."""
+        phases = self.scheduler.phases
+        frozen_policies = phases.frozen()
+        training = {name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies}
+        evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
+        loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; returns False if the step was skipped."""

@@ -24,6 +24,7 @@ from agentrl.core.futures import retrieve_exception
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow, VersionPublication
+from agentrl.observe.metrics import VERDICT
 
 
 class PolicyBoard:
@@ -271,6 +272,8 @@ class BestRunningMean:
     """Largest running mean."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Versions of the largest measurement within the window of `best`; empty before the first mean."""
+    comparisons: int = 0
+    """Number of evaluations that were compared with the best one before; each has its share of one error."""
 
     def as_data(self) -> dict[str, Any]:
         """Return JSON data; floats round-trip exactly."""
@@ -280,6 +283,7 @@ class BestRunningMean:
             "measured_versions": list(map(_encode_versions, self.measured_versions)),
             "best": self.best if self.versions else None,
             "versions": _encode_versions(self.versions),
+            "comparisons": self.comparisons,
         }
 
     def largest(self) -> int:
@@ -321,7 +325,12 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
     if len(measured_versions) != len(newest):
         newest = measured_versions = ()  # earlier checkpoints lack the versions: fill the window again
     return BestRunningMean(
-        what=str(data["what"]), newest=newest, measured_versions=measured_versions, best=best, versions=versions
+        what=str(data["what"]),
+        newest=newest,
+        measured_versions=measured_versions,
+        best=best,
+        versions=versions,
+        comparisons=int(data.get("comparisons", 0)),
     )
 
 
@@ -330,7 +339,8 @@ class BestCheckpointTracker:
     """Tracks the versions at which the running mean of a metric was best, and decides when that ends the run.
 
     The best versions are those of the largest measurement within the best window. A measurement is of the versions that
-    sampled it: an evaluation's, or those that sampled a step's units.
+    sampled it: an evaluation's, or those that sampled a step's units. An evaluation that compared its versions with the
+    best ones (`evaluation.stop = "decided"`) has a verdict, which counts instead of the mean.
 
     The measurements are in the manifests of checkpoints, so a resumed run chooses as if it had never stopped. The files
     of the best versions stay on disk, including those of checkpoints from which a run may resume.
@@ -381,9 +391,16 @@ class BestCheckpointTracker:
             return
         newest = (*self.measured.newest, -value if self.smallest else value)[-self.window :]
         measured_versions = (*self.measured.measured_versions, dict(versions))[-self.window :]
-        measured = replace(self.measured, newest=newest, measured_versions=measured_versions)
+        verdict = metrics.get(VERDICT)
+        measured = replace(
+            self.measured,
+            newest=newest,
+            measured_versions=measured_versions,
+            comparisons=self.measured.comparisons + (verdict is not None),
+        )
         mean = math.fsum(newest) / len(newest)
-        if len(newest) == self.window and mean > self.measured.best:
+        is_better = mean > self.measured.best if verdict is None else verdict > 0
+        if len(newest) == self.window and is_better:
             measured = replace(measured, best=mean, versions=measured_versions[measured.largest()])
         self.measured = measured
 

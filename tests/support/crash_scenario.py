@@ -23,6 +23,7 @@ from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow, VersionPublication
 from agentrl.orchestrator.checkpoints import CheckpointWriter
+from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -89,6 +90,7 @@ class CrashScenario:
         tasks: what it is played on.
         script: what the policies say; it must depend on the request alone, or runs cannot be compared.
         changes: of the run's configuration.
+        held_out: held-out tasks.
     """
 
     expected: tuple[type[AgentRLError], ...] = ()
@@ -101,8 +103,10 @@ class CrashScenario:
         tasks: Sequence[Task] = EMPTY_TASKS,
         script: Script = babble,
         changes: Mapping[str, Any] | None = None,
+        held_out: Sequence[Task] = (),
     ) -> None:
         self.environment = environment
+        self.held_out = held_out
         self.tasks = tasks
         self.script = script
         names = sorted({seat.rsplit(".", 1)[-1] for kind in seats_by_episode_kind(environment) for seat in kind.seats})
@@ -185,6 +189,7 @@ class CrashScenario:
             observer=_Unheard(),
             clock=clock,
             tasks=self.tasks,
+            held_out=[HeldOutSplit("held_out", self.held_out)],
             checkpoints=self.checkpoints(machine),
             versions=versions,
             opponents=opponents,

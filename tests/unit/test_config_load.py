@@ -178,7 +178,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("best.policy=policy", "unknown key best.policy"),
         ("best.stop_fall=-1", "best.stop_fall = -1: expected greater than or equal to 0"),
         ("best.stop_at=1", "stop_at and stop_fall end a run by a metric"),
-        ("best.stop=1", "unknown key best.stop; did you mean best.stop_at?"),
+        ("best.stop_a=1", "unknown key best.stop_a; did you mean best.stop_at?"),
         ("credit.release=dynamic_sampling", "expected 'group', 'episode' or 'late'"),
         ("trainer.kind=ray", "unknown key trainer.kind"),
         ("engine.placement=process", "unknown key engine.placement; there are: vllm, replicas"),

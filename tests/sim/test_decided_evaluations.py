@@ -1,0 +1,258 @@
+"""Evaluations that end when it is decided whether a version is better than the best one so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.core import ids
+from agentrl.core.errors import EngineError
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.journal.port import Admission, EpisodeEnd
+from agentrl.journal.run_log import RunLog
+from agentrl.observe.metrics import VERDICT
+from agentrl.orchestrator.evaluation import looks
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.testing.plugin import SeededSimulation
+from tests.sim.small_run import SmallRun, config_for
+from tests.support.crash_scenario import CrashScenario, Machine
+
+pytestmark = pytest.mark.sim
+NUM_TASKS = 96
+
+
+class Answer(agentrl.Environment):
+    """One turn, which is right or wrong. Training episodes are slow, so that no evaluation is skipped."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("guesser").act(agentrl.user("Well?"))
+        await ctx.sleep(ctx.rng.random() + 60.0 * (not ctx.task.id.startswith("held-out")))
+        ctx.agent("guesser").reward(ctx.task.data.get("prize", 1.0) if turn.text.startswith("y") else 0.0)
+
+
+def held_out(**data: Any) -> list[Task]:
+    return [Task(id=f"held-out-{number}", data=data) for number in range(NUM_TASKS)]
+
+
+def with_skills(*percents: int) -> Callable[[GenerateRequest, str, PolicyVersion], list[int]]:
+    """A script that is right in so many percent of its requests, by the step of its weights; the last one stays."""
+
+    def answer(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        percent = percents[min(version.step, len(percents) - 1)]
+        return [*(b"y" if ids.stable_hash64("skill", version.step, request.seed) % 100 < percent else b"n"), STOP_TOKEN]
+
+    return answer
+
+
+def decided_run(*percents: int, tasks: Sequence[Task] = (), **evaluation: Any) -> SmallRun:
+    """A run of four steps that is evaluated after each."""
+    values = {"tasks": NUM_TASKS, "every": 1, "stop": "decided", **evaluation}
+    config = config_for(
+        evaluation=values, steps=4, step_size=4, max_staleness=0, checkpoint={"every": 1, "versions": 1}
+    )
+    return SmallRun(
+        config=config, environment=Answer, script=with_skills(*percents), held_out=list(tasks or held_out())
+    )
+
+
+def verdicts(run: SmallRun) -> list[float | None]:
+    return [each["guesser"].get(VERDICT) for each in run.seen.evaluations]
+
+
+def commits_by_place(run: SmallRun) -> Counter[tuple[int, int]]:
+    """Numbers of committed held-out episodes, keyed by the step of their version and their seed."""
+    specs = {each.spec.episode_id: each.spec for each in run.journal.records if isinstance(each, Admission)}
+    return Counter(
+        (each.header.trajectories[0].oldest_step, specs[each.header.episode_id].seed)
+        for each in run.journal.records
+        if isinstance(each, EpisodeEnd) and each.header.purpose == "evaluate" and each.header.committed
+    )
+
+
+def test_an_evaluation_ends_when_it_is_decided_and_the_best_version_catches_up(
+    simulated_loop: SeededSimulation,
+) -> None:
+    async def main() -> None:
+        run = decided_run(5, 95, 50, 50, 97)
+        await run.run()
+        first, better, worse, again, last = [each["guesser"] for each in run.seen.evaluations]
+        assert VERDICT not in first
+        assert first["evaluation/played"] == NUM_TASKS, "later versions are compared with it"
+        assert verdicts(run)[1:] == [1.0, -1.0, -1.0, 0.0]
+        assert better["evaluation/played"] == 16
+        assert better["evaluation/difference_low"] > 0 > worse["evaluation/difference_high"]
+        assert better["evaluation/best_step"] == 0
+        assert worse["evaluation/best_step"] == again["evaluation/best_step"] == last["evaluation/best_step"] == 1
+        assert last["evaluation/played"] == last["evaluation/difference_tasks"] == NUM_TASKS
+        best = run.orchestrator.best
+        assert (best.measured.versions["guesser"].step, best.measured.comparisons) == (1, 4)
+        played = commits_by_place(run)
+        assert set(played.values()) == {1}, "nothing is played twice"
+        assert sum(step == 1 for step, _ in played) == NUM_TASKS, "the best version has caught up with the last one"
+        assert not run.orchestrator.versions.pinned()
+
+    simulated_loop.run(main)
+
+
+def test_a_margin_ends_the_evaluations_of_equal_versions(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        with_margin, without = decided_run(90, 90, margin=0.5), decided_run(90, 90)
+        await with_margin.run()
+        await without.run()
+        assert verdicts(with_margin)[1:] == [-1.0] * 4
+        assert verdicts(without)[1:] == [0.0] * 4
+        for run in (with_margin, without):
+            assert run.orchestrator.best.measured.versions["guesser"].step == 0
+        shown = [each["guesser"]["evaluation/played"] for each in with_margin.seen.evaluations[1:]]
+        assert max(shown) < NUM_TASKS
+        assert all(each["guesser"]["evaluation/played"] == NUM_TASKS for each in without.seen.evaluations)
+
+    simulated_loop.run(main)
+
+
+def test_all_evaluations_play_one_random_order(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = decided_run(5, 95, 5)
+        await run.run()
+        names = [task.id for task in run.held_out]
+        admitted = [
+            each.spec.task.id
+            for each in run.journal.records
+            if isinstance(each, Admission) and each.spec.purpose == "evaluate"
+        ]
+        first, second = admitted[:NUM_TASKS], admitted[NUM_TASKS : NUM_TASKS + 16]
+        assert sorted(first) == sorted(names)
+        assert first != names
+        assert second == first[:16]
+
+    simulated_loop.run(main, seeds=1)
+
+
+@pytest.mark.parametrize("bounds", [None, [0.0, 2.0]])
+def test_a_reward_outside_its_bounds_is_named_and_all_tasks_are_played(
+    simulated_loop: SeededSimulation, bounds: list[float] | None
+) -> None:
+    async def main() -> None:
+        run, told = decided_run(5, 95, tasks=held_out(prize=2.5), bounds=bounds), list[str]()
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.evaluator.tell = told.append
+
+        run.during = listen
+        await run.run()
+        (line,) = told
+        assert "held-out task 'held-out-" in line
+        assert "got 2.5, outside " + ("evaluation.bounds = [0, 2]" if bounds else "[0, 1]") in line
+        assert "all 96 tasks" in line
+        assert {each["guesser"]["evaluation/played"] for each in run.seen.evaluations} == {NUM_TASKS}
+        assert set(verdicts(run)) == {None}
+        assert run.orchestrator.best.measured.versions["guesser"].step > 0, "chosen by the mean"
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_declared_bounds_decide_other_rewards(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = decided_run(5, 95, tasks=held_out(prize=-1.0), bounds=[-1.0, 0.0])
+        await run.run()
+        worse = run.seen.evaluations[1]["guesser"]
+        assert worse[VERDICT] == -1.0
+        assert worse["evaluation/played"] == 16
+        assert -1.0 <= worse["evaluation/difference_low"] <= worse["evaluation/difference_high"] < 0.0
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_a_best_version_that_cannot_be_served_again_is_compared_over_what_it_has_played(
+    simulated_loop: SeededSimulation,
+) -> None:
+    async def main() -> None:
+        run, told = decided_run(5, 95, 95), list[str]()
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.evaluator.tell = told.append
+
+            async def refuse(holder: str, weights: WeightsRef) -> None:
+                if holder.startswith("best"):
+                    raise EngineError("no adapter slot is free")
+                await pin(holder, weights)
+
+            pin, orchestrator.versions.pin = orchestrator.versions.pin, refuse  # type: ignore[method-assign]
+
+        run.during = listen
+        await run.run()
+        assert told
+        assert all("cannot play further held-out tasks: no adapter slot is free" in line for line in told)
+        undecided = run.seen.evaluations[2]["guesser"]
+        assert undecided[VERDICT] == 0.0
+        assert undecided["evaluation/difference_tasks"] == 16
+        assert undecided["evaluation/played"] == 24
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_looks_grow_up_to_all_tasks() -> None:
+    assert list(looks(10)) == [10]
+    assert list(looks(512))[:4] == [16, 24, 36, 54]
+    assert list(looks(512))[-1] == 512
+
+
+class Evaluated(CrashScenario):
+    """Keeps the newest life's loop."""
+
+    orchestrator: Orchestrator
+
+    def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
+        self.orchestrator = orchestrator
+
+
+def what_was_decided(log: RunLog) -> dict[int, Mapping[str, float]]:
+    """The newest answer of each step's evaluation."""
+    names = (VERDICT, "evaluation/played", "evaluation/difference", "evaluation/reward", "evaluation/turns")
+    answers: dict[int, dict[str, float]] = {}
+    for step, name, value in log.rows("SELECT step, name, value FROM metrics ORDER BY id"):
+        if name in names:
+            answers.setdefault(step, {})[name] = value
+    return answers
+
+
+def test_a_kill_during_evaluations_plays_and_counts_nothing_twice() -> None:
+    changes: dict[str, Any] = {
+        "steps": 3,
+        "deterministic": True,
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 0}},
+        "checkpoint": {"every": 1, "versions": 1},
+        "evaluation": {"tasks": NUM_TASKS, "every": 1, "stop": "decided", "margin": 0.1},
+    }
+    scenario = Evaluated(Answer, changes=changes, script=with_skills(30, 70, 60, 65), held_out=held_out())
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=0) is None
+    expected = what_was_decided(undisturbed.journal)
+    best = scenario.orchestrator.best.measured
+    assert len(expected) == 4
+    cut = 0
+    for operation in range(30, undisturbed.disk.operations, 83):
+        machine = scenario.new_machine()
+        machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
+        scenario.run(machine, seed=operation)
+        machine = machine.after_crash("kill")
+        left = len(list(machine.journal.members(purpose="evaluate")))
+        assert scenario.run(machine, seed=operation + 1) is None
+        assert what_was_decided(machine.journal) == expected, f"operation {operation}"
+        now = scenario.orchestrator.best.measured
+        assert (now.best, now.comparisons) == (best.best, best.comparisons)
+        committed = Counter(
+            (header.trajectories[0].oldest_step, spec.seed)
+            for spec, header in machine.journal.members(purpose="evaluate")
+        )
+        assert set(committed.values()) == {1}, f"operation {operation}"
+        cut += left % 16 > 0
+    assert cut > 3, "few kills fell into an evaluation"
