@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -55,12 +55,13 @@ from agentrl.config.policies import (
     RemotePolicy,
 )
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import EnvironmentConfig
+from agentrl.config.sections import EnvironmentConfig, EvaluationConfig
 from agentrl.core import event_loop
+from agentrl.core.betting import AnytimeInterval, decide, verdict_words
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.files import expand_path, temporary_directory
-from agentrl.core.intervals import confidence_half_width
+from agentrl.core.intervals import difference_interval
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
@@ -80,7 +81,16 @@ from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
-from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, held_out_digest, repeat_tasks
+from agentrl.orchestrator.evaluation import (
+    FIXED_SIZE,
+    HeldOutSplit,
+    IntervalRule,
+    PlayedTasks,
+    TaskOrder,
+    evaluation_metrics,
+    held_out_digest,
+    looks,
+)
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -134,45 +144,72 @@ class EvaluatedEpisode:
 
 
 class Evaluation(dict[str, float]):
-    """The metrics of an evaluation by name, and its episodes."""
+    """The metrics of an evaluation by name, and its episodes.
 
-    def __init__(self, metrics: Mapping[str, float], episodes: Sequence[EvaluatedEpisode]) -> None:
+    Args:
+        metrics: the metrics.
+        episodes: the episodes.
+        section: has the margin and the bounds of comparisons.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, float],
+        episodes: Sequence[EvaluatedEpisode],
+        section: EvaluationConfig = EvaluationConfig(),  # noqa: B008 (immutable)
+    ) -> None:
         super().__init__(metrics)
         self.episodes = list(episodes)
-        """Results in the order of the tasks, each before its children."""
+        """Results in the order in which the tasks were played, each before its children."""
+        self._section = section
 
     def compared_with(self, other: Evaluation) -> dict[str, float]:
-        """Return this evaluation minus another one of the same tasks, task by task.
+        """Return this evaluation minus another one, task by task, over the tasks of both.
 
         Both used the same seeds for each task, so the difficulty of a task cancels in its difference, and the interval
-        is narrower than the intervals of the two means.
+        is narrower than the intervals of the two means. It may be read at any time, so either evaluation may have ended
+        early because of what it showed.
 
         Returns:
-            `difference/reward` and `difference/reward_error`, half the width of its 95 % interval over tasks;
-            `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks.
+            `difference/reward`, with the ends `difference/reward_low` and `difference/reward_high` of its 95 %
+            interval; `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks. If a reward
+            is outside `evaluation.bounds`, the interval is of a fixed size, and a warning says so.
 
         Raises:
-            InputError: the evaluations have different tasks.
+            InputError: the evaluations have no task in common.
         """
-        rewards, other_rewards = self._by_task(), other._by_task()
-        if rewards.keys() != other_rewards.keys():
+        rewards, other_rewards = self.rewards_by_task(), other.rewards_by_task()
+        both = [task for task in rewards if task in other_rewards]
+        if not both:
             raise InputError("the two evaluations used different tasks, so their scores cannot be paired")
-        differences = [statistics.mean(rewards[task]) - statistics.mean(other_rewards[task]) for task in rewards]
+        differences = [rewards[task] - other_rewards[task] for task in both]
+        interval, is_anytime = difference_interval(
+            [(rewards[task], other_rewards[task]) for task in both], self._section.reward_bounds
+        )
+        if not is_anytime:
+            warnings.warn(outside_bounds([*rewards.values(), *other_rewards.values()], self._section), stacklevel=2)
         return {
             "difference/reward": statistics.mean(differences),
-            "difference/reward_error": confidence_half_width(differences),
+            "difference/reward_low": interval.low,
+            "difference/reward_high": interval.high,
             "difference/better": float(sum(difference > 0 for difference in differences)),
             "difference/worse": float(sum(difference < 0 for difference in differences)),
             "difference/tasks": float(len(differences)),
         }
 
-    def _by_task(self) -> dict[str, list[float]]:
-        """Return the rewards of the root episodes, keyed by task."""
+    def verdict(self, differences: Mapping[str, float]) -> str:
+        """Return what the result of `compared_with` shows, such as `better by more than 0.05`, `worse`, or `undecided`;
+        the margin is `evaluation.margin`."""
+        interval = AnytimeInterval(differences["difference/reward_low"], differences["difference/reward_high"])
+        return verdict_words(interval, self._section.margin)
+
+    def rewards_by_task(self) -> dict[str, float]:
+        """Return the mean reward of the root episodes, by the id of their task."""
         rewards: dict[str, list[float]] = {}
         for episode in self.episodes:
             if episode.parent_id is None:
                 rewards.setdefault(episode.task_id, []).append(episode.reward or 0.0)
-        return rewards
+        return {task: statistics.mean(values) for task, values in rewards.items()}
 
 
 @outside_event_loop
@@ -183,6 +220,7 @@ def evaluate(
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
+    against: Evaluation | None = None,
     on_progress: Callable[[int, int], None] = lambda ended, episodes: None,
     on_phase: Callable[[str, str], None] = lambda phase, part: None,
 ) -> Evaluation:
@@ -196,6 +234,8 @@ def evaluate(
         tasks: tasks that replace the environment's `held_out` split, or their number, as `evaluation.tasks`.
         environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
+        against: an evaluation of other weights with the same configuration. With `evaluation.stop = "decided"`, tasks
+            are played until it is decided whether these weights are better by more than `evaluation.margin`.
         on_progress: receives the number of ended episodes, and of all, about twice a second.
         on_phase: receives each phase of the start when it begins, and while it lasts again with the part that runs,
             about twice a second; "" for the whole.
@@ -236,13 +276,13 @@ def evaluate(
         for line in () if journal is None else remember_run(run_path, config, code, selected):
             warnings.warn(line, stacklevel=1)
         attempts = config.evaluation.attempts
-        played_tasks = repeat_tasks(splits, attempts)
+        section = config.evaluation
+        order = TaskOrder(splits, attempts, config.seed if section.stop == "decided" else None)
+        played = PlayedTasks()
 
-        async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
-            playing = dispatcher.evaluate(played_tasks, {})
-            return await reporting(playing, lambda: on_progress(*dispatcher.evaluated.progress()))
-
+        play = _player(order, played, against, section, on_progress)
         headers = event_loop.run(play_in_new_run(config, environment_class, weights, run_path, play, on_phase))
+        splits, rule = order.in_order(played)[1], _interval_rule(order, played, config.evaluation)
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
     metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
     dropped_headers = [header for header in headers if not header.committed]
@@ -264,18 +304,72 @@ def evaluate(
             name: evaluation_metrics(
                 *(headers, name, attempts, splits),
                 {episode: values for episode, values in metrics_by_episode.items() if owners.get(episode) == name},
+                rule,
             )
+            | {TASK_DIGEST: float(held_out_digest(order.held_out))}
             for name in config.policies
         }
-        task_digest = {TASK_DIGEST: float(held_out_digest(splits))}
-        asyncio.run(
-            _record_metrics(run_path, {name: metrics | task_digest for name, metrics in metrics_by_policy.items()})
-        )
-    metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode)
+        asyncio.run(_record_metrics(run_path, metrics_by_policy))
+    metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
     if (alarm := foreign_calls_alarm(metrics, "", held_out=True)) is not None:
         run = "RUN" if journal is None else run_argument(run_path)
         warnings.warn(alarm._replace(advice=fill_commands(alarm.advice, run, "")).line, stacklevel=1)
-    return Evaluation(metrics, episodes)
+    return Evaluation(metrics, episodes, config.evaluation)
+
+
+def outside_bounds(rewards: Iterable[float], section: EvaluationConfig) -> str:
+    """Say that a reward is outside its bounds."""
+    low, high = section.reward_bounds
+    reward = next(reward for reward in rewards if not low <= reward <= high)
+    setting = f"evaluation.bounds = [{low:g}, {high:g}]" if section.bounds else "[0, 1]"
+    return (
+        f"a task got the reward {reward:g}, outside {setting}: the interval of the difference is of a fixed size, and "
+        "reading it repeatedly finds differences that are not there. Set evaluation.bounds to the smallest and the "
+        "largest reward of a task"
+    )
+
+
+def _interval_rule(order: TaskOrder, played: PlayedTasks, section: EvaluationConfig) -> IntervalRule:
+    """Return how wide intervals are: those of an evaluation that may end early hold at any time."""
+    low, high = section.reward_bounds
+    is_bounded = all(low <= reward <= high for reward in order.rewards(played, None).values())
+    return IntervalRule(section.reward_bounds, 0.05) if section.stop == "decided" and is_bounded else FIXED_SIZE
+
+
+def _player(
+    order: TaskOrder,
+    played: PlayedTasks,
+    against: Evaluation | None,
+    section: EvaluationConfig,
+    on_progress: Callable[[int, int], None],
+) -> Play:
+    """Return the function that plays the tasks, or as many as a comparison needs, and adds them to `played`."""
+
+    async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
+        def report() -> None:
+            num_ended, _ = dispatcher.evaluated.progress()
+            on_progress(num_before + num_ended, len(order) * order.attempts)
+
+        for stop in looks(len(order)) if section.stop == "decided" and against is not None else [len(order)]:
+            num_before, places = len(played.roots), order.missing(played, stop)
+            played.add(places, await reporting(dispatcher.evaluate(order.tasks_at(places), {}, places), report))
+            if against is not None and _is_decided(order, played, against, section):
+                break
+        return order.in_order(played)[0]
+
+    return play
+
+
+def _is_decided(order: TaskOrder, played: PlayedTasks, against: Evaluation, section: EvaluationConfig) -> bool:
+    """Whether the tasks played so far show if these weights are better than others; never if a reward is outside its
+    bounds."""
+    others = against.rewards_by_task()
+    rewards = {order.task(number).id: reward for number, reward in order.rewards(played, None).items()}
+    low, high = section.reward_bounds
+    pairs = [(reward, others[task]) for task, reward in rewards.items() if task in others]
+    if not all(low <= reward <= high for pair in pairs for reward in pair):
+        return False
+    return decide([one - other for one, other in pairs], section.margin, high - low) != "undecided"
 
 
 def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[RunConfig, Sequence[Task] | None]:

@@ -136,6 +136,13 @@ READING = (
                         metavar="NAME",
                         help="curves of this metric instead of the rewards; may be repeated",
                     ),
+                    _argument(
+                        "--margin",
+                        type=float,
+                        default=0.0,
+                        metavar="DIFFERENCE",
+                        help="held-out reward by which a run must be better than the baseline; default: 0",
+                    ),
                 ),
             ),
             Command(
@@ -521,12 +528,12 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     _add_endpoint_options(parser)
     parser.add_argument(
-        "--compare",
+        "--against",
         action="append",
         default=[],
         metavar="[NAME=]DIR|base",
-        help="other weights, or `base` for the base model, on the same tasks and seeds; shows the paired difference "
-        "with its 95%% interval",
+        help="other weights, or `base` for the base model, on the same tasks and seeds: shows whether the policy is "
+        "better by more than evaluation.margin, with an interval that may be read at any time",
     )
     parser.add_argument("--tasks", type=_bounded_int, help="number of held-out tasks, instead of evaluation.tasks")
 

@@ -168,6 +168,7 @@ def run_stats(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 @make_run_command
 def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
+    from agentrl.inspection.overview import evaluation_answers
     from agentrl.inspection.render import metric_curves_page, reward_curves_page
 
     if options.metric is None:
@@ -190,14 +191,18 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         for step, value in policy_points
     ]
     breaks = reader.evaluation_breaks() if options.metric.startswith("evaluation/") else {}
+    answers = evaluation_answers(reader, options.metric)
     for point in series:
         if point["step"] in breaks.get(point["policy"], ()):
             point["tasks_changed"] = True
-    return RunAnswer(series, lambda: metric_curves_page(options.metric, values, breaks))
+        if (answer := answers.get(point["policy"], {}).get(point["step"])) is not None:
+            point |= answer.values
+    texts = {policy: {step: answer.text for step, answer in by_step.items()} for policy, by_step in answers.items()}
+    return RunAnswer(series, lambda: metric_curves_page(options.metric, values, breaks, texts))
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """`agentrl run compare A B … [--by AXIS] [--metric NAME]`."""
+    """`agentrl run compare A B … [--by AXIS] [--metric NAME] [--margin DIFFERENCE]`."""
     from agentrl.inspection.render import comparison_page
     from agentrl.inspection.run_comparison import CURVES, compare_runs
 
@@ -205,7 +210,8 @@ def run_compare(options: argparse.Namespace) -> int:
         readers = [stack.enter_context(contextlib.closing(RunReader(find_run(name)))) for name in options.runs]
         for reader in readers:
             stack.enter_context(convert_damage_errors(reader.log))
-        comparison = compare_runs(readers, axis=options.by, metrics=options.metric or CURVES)
+        metrics = options.metric or CURVES
+        comparison = compare_runs(readers, axis=options.by, metrics=metrics, margin=options.margin)
         return print_answer(RunAnswer(comparison, lambda: comparison_page(comparison)), options)
 
 

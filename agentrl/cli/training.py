@@ -188,10 +188,10 @@ def _sample(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """`agentrl evaluate FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--tasks N]
-    [--journal DIR] [--compare [NAME=]DIR|base]`."""
-    if options.compare and _is_address(options.model):
+    [--journal DIR] [--against [NAME=]DIR|base]`."""
+    if options.against and _is_address(options.model):
         raise InputError(
-            "--compare loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
+            "--against loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
             "the two"
         )
     if options.policy and _is_address(options.model):
@@ -206,10 +206,10 @@ def evaluate(options: argparse.Namespace) -> int:
         Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"
     )
     compared_journal = journal.with_name(f"{journal.name}-compared")
-    other_weights = _weights(options.compare) if options.compare and options.compare != ["base"] else None
-    if options.compare and (compared_journal / "journal").exists():  # refused before the first evaluation
+    other_weights = _weights(options.against) if options.against and options.against != ["base"] else None
+    if options.against and (compared_journal / "journal").exists():  # refused before the first evaluation
         raise InputError(
-            f"--compare writes its episodes to {compared_journal}, which has a journal: remove it, or set --journal"
+            f"--against writes its episodes to {compared_journal}, which has a journal: remove it, or set --journal"
         )
     from agentrl.app.evaluation import evaluate as run_evaluation
 
@@ -225,15 +225,17 @@ def evaluate(options: argparse.Namespace) -> int:
 
         progress("starting")
         reports: Any = {"on_progress": on_progress, "on_phase": progress.phase}
-        metrics = run_evaluation(config, _weights(options.policy), journal=journal, **reports)
-        if options.compare:
-            other_evaluation = run_evaluation(config, other_weights, journal=compared_journal, **reports)
-            other_metrics = {
-                name.replace("evaluation/", "compared/", 1): value for name, value in other_evaluation.items()
-            }
-            metrics.update({**other_metrics, **metrics.compared_with(other_evaluation)})
+        # The others play all tasks; the policy may need fewer to be compared with them.
+        others = run_evaluation(config, other_weights, journal=compared_journal, **reports) if options.against else None
+        evaluation = run_evaluation(config, _weights(options.policy), journal=journal, against=others, **reports)
+        metrics, verdict = dict(evaluation), ""
+        if others is not None:
+            metrics |= {name.replace("evaluation/", "compared/", 1): value for name, value in others.items()}
+            differences = evaluation.compared_with(others)
+            metrics |= differences
+            verdict = evaluation.verdict(differences)
     if options.json:
-        print_json({**metrics, "path": str(journal)})
+        print_json({**metrics, **({"verdict": verdict} if verdict else {}), "path": str(journal)})
         return 0
     width = max(map(len, metrics), default=0)
     intervals = {_error_of(name) for name in metrics}
@@ -242,6 +244,14 @@ def evaluate(options: argparse.Namespace) -> int:
             error = metrics.get(_error_of(name))
             interval = "" if error is None else f" ± {error:.4g}"
             sys.stdout.write(f"{escape_line(name):<{width}}  {value:.4g}{interval}\n")
+    if verdict:
+        names = [escape_line(", ".join(weights) or "base") for weights in (options.policy, options.against)]
+        against = "against" if verdict == "undecided" else "than"
+        sys.stdout.write(
+            f"{names[0]} is {verdict} {against} {names[1]}: {metrics['difference/reward']:+.3f}, between "
+            f"{metrics['difference/reward_low']:+.3f} and {metrics['difference/reward_high']:+.3f}, over "
+            f"{plural(metrics['difference/tasks'], 'task')}\n"
+        )
     journal_name = escape_line(str(journal))
     sys.stdout.write(f"{journal_name}: view it with `agentrl episode list {journal_name}`\n")
     return 0

@@ -39,6 +39,23 @@ class AnytimeInterval(NamedTuple):
     high: float
 
 
+def verdict_words(interval: AnytimeInterval, margin: float = 0.0) -> str:
+    """Return what the interval of a difference shows.
+
+    Example:
+        >>> verdict_words(AnytimeInterval(0.1, 0.3), 0.05), verdict_words(AnytimeInterval(-0.3, -0.1))
+        ('better by more than 0.05', 'worse')
+        >>> verdict_words(AnytimeInterval(-0.1, 0.02), 0.05), verdict_words(AnytimeInterval(-0.1, 0.1))
+        ('not better by more than 0.05', 'undecided')
+    """
+    by = f" by more than {margin:g}" if margin else ""
+    if interval.low > margin:
+        return f"better{by}"
+    if interval.high < 0:
+        return "worse"
+    return f"not better{by}" if interval.high <= margin else "undecided"
+
+
 def budget_share(number: int, error: float = 0.05) -> float:
     """Return the error of question `number`, from 1, of a series of unknown length: 6 error / (π² number²).
 
@@ -62,10 +79,9 @@ def anytime_interval(
     """
     low, high = bounds
     counts = _scaled(values, bounds)
-    mirrored = {1 - value: count for value, count in counts.items()}
     return AnytimeInterval(
         low + (high - low) * _smallest_mean(counts, error / 2),
-        high - (high - low) * _smallest_mean(mirrored, error / 2),
+        high - (high - low) * _smallest_mean(_mirrored(counts), error / 2),
     )
 
 
@@ -90,8 +106,7 @@ def decide(
     mean, needed = (margin / span + 1) / 2, math.log(2 / error)
     if log_wealth(counts, mean) >= needed:
         return "better"
-    mirrored = {1 - value: count for value, count in counts.items()}
-    return "not better" if log_wealth(mirrored, 1 - mean) >= needed else "undecided"
+    return "not better" if log_wealth(_mirrored(counts), 1 - mean) >= needed else "undecided"
 
 
 def log_wealth(counts: Mapping[float, int], mean: float) -> float:
@@ -125,11 +140,19 @@ def _smallest_mean(counts: Mapping[float, int], error: float) -> float:
     return refuted
 
 
-def _scaled(values: Iterable[float] | Mapping[float, int], bounds: tuple[float, float]) -> dict[float, int]:
+def _scaled(values: Iterable[float] | Mapping[float, int], bounds: tuple[float, float]) -> Counter[float]:
     """Return the counts of the values, mapped from `bounds` to [0, 1]."""
     low, high = bounds
-    counts = Counter(values)
-    for value in counts:
+    counts = Counter[float]()
+    for value, count in Counter(values).items():
         if not low <= value <= high:
             raise ValueError(f"the value {value:g} is outside the bounds [{low:g}, {high:g}]")
-    return {(value - low) / (high - low): count for value, count in counts.items()}
+        counts[(value - low) / (high - low)] += count  # rounding may make values equal
+    return counts
+
+
+def _mirrored(counts: Mapping[float, int]) -> Counter[float]:
+    mirrored = Counter[float]()
+    for value, count in counts.items():
+        mirrored[1 - value] += count
+    return mirrored

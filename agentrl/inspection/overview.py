@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from agentrl.inspection.run_comparison import (
 from agentrl.inspection.statistics import run_state
 from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
-from agentrl.observe.metrics import find_registered_metric, own_metrics
+from agentrl.observe.metrics import VERDICT_METRICS, find_registered_metric, own_metrics, verdict_text
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
@@ -152,6 +152,35 @@ def metric_entry(name: str) -> MetricEntry:
     """Return a metric with its unit and meaning, as far as they are registered."""
     metric = find_registered_metric(name)
     return MetricEntry(name, metric.unit if metric else "", metric.meaning.replace("`", "") if metric else "")
+
+
+class EvaluationAnswer(NamedTuple):
+    """What the evaluation of a step says about a metric."""
+
+    values: dict[str, float | str]
+    """Half the width of the interval, and the verdict against the best version before, if there are some."""
+    text: str
+
+
+def evaluation_answers(reader: RunReader, metric: str) -> dict[str, dict[int, EvaluationAnswer]]:
+    """Return the intervals of a metric, if it is an estimate, by policy and step, with the verdicts of evaluations that
+    end when they are decided."""
+    error_name = interval_metric(metric)
+    if error_name is None:
+        return {}
+    recorded = reader.metrics([metric, error_name, *(VERDICT_METRICS if metric == "evaluation/reward" else ())])
+    answers: dict[str, dict[int, EvaluationAnswer]] = {}
+    for policy, points in recorded.get(metric, {}).items():
+        by_name = {name: dict(by_policy.get(policy, [])) for name, by_policy in recorded.items()}
+        for step, value in points:
+            at = {name: number for name, by_step in by_name.items() if (number := by_step.get(step)) is not None}
+            if value is None or error_name not in at:
+                continue
+            verdict = verdict_text(at)
+            text = f"{value:.3f} ± {at[error_name]:.3f}{verdict and f', {verdict}'}"
+            said: dict[str, float | str] = {"error": at[error_name]} | ({"verdict": verdict} if verdict else {})
+            answers.setdefault(policy, {})[step] = EvaluationAnswer(said, text)
+    return answers
 
 
 def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:

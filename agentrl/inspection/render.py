@@ -277,7 +277,10 @@ def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -
 
 
 def metric_curves_page(
-    metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]], breaks: Mapping[str, set[int]]
+    metric: str,
+    values: Mapping[str, Sequence[tuple[int, float | None]]],
+    breaks: Mapping[str, set[int]],
+    answers: Mapping[str, Mapping[int, str]],
 ) -> TerminalPage:
     """Plot a metric of each policy over its steps.
 
@@ -285,6 +288,7 @@ def metric_curves_page(
         metric: name of the metric.
         values: its values by policy and step.
         breaks: steps of each policy before which the curve has a gap, because the held-out tasks changed.
+        answers: for each policy, what is said about some steps: intervals and verdicts of evaluations.
     """
     page = TerminalPage()
     for policy, points in values.items():
@@ -297,6 +301,8 @@ def metric_curves_page(
             page.line(
                 (f"step {step}: ", "bold"), "the held-out tasks changed; values before and after are not compared"
             )
+        for step, text in answers.get(policy, {}).items():
+            page.line((f"step {step}: ", "bold"), text)
     return page
 
 
@@ -323,14 +329,14 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
     rows = [
         [
             *(line.group, line.policy, format_number(line.baseline), format_number(line.reward)),
-            *(f"{line.difference:+.3f} ± {line.error:.3f}", line.verdict),
+            *(f"{line.difference:+.3f} [{line.low:+.3f}, {line.high:+.3f}]", line.verdict),
             f"{line.better} / {line.worse} of {line.tasks}",
         ]
         for line in comparison.paired
     ]
     if rows:
         base = f"{names[0]}>"
-        page.table(["run", "policy", base, "reward>", "difference, 95 %>", "verdict", "tasks better / worse>"], rows)
+        page.table(["run", "policy", base, "reward>", "difference [95 %]>", "verdict", "tasks better / worse>"], rows)
     for note in comparison.notes:
         page.line(note)
     several = len({line.policy for line in comparison.metrics}) > 1

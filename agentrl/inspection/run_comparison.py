@@ -17,8 +17,9 @@ import msgspec
 from agentrl.config.policies import LocalPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
+from agentrl.core.betting import AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.intervals import confidence_half_width, half_width_of_few
+from agentrl.core.intervals import confidence_half_width, difference_interval, half_width_of_few
 from agentrl.core.masking import mask_secrets
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.observe.metrics import TASK_DIGEST
@@ -108,10 +109,14 @@ class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
     baseline: float
     """Reward of the first group over these tasks."""
     difference: float
-    error: float
-    """Half the width of the 95 % interval of the difference, over tasks, and over runs if a group has several."""
+    low: float
+    """Lower end of the interval of the difference: the intervals of a comparison are right together with 95 %."""
+    high: float
+    is_anytime: bool
+    """Whether the interval may be read at any time. Else it is of a fixed size: it covers the seeds of a group too, or
+    a reward is outside its bounds."""
     verdict: str
-    """`better` or `worse` if the interval excludes 0; else `no difference shown`."""
+    """`better` (by more than the margin), `not better`, `worse`, or `undecided`."""
     better: int
     worse: int
 
@@ -140,7 +145,7 @@ class _Run(NamedTuple):
 
 
 def compare_runs(
-    readers: Sequence[RunReader], *, axis: str = "step", metrics: Sequence[str] = CURVES
+    readers: Sequence[RunReader], *, axis: str = "step", metrics: Sequence[str] = CURVES, margin: float = 0.0
 ) -> RunsComparison:
     """Compare runs; the first is the one that the others are compared with.
 
@@ -148,9 +153,11 @@ def compare_runs(
         readers: one reader per run, at least two.
         axis: what the curves are aligned by: `step`, sampled `tokens`, or `seconds` since training began.
         metrics: metrics whose curves are compared.
+        margin: difference in held-out reward by which a run must be better than the first one.
 
     Raises:
-        InputError: fewer than two runs are given, the axis is unknown, or no run recorded a metric.
+        InputError: fewer than two runs are given, the axis is unknown, no run recorded a metric, or no difference of
+            rewards can exceed the margin.
         JournalError: a journal is damaged.
     """
     if len(readers) < 2:
@@ -174,7 +181,15 @@ def compare_runs(
             curves += _curves(name, [runs[at] for at in places], metric, axis)
     if axis != "step" and not curves:
         notes.append(f"no run recorded the {axis} of its steps, so no curve is aligned by them")
-    paired_differences, missing = _pair_runs({name: [readers[at] for at in places] for name, places in members.items()})
+    bounds = _reward_bounds(readers)
+    if not 0 <= margin < bounds[1] - bounds[0]:
+        raise InputError(
+            f"--margin {margin:g}: a number from 0 to below {bounds[1] - bounds[0]:g} is expected, since rewards are "
+            f"between {bounds[0]:g} and {bounds[1]:g}"
+        )
+    paired_differences, missing = _pair_runs(
+        {name: [readers[at] for at in places] for name, places in members.items()}, margin, bounds
+    )
     return RunsComparison(
         groups=groups,
         settings=_setting_differences([runs[places[0]] for places in members.values()]),
@@ -447,17 +462,38 @@ TaskRewards = dict[bytes, float]
 """Mean reward by task: its environment, id and data."""
 
 
-def _pair_runs(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDifference], list[str]]:
+def _reward_bounds(readers: Sequence[RunReader]) -> tuple[float, float]:
+    """Return the smallest and largest reward that the runs declare (`evaluation.bounds`), 0 and 1 without a
+    declaration."""
+    declared = []
+    for reader in readers:
+        evaluation = reader.config().get("evaluation")
+        match evaluation.get("bounds") if isinstance(evaluation, dict) else None:
+            case [int() | float() as low, int() | float() as high] if -math.inf < low < high < math.inf:
+                declared.append((float(low), float(high)))
+            case _:
+                declared.append((0.0, 1.0))
+    return min(low for low, _ in declared), max(high for _, high in declared)
+
+
+def _pair_runs(
+    groups: Mapping[str, Sequence[RunReader]], margin: float, bounds: tuple[float, float]
+) -> tuple[list[PairedDifference], list[str]]:
     rewards_by_group = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
     (base_name, base), *other_groups = rewards_by_group.items()
     lines, notes = [], []
+    policies = dict.fromkeys(policy for run in base for policy in run)
+    error = 0.05 / max(len(other_groups) * len(policies), 1)
     for name, runs in other_groups:
-        for policy in dict.fromkeys(policy for run in base for policy in run):
+        for policy in policies:
             group_runs = [run[policy] for run in runs if policy in run]
             base_runs = [run[policy] for run in base if policy in run]
-            line = _paired_difference(name, policy, group_runs, base_runs) if group_runs else None
+            rule = _Rule(margin, bounds, error)
+            line = _paired_difference(name, policy, group_runs, base_runs, rule) if group_runs else None
             if line is not None:
                 lines.append(line)
+                if not line.is_anytime:
+                    notes.append(f"{policy}: the interval of {name} is of a fixed size, {_why_fixed(line, bounds)}")
                 if len(set(line.steps)) > 1:
                     ours, theirs = (_steps_text(evaluated) for evaluated in (group_runs, base_runs))
                     notes.append(
@@ -521,8 +557,29 @@ def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[t
     return keys
 
 
+class _Rule(NamedTuple):
+    """What decides whether a group is better than the first one."""
+
+    margin: float
+    bounds: tuple[float, float]
+    error: float
+
+
+def _why_fixed(line: PairedDifference, bounds: tuple[float, float]) -> str:
+    if len(line.steps) > 2:
+        return "since it covers the seeds too"
+    return (
+        f"since a reward is outside [{bounds[0]:g}, {bounds[1]:g}]: set evaluation.bounds to the smallest and the "
+        "largest reward of a task"
+    )
+
+
 def _paired_difference(
-    group: str, policy: str, group_runs: Sequence[tuple[int, TaskRewards]], base_runs: Sequence[tuple[int, TaskRewards]]
+    group: str,
+    policy: str,
+    group_runs: Sequence[tuple[int, TaskRewards]],
+    base_runs: Sequence[tuple[int, TaskRewards]],
+    rule: _Rule,
 ) -> PairedDifference | None:
     common = sorted(set.intersection(*(set(rewards) for _, rewards in [*group_runs, *base_runs])))
     if not common:
@@ -533,9 +590,12 @@ def _paired_difference(
         [statistics.fmean(run[key] for key in common) for _, run in side] for side in (group_runs, base_runs)
     ]
     difference = statistics.fmean(differences)
-    # Independent: over tasks and over seeds.
-    error = math.hypot(confidence_half_width(differences), *map(half_width_of_few, means_of_runs))
-    is_shown = abs(difference) > error and (len(common) > 1 or max(len(group_runs), len(base_runs)) > 1)
+    interval, is_anytime = difference_interval(list(zip(*sides, strict=True)), rule.bounds, rule.error)
+    if max(len(group_runs), len(base_runs)) > 1:
+        # Independent: over tasks and over seeds.
+        half = math.hypot(confidence_half_width(differences), *map(half_width_of_few, means_of_runs))
+        interval, is_anytime = AnytimeInterval(difference - half, difference + half), False
+    is_single = not is_anytime and len(common) * max(len(group_runs), len(base_runs)) == 1  # has no interval
     return PairedDifference(
         group=group,
         policy=policy,
@@ -544,8 +604,10 @@ def _paired_difference(
         reward=statistics.fmean(sides[0]),
         baseline=statistics.fmean(sides[1]),
         difference=difference,
-        error=error,
-        verdict=("better" if difference > 0 else "worse") if is_shown else "no difference shown",
+        low=interval.low,
+        high=interval.high,
+        is_anytime=is_anytime,
+        verdict="undecided" if is_single else verdict_words(interval, rule.margin),
         better=sum(difference > 0 for difference in differences),
         worse=sum(difference < 0 for difference in differences),
     )

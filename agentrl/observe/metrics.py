@@ -6,8 +6,11 @@ are left out. Metrics of one policy are recorded at that policy's step.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.core.betting import AnytimeInterval, verdict_words
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -26,6 +29,11 @@ class Metric(NamedTuple):
 
 TASK_DIGEST = "evaluation/task_digest"
 VERDICT = "evaluation/verdict"
+VERDICT_METRICS = (
+    *(VERDICT, "evaluation/difference", "evaluation/difference_low", "evaluation/difference_high"),
+    *("evaluation/best_step", "evaluation/margin"),
+)
+"""Metrics of an evaluation's answer: `verdict_text` puts them into words."""
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
@@ -172,6 +180,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/difference_high", "reward", "upper end of the interval of `evaluation/difference`"),
     Metric("evaluation/difference_tasks", "tasks", "tasks that both versions have played"),
     Metric("evaluation/best_step", "steps", "step of the best version before"),
+    Metric("evaluation/margin", "reward", "`evaluation.margin` at the time"),
     Metric(
         TASK_DIGEST,
         "1",
@@ -579,6 +588,21 @@ def why_reserved(name: str) -> str | None:
     if registered_metric is not None:
         return f"agentrl records {registered_metric.name} itself: {registered_metric.meaning}"
     return "it is the name of a column of episodes and steps" if name in RESERVED_NAMES else None
+
+
+def verdict_text(metrics: Mapping[str, float]) -> str:
+    """Return the answer of an evaluation that was compared with the best version before; empty if none was.
+
+    Example:
+        >>> verdict_text(dict(zip(VERDICT_METRICS, (1.0, 0.5, 0.2, 0.8, 10.0, 0.05))))
+        'better by more than 0.05 than step 10: +0.500, between +0.200 and +0.800'
+    """
+    if VERDICT not in metrics:
+        return ""
+    _, difference, low, high, step, margin = (metrics.get(name, math.nan) for name in VERDICT_METRICS)
+    words = verdict_words(AnytimeInterval(low, high), margin)
+    than = "against" if words == "undecided" else "than"
+    return f"{words} {than} step {step:.0f}: {difference:+.3f}, between {low:+.3f} and {high:+.3f}"
 
 
 def metrics_owner(policies: Iterable[str], acted: Container[str]) -> str | None:

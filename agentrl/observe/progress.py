@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.metrics import reward_metrics
+from agentrl.observe.metrics import reward_metrics, verdict_text
 from agentrl.observe.run_screen import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
@@ -168,7 +168,11 @@ def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, floa
     if "evaluation/reward" not in metrics:
         return f"held-out tasks were played without {players}"
     tasks = metrics.get("evaluation/tasks", metrics.get("evaluation/episodes", 0.0))
-    return f"held-out reward {metrics['evaluation/reward']:.3f} over {format_task_count(tasks, metrics)} ({players})"
+    verdict = verdict_text(metrics)
+    return (
+        f"held-out reward {metrics['evaluation/reward']:.3f} over {format_task_count(tasks, metrics)} ({players})"
+        f"{verdict and f'; {verdict}'}"
+    )
 
 
 def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
@@ -193,7 +197,12 @@ def task_counts(tasks: float, metrics: Mapping[str, float]) -> list[str]:
     Example:
         >>> task_counts(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
         ['20 of 32 tasks', '12 dropped']
+        >>> task_counts(32, {"evaluation/episodes": 16, "evaluation/played": 16})
+        ['16 of 32 tasks']
     """
+    if (played := metrics.get("evaluation/played", tasks)) < tasks:
+        _, *others = task_counts(played, metrics)
+        return [f"{played:,.0f} of {plural(tasks, 'task')}", *others]
     episodes, dropped = metrics.get("evaluation/episodes", tasks), metrics.get("evaluation/dropped", 0.0)
     others = [
         f"{plural(count, 'episode')} {word}"

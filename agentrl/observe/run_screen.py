@@ -17,7 +17,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
-from agentrl.observe.metrics import find_registered_metric, own_metrics, reward_metrics
+from agentrl.observe.metrics import find_registered_metric, own_metrics, reward_metrics, verdict_text
 from agentrl.observe.pace import ChosenStaleness
 from agentrl.observe.run_state import SILENT_S
 
@@ -73,6 +73,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         if not several:
             parts.append(_plot(policy, width))
         parts.append(_figures(policy, width, several=several))
+        parts += _verdict(policy)
         parts += _chosen_staleness(policy)
     if state.status is not None:
         parts.append(_status(state.status))
@@ -206,6 +207,19 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     return table
 
 
+def _verdict(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
+    """Yield the answer of the newest evaluation that was compared with the best version before."""
+    evaluations = [(step, metrics) for step, metrics in policy.comparable_evaluations() if verdict_text(metrics)]
+    for step, metrics in evaluations[-1:]:
+        played, tasks = metrics.get("evaluation/played", 0.0), metrics.get("evaluation/tasks", 0.0)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        table.add_row("verdict", Text(f"step {step} is {verdict_text(metrics)}"))
+        table.add_row("", Text(f"{played:,.0f} of {plural(tasks, 'held-out task')} played", "dim"))
+        yield table
+
+
 def _chosen_staleness(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
     """Yield the bound on staleness that the run chose, its reason, and the time per step with each bound."""
     if (chosen := ChosenStaleness.of_steps(policy.steps)) is None:
@@ -243,7 +257,9 @@ def _held_out(policy: PolicyMetricHistory, name: str) -> Text:
     if not values:
         return Text("not measured yet", "dim")
     (first, before), (step, value) = values[0], values[-1]
+    error = policy.evaluations[step].get("evaluation/reward_error") if name == "evaluation/reward" else None
     text = Text().append(f"{value:>8.3f} ", "bold")
+    text.append("" if error is None else f"± {error:.3f} ")
     return text.append(f"at step {step}" + (f", {before:.3f} at step {first}" if len(values) > 1 else ""), "dim")
 
 

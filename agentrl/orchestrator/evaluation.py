@@ -123,6 +123,77 @@ class PlayedTasks:
     metrics: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
     """For each policy, values of `ctx.metric` by episode id."""
 
+    def add(self, places: Sequence[int], headers: Sequence[EpisodeHeader]) -> None:
+        """Add the root episodes at some places, and their children behind them."""
+        self.roots |= dict(zip(places, headers[: len(places)], strict=True))
+        self.children += headers[len(places) :]
+
+
+class TaskOrder:
+    """The order in which an evaluation plays its tasks; each task has `attempts` places in a row.
+
+    Args:
+        held_out: the splits.
+        attempts: number of root episodes per task.
+        seed: seed of a random order; None: one split after another.
+    """
+
+    def __init__(self, held_out: Sequence[HeldOutSplit], attempts: int, seed: int | None) -> None:
+        self.held_out = held_out
+        self.attempts = attempts
+        self._tasks = [(at, index) for at, split in enumerate(held_out) for index in range(len(split.tasks))]
+        if seed is not None:
+            random.Random(f"order of held-out tasks {seed}").shuffle(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def task(self, number: int) -> Task:
+        """Return the task with a number in the order."""
+        split, index = self._tasks[number]
+        return self.held_out[split].tasks[index]
+
+    def missing(self, played: PlayedTasks, stop: int) -> list[int]:
+        """Return the places of the first `stop` tasks that were not played yet."""
+        return [place for place in range(stop * self.attempts) if place not in played.roots]
+
+    def tasks_at(self, places: Iterable[int]) -> list[Task]:
+        """Return the tasks at some places."""
+        return [self.task(place // self.attempts) for place in places]
+
+    def goes_on(self, played: PlayedTasks, stop: int) -> bool:
+        """Whether tasks behind the first `stop` were played."""
+        return any(place >= stop * self.attempts for place in played.roots)
+
+    def in_order(self, played: PlayedTasks) -> tuple[list[EpisodeHeader], list[HeldOutSplit]]:
+        """Return headers as `evaluation_metrics` expects them, and the splits with the tasks that were played."""
+        tasks: list[list[Task]] = [[] for _ in self.held_out]
+        roots: dict[str, EpisodeHeader] = {}
+        for number in self._numbers(played):
+            split, index = self._tasks[number]
+            tasks[split].append(self.held_out[split].tasks[index])
+            for place in range(number * self.attempts, (number + 1) * self.attempts):
+                roots[played.roots[place].episode_id] = played.roots[place]
+        children = [child for child in played.children if ids.root_episode_id(child.episode_id) in roots]
+        splits = [split._replace(tasks=own) for split, own in zip(self.held_out, tasks, strict=True)]
+        return [*roots.values(), *children], splits
+
+    def rewards(self, played: PlayedTasks, policy: str | None, stop: int | None = None) -> dict[int, float]:
+        """Return a policy's rewards of the first `stop` tasks, or of all that were played, by their numbers in the
+        order; tasks without a committed episode are absent. Without a policy, they are of all policies together."""
+        tasks = zip(self._numbers(played), _by_task(self.in_order(played)[0], self.attempts), strict=True)
+        return {
+            number: reward
+            for number, task in tasks
+            if (stop is None or number < stop) and (reward := _task_reward(task, policy)) is not None
+        }
+
+    def _numbers(self, played: PlayedTasks) -> list[int]:
+        """Return the numbers in the order of the tasks that were played, task by task of each split."""
+        counts = Counter(place // self.attempts for place in played.roots)
+        numbers = (number for number, count in counts.items() if count == self.attempts)
+        return sorted(numbers, key=self._tasks.__getitem__)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
@@ -143,8 +214,7 @@ class Evaluator:
     """Receives a line for the user."""
     _busy: bool = False
     _task_digest: int = field(init=False)
-    _order: list[tuple[int, int]] = field(init=False)
-    """The tasks in the order in which they are played: the numbers of their split, and within it."""
+    _order: TaskOrder = field(init=False)
     _played: dict[tuple[str, ...], PlayedTasks] = field(default_factory=dict)
     """What the best versions and the evaluated ones have played, keyed by their weights."""
     _has_read_journal: bool = False
@@ -153,14 +223,12 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._task_digest = held_out_digest(self.held_out)
-        self._order = [(at, index) for at, split in enumerate(self.held_out) for index in range(len(split.tasks))]
-        if self.question is not None:
-            random.Random(f"order of held-out tasks {self.question.seed}").shuffle(self._order)
+        self._order = TaskOrder(self.held_out, self.attempts, self.question and self.question.seed)
 
     @property
     def tasks(self) -> int:
         """Number of tasks in an evaluation."""
-        return sum(len(split.tasks) for split in self.held_out)
+        return len(self._order)
 
     async def in_background(
         self, policy: str, policies: Iterable[str], training: Collection[str], should_stop: Callable[[], bool]
@@ -217,7 +285,7 @@ class Evaluator:
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
-        headers, splits = self._in_order(played)
+        headers, splits = self._order.in_order(played)
         if self.question is not None:
             course["evaluation/played"] = float(sum(len(split.tasks) for split in splits))
         try:
@@ -298,17 +366,17 @@ class Evaluator:
         low, high = question.reward_bounds
         can_play, is_pinned = True, False
         for stop in looks(self.tasks):
-            if can_play and self._missing(best, stop):
+            if can_play and self._order.missing(best, stop):
                 can_play = is_pinned = is_pinned or await self._pin_best(best_versions)
                 if can_play:
                     await self._play_until(best, stop, best_versions, best_versions)
             await self._play_until(played, stop, versions, pins)
             if not (self._is_bounded(played) and self._is_bounded(best)):
                 break
-            before, now = (self._rewards(each, stop) for each in (best, played))
+            before, now = (self._order.rewards(each, self.best.policy, stop) for each in (best, played))
             differences = [now[task] - before[task] for task in now.keys() & before.keys()]
             verdict = decide(differences, question.margin, high - low, error)
-            if verdict != "undecided" or (not can_play and not self._left(best, stop)):
+            if verdict != "undecided" or (not can_play and not self._order.goes_on(best, stop)):
                 break
         if is_pinned:
             self.versions.unpin(_BEST_HOLDER, *best_versions.values())
@@ -317,6 +385,7 @@ class Evaluator:
         interval = anytime_interval(differences, (low - high, high - low), error)
         return {
             VERDICT: float(VERDICTS.index(verdict) - 1),
+            "evaluation/margin": question.margin,
             "evaluation/difference": _mean(differences) if differences else 0.0,
             "evaluation/difference_low": interval.low,
             "evaluation/difference_high": interval.high,
@@ -328,12 +397,10 @@ class Evaluator:
         self, played: PlayedTasks, stop: int, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
     ) -> None:
         """Play those of the first `stop` tasks that were not played yet."""
-        places = self._missing(played, stop)
+        places = self._order.missing(played, stop)
         if not places:
             return
-        headers = await self.dispatcher.evaluate([self._task(place) for place in places], pins, places)
-        played.roots |= dict(zip(places, headers[: len(places)], strict=True))
-        played.children += headers[len(places) :]
+        played.add(places, await self.dispatcher.evaluate(self._order.tasks_at(places), pins, places))
         for policy in versions:
             played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
 
@@ -354,59 +421,16 @@ class Evaluator:
             return False
         return True
 
-    def _task(self, place: int) -> Task:
-        """Return the task at a place of the evaluation."""
-        split, index = self._order[place // self.attempts]
-        return self.held_out[split].tasks[index]
-
-    def _missing(self, played: PlayedTasks, stop: int) -> list[int]:
-        """Return the places of the first `stop` tasks that were not played yet."""
-        return [place for place in range(stop * self.attempts) if place not in played.roots]
-
-    def _left(self, played: PlayedTasks, stop: int) -> bool:
-        """Whether tasks behind the first `stop` were played."""
-        return any(place >= stop * self.attempts for place in played.roots)
-
     # --- what was played --------------------------------------------------------------------------------------------
-
-    def _numbers(self, played: PlayedTasks) -> list[int]:
-        """Return the places in the order of the tasks that were played, task by task of each split."""
-        counts = Counter(place // self.attempts for place in played.roots)
-        numbers = (number for number, count in counts.items() if count == self.attempts)
-        return sorted(numbers, key=self._order.__getitem__)
-
-    def _in_order(self, played: PlayedTasks) -> tuple[list[EpisodeHeader], list[HeldOutSplit]]:
-        """Return headers as `evaluation_metrics` expects them, and the splits with the tasks that were played."""
-        tasks: list[list[Task]] = [[] for _ in self.held_out]
-        roots: dict[str, EpisodeHeader] = {}
-        for number in self._numbers(played):
-            split, index = self._order[number]
-            tasks[split].append(self.held_out[split].tasks[index])
-            for place in range(number * self.attempts, (number + 1) * self.attempts):
-                roots[played.roots[place].episode_id] = played.roots[place]
-        children = [child for child in played.children if ids.root_episode_id(child.episode_id) in roots]
-        splits = [split._replace(tasks=own) for split, own in zip(self.held_out, tasks, strict=True)]
-        return [*roots.values(), *children], splits
-
-    def _rewards(self, played: PlayedTasks, stop: int | None = None) -> dict[int, float]:
-        """Return the rewards of the first `stop` tasks, or of all that were played, by their places in the order; tasks
-        without a committed episode are absent."""
-        tasks = zip(self._numbers(played), _by_task(self._in_order(played)[0], self.attempts), strict=True)
-        return {
-            number: reward
-            for number, task in tasks
-            if (stop is None or number < stop) and (reward := _task_reward(task, self.best.policy)) is not None
-        }
 
     def _is_bounded(self, played: PlayedTasks) -> bool:
         """Whether all rewards are within their bounds, so that an answer can be given; says so if one is not."""
         if self.question is None or self._fixed_size:
             return False
         low, high = self.question.reward_bounds
-        for number, reward in self._rewards(played).items():
+        for number, reward in self._order.rewards(played, self.best.policy).items():
             if not low <= reward <= high:
-                split, index = self._order[number]
-                task = f"held-out task {self.held_out[split].tasks[index].id!r} got {reward:g}"
+                task = f"held-out task {self._order.task(number).id!r} got {reward:g}"
                 self.tell(
                     f"evaluation.stop = 'decided' needs rewards between known bounds, and {task}, outside "
                     + (f"evaluation.bounds = [{low:g}, {high:g}]" if self.question.bounds else "[0, 1]")
@@ -446,7 +470,11 @@ class Evaluator:
         record_of: dict[str, PlayedTasks] = {}
         for spec, header in recorded:
             place = places.get(spec.seed)
-            if spec.parent_id is not None or place is None or task_digest(spec.task) != task_digest(self._task(place)):
+            if (
+                spec.parent_id is not None
+                or place is None
+                or task_digest(spec.task) != task_digest(self._order.task(place // self.attempts))
+            ):
                 continue
             sampled_by = {
                 each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories
@@ -482,11 +510,6 @@ def looks(tasks: int) -> Iterator[int]:
         yield size
         size = math.ceil(size * LOOK_GROWTH)
     yield tasks
-
-
-def repeat_tasks(held_out: Sequence[HeldOutSplit], attempts: int) -> list[Task]:
-    """Return the tasks of all splits, each `attempts` times in a row."""
-    return [task for split in held_out for task in split.tasks for _ in range(attempts)]
 
 
 def evaluation_metrics(

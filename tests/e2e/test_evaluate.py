@@ -246,15 +246,18 @@ def test_two_versions_are_compared_task_by_task(
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.parents[2] / "examples" / "01_tool_use.toml", "run.toml")
     given = ["evaluate", "run.toml", "--tasks=4", "--evaluation.attempts=2", "--json"]
-    assert main([*given, "--policy", "indifferent", "--compare", "base"]) == 0
+    assert main([*given, "--policy", "indifferent", "--against", "base"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["difference/tasks"] == 4.0
     assert found["difference/reward"] == pytest.approx(found["evaluation/reward"] - found["compared/reward"])
     assert {"evaluation/pass_at/1", "evaluation/pass_at/2", "compared/pass_at_error/2"} <= found.keys()
-    assert main([*given, "--compare", "base"]) == 0
-    assert json.loads(capsys.readouterr().out)["difference/reward"] == 0.0, "the same weights, tasks and seeds"
+    assert main([*given, "--against", "base"]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert same["difference/reward"] == 0.0, "the same weights, tasks and seeds"
+    assert same["verdict"] == "undecided"
+    assert same["difference/reward_low"] < 0.0 < same["difference/reward_high"]
     Path("kept-compared", "journal").mkdir(parents=True)
-    assert main([*given, "--compare", "base", "--journal", "kept"]) == 2
+    assert main([*given, "--against", "base", "--journal", "kept"]) == 2
     assert "kept-compared, which has a journal" in capsys.readouterr().err
     assert not Path("kept").exists(), "it is refused before the first evaluation"
 

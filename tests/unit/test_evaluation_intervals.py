@@ -98,14 +98,26 @@ def evaluation(rewards: dict[str, float]) -> Evaluation:
 
 
 def test_a_paired_difference_leaves_out_how_hard_the_tasks_are() -> None:
-    hard = {f"t{number}": float(number) for number in range(20)}
-    better = {task: reward + 0.5 + 0.01 * (number % 3) for number, (task, reward) in enumerate(hard.items())}
-    found = evaluation(better).compared_with(evaluation(hard))
-    assert found["difference/reward"] == pytest.approx(0.51, abs=0.005)
-    assert found["difference/reward_error"] < 0.01 < confidence_half_width(list(hard.values()))
+    hard = {f"t{number}": number / 40 for number in range(20)}
+    better = {task: reward + 0.5 + 0.001 * (number % 3) for number, (task, reward) in enumerate(hard.items())}
+    one, other = evaluation(better), evaluation(hard)
+    found = one.compared_with(other)
+    assert found["difference/reward"] == pytest.approx(0.501, abs=0.0005)
+    assert 0.1 < found["difference/reward_low"] < 0.501 < found["difference/reward_high"]
+    assert (one.verdict(found), other.verdict(other.compared_with(one))) == ("better", "worse")
     assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 0.0, 20.0)
     with pytest.raises(InputError, match="different tasks"):
         evaluation(better).compared_with(evaluation({"other": 1.0}))
+
+
+def test_a_reward_outside_its_bounds_leaves_an_interval_of_a_fixed_size_and_says_so() -> None:
+    high = {f"t{number}": 3.0 + number / 20 for number in range(20)}
+    low = {f"t{number}": 2.0 + (number % 2) / 20 for number in range(20)}
+    with pytest.warns(UserWarning, match=r"got the reward 3, outside \[0, 1\].*Set evaluation.bounds"):
+        found = evaluation(high).compared_with(evaluation(low))
+    differences = [high[task] - low[task] for task in high]
+    half = found["difference/reward"] - found["difference/reward_low"]
+    assert half == pytest.approx(confidence_half_width(differences))
 
 
 def test_an_attempt_is_solved_if_each_rewarded_agent_has_1() -> None:

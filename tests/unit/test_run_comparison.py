@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.support.compared_runs import play, write_compared_run
 
 pytestmark = pytest.mark.damages_journal  # the runs have curves and held-out episodes, and nothing else
 
-TASKS = [f"t{number}" for number in range(20)]
+TASKS = [f"t{number}" for number in range(80)]
 CONFIG = {"name": "a", "seed": 0, "steps": 4, "policies": {"solver": {"learning_rate": 1e-5}}}
 
 
@@ -34,8 +35,8 @@ def compared(*runs: Path, axis: str = "step") -> RunsComparison:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """The tasks differ in difficulty by up to 1; the second run is better by 0.2 on each."""
-    hard = {task: at / 20 for at, task in enumerate(TASKS)}
+    """The tasks differ in difficulty by up to 0.8; the second run is better by 0.2 on each."""
+    hard = {task: at / 100 for at, task in enumerate(TASKS)}
     faster = {**CONFIG, "name": "b", "policies": {"solver": {"learning_rate": 1e-4}}}
     return (
         write_compared_run(tmp_path / "a", hard, config=CONFIG, curve=[0.1, 0.2, 0.3, 0.4]),
@@ -48,8 +49,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_difference_is_paired_by_task_so_difficulty_cancels(pair: tuple[Path, Path]) -> None:
     (line,) = compared(*pair).paired
     assert line.difference == pytest.approx(0.2)
-    assert line.error == pytest.approx(0.0, abs=1e-9), "though the rewards of each run are spread over 1"
-    assert (line.tasks, line.better, line.worse, line.steps) == (20, 20, 0, [2, 4])
+    assert 0.1 < line.low < 0.2 < line.high < 0.28, "though the rewards of each run are spread over 0.8"
+    assert (line.is_anytime, line.verdict) == (True, "better")
+    assert (line.tasks, line.better, line.worse, line.steps) == (80, 80, 0, [2, 4])
 
 
 def test_evaluations_of_different_steps_are_named(pair: tuple[Path, Path]) -> None:
@@ -61,14 +63,30 @@ def test_an_evaluation_that_a_resume_undid_is_not_compared(pair: tuple[Path, Pat
     async def resume() -> None:
         journal = SqliteJournal(pair[0] / "journal")
         journal.record(VersionPublication(weights("solver", 1, 3), PolicyVersion("solver", 0, 2)))
-        for number, task in enumerate(TASKS, 100):
+        for number, task in enumerate(TASKS, 1000):
             await play(journal, number, task, 0.5, PolicyVersion("solver", 1, 3))
         await journal.close()
 
     asyncio.run(resume())
     (line,) = compared(*pair).paired
     assert line.steps == [2, 3], "not after step 4, which was taken before"
-    assert line.difference == pytest.approx(sum(at / 20 + 0.2 for at in range(20)) / 20 - 0.5)
+    assert line.difference == pytest.approx(sum(at / 100 + 0.2 for at in range(80)) / 80 - 0.5)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 4], [4, 0], ["0", "4"], [0.0, float("inf")], 4])
+def test_rewards_outside_their_bounds_leave_an_interval_of_a_fixed_size(tmp_path: Path, bounds: object) -> None:
+    """What a run of others declares is used only if it makes sense."""
+    config = {**CONFIG, "evaluation": {"bounds": bounds}}
+    runs = [
+        write_compared_run(tmp_path / name, dict.fromkeys(TASKS, reward), config={**config, "steps": steps})
+        for name, reward, steps in (("a", 1.0, 4), ("b", 3.0, 5))
+    ]
+    found = compared(*runs)
+    (line,) = found.paired
+    assert line.verdict == "better"
+    assert line.is_anytime == (bounds == [0, 4])
+    text = "solver: the interval of b is of a fixed size, since a reward is outside [0, 1]: set evaluation.bounds to"
+    assert any(note.startswith(text) for note in found.notes) == (not line.is_anytime)
 
 
 def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
@@ -163,7 +181,10 @@ def test_seeds_are_one_curve_with_a_band(tmp_path: Path) -> None:
     assert [(p.x, pytest.approx(p.y), pytest.approx(p.error)) for p in first.points] == [(1, 0.1, 0.0), (2, 0.5, 0.1)]
     (line,) = found.paired
     assert line.difference == pytest.approx(0.4)
-    assert line.error == pytest.approx(4.303 * 0.1 / 3**0.5), "the seeds differ, although all tasks are equal"
+    half = pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert line.high - line.difference == half, "the seeds differ, although all tasks are equal"
+    assert not line.is_anytime
+    assert found.notes[0] == "solver: the interval of other is of a fixed size, since it covers the seeds too"
 
 
 def test_other_tasks_are_not_compared_and_the_reader_is_told(tmp_path: Path) -> None:
@@ -216,7 +237,12 @@ def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pyte
     assert main(["run", "compare", *names]) == 0
     printed = capsys.readouterr().out
     assert "policies.solver.learning_rate" in printed
-    assert "+0.200 ± 0.000  better" in printed
+    assert re.search(r"\+0\.200 \[\+0\.1\d\d, \+0\.2\d\d\]  better ", printed)
+    assert main(["run", "compare", *names, "--margin=0.3", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["paired"]
+    assert line["verdict"] == "not better by more than 0.3"
+    assert main(["run", "compare", *names, "--margin=1"]) == 2
+    assert "--margin 1: a number from 0 to below 1 is expected" in capsys.readouterr().err
     assert main(["run", "compare", *names, "--by=tokens", "--metric=reward/mean", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["axis"] == "tokens"

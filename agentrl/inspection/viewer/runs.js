@@ -113,11 +113,15 @@ export async function comparisonView(page, { parameters }) {
   };
 }
 
+function signed(value) {
+  return `${value > 0 ? "+" : ""}${fixed(value, 3)}`;
+}
+
 function paired(found, groups) {
-  const rows = found.paired.map((line) => [line.group, line.policy, fixed(line.baseline, 3), fixed(line.reward, 3), `${line.difference > 0 ? "+" : ""}${fixed(line.difference, 3)} ± ${fixed(line.error, 3)}`, line.verdict, `${line.better} / ${line.worse} of ${line.tasks}`]);
+  const rows = found.paired.map((line) => [line.group, line.policy, fixed(line.baseline, 3), fixed(line.reward, 3), `${signed(line.difference)} [${signed(line.low)}, ${signed(line.high)}]`, line.verdict, `${line.better} / ${line.worse} of ${line.tasks}`]);
   return [
     rows.length ? wide(["run", "policy", groups[0], "reward", "difference", "verdict", "tasks better / worse"], rows, 2) : null,
-    rows.length ? element("p", { class: "quiet" }, "± is half the width of the 95 % interval of the difference.") : null,
+    rows.length ? element("p", { class: "quiet" }, "In brackets: an interval that may be read at any time; those of a comparison are right together with 95 %.") : null,
     found.notes.map((note) => element("p", { class: "quiet" }, note)),
   ];
 }
