@@ -97,6 +97,9 @@ CHANGED: dict[str, Any] = {
     "seats": {"helper": "guesser"},
     "sinks": ("tensorboard",),
     "freeze": [["second", 1], ["guesser", 1]],
+    "evaluation.stop": "decided",
+    "evaluation.margin": 0.1,
+    "evaluation.bounds": (0.0, 2.0),
     "evaluation.sampling.temperature": 0.5,
     "evaluation.sampling.top_k": 5,
     "evaluation.sampling.top_p": 0.5,
@@ -171,6 +174,7 @@ NOT_RUN: dict[str, str] = {
     "scorers.scorer.reward_model": "the scripted engine serves no reward model",
     "scorers.scorer.steps": "the scripted engine serves no reward model",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",
+    "evaluation.stop": "with `decided` the configuration itself is refused, for the run has no held-out tasks",
 }
 """Settings for which `check_settings_unchanged` is asked and nothing is run, and why."""
 
