@@ -8,7 +8,7 @@ therefore be read after every value, and stop whenever its answer suffices.
 This is the capital process of Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting"
 (Journal of the Royal Statistical Society B 86, 2024, section 4; arXiv:2010.09686), K_t(m) = Π (1 + λ (x_i − m)), with
 λ = f/m. The wealth is divided evenly over the shares in `STAKES` ("diversified Kelly" in their appendix), so no stake
-is chosen by the data. Two gamblers bet on the two sides, each with half of the error ("hedged capital process"). The
+is chosen by the data. Two gamblers bet on the two sides, each with an error of its own ("hedged capital process"). The
 wealth depends on which values were seen, and not on their order.
 
 The values may depend on each other in any way as long as each has the same mean given those before it, such as the
@@ -25,6 +25,8 @@ from typing import Literal, NamedTuple
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.9)
 """Shares of the wealth at stake. The best share is about (μ − m) m / σ², which is unknown: a small one suits small
 effects, a large one decides clear cases within ten values."""
+EACH_SIDE = (0.025, 0.025)
+"""Errors of the two sides of a 95 % interval."""
 _HALVINGS = 45
 """Halvings of [0, 1] with which the end of an interval is found."""
 
@@ -56,23 +58,29 @@ def verdict_words(interval: AnytimeInterval, margin: float = 0.0) -> str:
     return f"not better{by}" if interval.high <= margin else "undecided"
 
 
-def budget_share(number: int, error: float = 0.05) -> float:
-    """Return the error of question `number`, from 1, of a series of unknown length: 6 error / (π² number²).
+def budget_share(spent: float, remaining: int, error: float = 0.05) -> float:
+    """Return the error of the next one of several questions, so that the errors of all add up to at most `error`,
+    however many follow: all answers are right together with a probability of 1 − error.
 
-    The shares of all questions add up to `error`, so all answers are right together with a probability of 1 − error.
+    Args:
+        spent: errors of the questions before.
+        remaining: number of questions that are planned, with the next one; one share more is kept for others.
+        error: the errors together.
     """
-    return 6 * error / (math.pi * number) ** 2
+    return max(error - spent, 0.0) / (max(remaining, 1) + 1)
 
 
 def anytime_interval(
-    values: Iterable[float] | Mapping[float, int], bounds: tuple[float, float] = (0.0, 1.0), error: float = 0.05
+    values: Iterable[float] | Mapping[float, int],
+    bounds: tuple[float, float] = (0.0, 1.0),
+    errors: tuple[float, float] = EACH_SIDE,
 ) -> AnytimeInterval:
     """Return the means that neither gambler has refuted.
 
     Args:
         values: the values, in any order, or their counts.
         bounds: smallest and largest value possible.
-        error: probability with which the interval may ever exclude the mean.
+        errors: probabilities with which the lower end is ever above the mean, and the upper end below it.
 
     Raises:
         ValueError: a value is outside the bounds.
@@ -80,13 +88,16 @@ def anytime_interval(
     low, high = bounds
     counts = _scaled(values, bounds)
     return AnytimeInterval(
-        low + (high - low) * _smallest_mean(counts, error / 2),
-        high - (high - low) * _smallest_mean(_mirrored(counts), error / 2),
+        low + (high - low) * _smallest_mean(counts, errors[0]),
+        high - (high - low) * _smallest_mean(_mirrored(counts), errors[1]),
     )
 
 
 def decide(
-    differences: Iterable[float] | Mapping[float, int], margin: float = 0.0, span: float = 1.0, error: float = 0.05
+    differences: Iterable[float] | Mapping[float, int],
+    margin: float = 0.0,
+    span: float = 1.0,
+    errors: tuple[float, float] = EACH_SIDE,
 ) -> Verdict:
     """Return whether the mean difference is above a margin, as `anytime_interval` shows.
 
@@ -94,7 +105,7 @@ def decide(
         differences: differences of paired values, in any order, or their counts.
         margin: difference that matters.
         span: largest difference possible, in either direction.
-        error: probability with which the answer is ever wrong.
+        errors: probabilities with which `better` is ever wrong, and `not better`.
 
     Returns:
         `better` if the interval is above the margin, `not better` if no part of it is above, else `undecided`.
@@ -102,11 +113,10 @@ def decide(
     Raises:
         ValueError: a difference is larger than `span`.
     """
-    counts = _scaled(differences, (-span, span))
-    mean, needed = (margin / span + 1) / 2, math.log(2 / error)
-    if log_wealth(counts, mean) >= needed:
+    counts, mean = _scaled(differences, (-span, span)), (margin / span + 1) / 2
+    if log_wealth(counts, mean) >= _needed(errors[0]):
         return "better"
-    return "not better" if log_wealth(_mirrored(counts), 1 - mean) >= needed else "undecided"
+    return "not better" if log_wealth(_mirrored(counts), 1 - mean) >= _needed(errors[1]) else "undecided"
 
 
 def log_wealth(counts: Mapping[float, int], mean: float) -> float:
@@ -128,7 +138,7 @@ def log_wealth(counts: Mapping[float, int], mean: float) -> float:
 
 def _smallest_mean(counts: Mapping[float, int], error: float) -> float:
     """Return the largest mean below which every hypothesis is refuted: the wealth falls as the hypothesis rises."""
-    needed = math.log(1 / error)
+    needed = _needed(error)
     number = sum(counts.values())
     refuted, kept = 0.0, math.fsum(value * count for value, count in counts.items()) / max(number, 1)
     for _ in range(_HALVINGS):
@@ -138,6 +148,11 @@ def _smallest_mean(counts: Mapping[float, int], error: float) -> float:
         else:
             kept = middle
     return refuted
+
+
+def _needed(error: float) -> float:
+    """Return the logarithm of the wealth that refutes a hypothesis."""
+    return -math.log(error) if error > 0 else math.inf
 
 
 def _scaled(values: Iterable[float] | Mapping[float, int], bounds: tuple[float, float]) -> Counter[float]:

@@ -37,6 +37,6 @@ def difference_interval(
     low, high = bounds
     differences = [first - second for first, second in pairs]
     if all(low <= value <= high for pair in pairs for value in pair):
-        return anytime_interval(differences, (low - high, high - low), error), True
+        return anytime_interval(differences, (low - high, high - low), (error / 2, error / 2)), True
     mean, half = statistics.fmean(differences), confidence_half_width(differences)
     return AnytimeInterval(mean - half, mean + half), False

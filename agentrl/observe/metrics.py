@@ -29,6 +29,7 @@ class Metric(NamedTuple):
 
 TASK_DIGEST = "evaluation/task_digest"
 VERDICT = "evaluation/verdict"
+VERDICT_ERROR = "evaluation/verdict_error"
 VERDICT_METRICS = (
     *(VERDICT, "evaluation/difference", "evaluation/difference_low", "evaluation/difference_high"),
     *("evaluation/best_step", "evaluation/margin"),
@@ -174,10 +175,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/difference_low",
         "reward",
-        "lower end of the interval of `evaluation/difference`: of the 95% by which all verdicts of a run are right "
-        "together, the k-th one uses up 6/(π² k²) of the error",
+        "lower end of the interval of `evaluation/difference`: with a probability of 95%, no evaluation of the run "
+        "ever shows one above the true difference",
     ),
-    Metric("evaluation/difference_high", "reward", "upper end of the interval of `evaluation/difference`"),
+    Metric(
+        "evaluation/difference_high",
+        "reward",
+        "upper end of the interval of `evaluation/difference`, ever below the true difference with a probability of 5%",
+    ),
+    Metric(
+        VERDICT_ERROR,
+        "fraction",
+        "probability with which a verdict of 1 is wrong: this evaluation's share of the run's 5%",
+    ),
     Metric("evaluation/difference_tasks", "tasks", "tasks that both versions have played"),
     Metric("evaluation/best_step", "steps", "step of the best version before"),
     Metric("evaluation/margin", "reward", "`evaluation.margin` at the time"),

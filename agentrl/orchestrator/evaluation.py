@@ -39,6 +39,7 @@ from agentrl.observe.metrics import (
     PROGRAM_FAILED,
     TASK_DIGEST,
     VERDICT,
+    VERDICT_ERROR,
     count_foreign_calls,
     find_registered_metric,
     metrics_owner,
@@ -56,6 +57,9 @@ FIRST_LOOK = 16
 LOOK_GROWTH = 1.5
 """Growth of the number of tasks from one look to the next. The tasks of one look are played at once, so a small growth
 leaves the engine idle between looks, and a large one plays tasks that the answer does not need."""
+MISSED = 0.05
+"""Probability with which `not better` is wrong. It is no part of the run's budget: the version stays unchosen, and a
+later one can still be chosen."""
 
 
 class HeldOutSplit(NamedTuple):
@@ -99,14 +103,14 @@ class IntervalRule(NamedTuple):
 
     bounds: tuple[float, float] = (0.0, 1.0)
     error: float | None = None
-    """Probability with which an interval that holds at any time may be wrong; None: the 95 % interval of a fixed
-    number of tasks."""
+    """Probability with which an interval that holds at any time may be wrong, half of it on either side; None: the 95 %
+    interval of a fixed number of tasks."""
 
     def half_width(self, values: Sequence[float], bounds: tuple[float, float]) -> float:
         """Return half the width of a mean's interval; the larger half if the mean is not in the middle."""
         if self.error is None:
             return confidence_half_width(values)
-        interval, mean = anytime_interval(values, bounds, self.error), _mean(values)
+        interval, mean = anytime_interval(values, bounds, (self.error / 2, self.error / 2)), _mean(values)
         return max(interval.high - mean, mean - interval.low)
 
 
@@ -212,6 +216,8 @@ class Evaluator:
     clock: Clock
     tell: Callable[[str], None]
     """Receives a line for the user."""
+    questions_left: Callable[[PolicyVersion], int] = lambda version: 1
+    """Returns the number of evaluations that are planned, with that of a version."""
     _busy: bool = False
     _task_digest: int = field(init=False)
     _order: TaskOrder = field(init=False)
@@ -335,7 +341,7 @@ class Evaluator:
         self._read_journal(versions, best_versions)
         played = self._played.setdefault(self._weights(versions), PlayedTasks())
         best = self._played.setdefault(self._weights(best_versions), PlayedTasks()) if best_versions else None
-        error = budget_share(self.best.measured.comparisons + 1)
+        error = budget_share(self.best.measured.spent, self.questions_left(versions[self.best.policy]))
         answer: dict[str, float] = {}
         if best is None or best is played:  # no question: the first version is what later ones are compared with
             await self._play_until(played, self.tasks if best is None else 1, versions, pins)
@@ -360,7 +366,7 @@ class Evaluator:
             question: has the margin and the bounds.
             new: what the new versions have played, their ids, and their pins.
             old: what the best versions have played, and their ids.
-            error: probability with which the answer may be wrong.
+            error: probability with which `better` may be wrong.
         """
         (played, versions, pins), (best, best_versions) = new, old
         low, high = question.reward_bounds
@@ -375,17 +381,18 @@ class Evaluator:
                 break
             before, now = (self._order.rewards(each, self.best.policy, stop) for each in (best, played))
             differences = [now[task] - before[task] for task in now.keys() & before.keys()]
-            verdict = decide(differences, question.margin, high - low, error)
+            verdict = decide(differences, question.margin, high - low, (error, MISSED))
             if verdict != "undecided" or (not can_play and not self._order.goes_on(best, stop)):
                 break
         if is_pinned:
             self.versions.unpin(_BEST_HOLDER, *best_versions.values())
         if not (self._is_bounded(played) and self._is_bounded(best)):
             return {}
-        interval = anytime_interval(differences, (low - high, high - low), error)
+        interval = anytime_interval(differences, (low - high, high - low), (error, MISSED))
         return {
             VERDICT: float(VERDICTS.index(verdict) - 1),
             "evaluation/margin": question.margin,
+            VERDICT_ERROR: error,
             "evaluation/difference": _mean(differences) if differences else 0.0,
             "evaluation/difference_low": interval.low,
             "evaluation/difference_high": interval.high,

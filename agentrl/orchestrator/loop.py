@@ -196,6 +196,7 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self.activity = self.dispatcher.in_flight.activity
+        self.evaluator.questions_left = self._evaluations_left
         if self.admission is not None:
             self.scheduler.limit(self.admission.limit, self.admission.reason)
         for policy, controller in self.staleness.items():
@@ -493,6 +494,12 @@ class Orchestrator:
             phases = self.scheduler.phases
             if evaluates and not phases.is_over(policy) and not self._finished():
                 self._evaluate(policy, loops)
+
+    def _evaluations_left(self, version: PolicyVersion) -> int:
+        """Return the number of evaluations from that of a version to the last one."""
+        left = self.scheduler.phases.steps[version.policy] - version.step
+        every = self.plan.evaluate_every
+        return 1 + (-(-max(left, 0) // every) if every else 0)
 
     def _evaluate(self, policy: str, loops: asyncio.TaskGroup) -> None:
         """Evaluate the current version of a policy beside training, once the others that train are as far."""

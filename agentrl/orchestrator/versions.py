@@ -24,7 +24,7 @@ from agentrl.core.futures import retrieve_exception
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow, VersionPublication
-from agentrl.observe.metrics import VERDICT
+from agentrl.observe.metrics import VERDICT, VERDICT_ERROR
 
 
 class PolicyBoard:
@@ -272,8 +272,8 @@ class BestRunningMean:
     """Largest running mean."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Versions of the largest measurement within the window of `best`; empty before the first mean."""
-    comparisons: int = 0
-    """Number of evaluations that were compared with the best one before; each has its share of one error."""
+    spent: float = 0.0
+    """Errors of the verdicts so far; see `budget_share`."""
 
     def as_data(self) -> dict[str, Any]:
         """Return JSON data; floats round-trip exactly."""
@@ -283,7 +283,7 @@ class BestRunningMean:
             "measured_versions": list(map(_encode_versions, self.measured_versions)),
             "best": self.best if self.versions else None,
             "versions": _encode_versions(self.versions),
-            "comparisons": self.comparisons,
+            "spent": self.spent,
         }
 
     def largest(self) -> int:
@@ -330,7 +330,7 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
         measured_versions=measured_versions,
         best=best,
         versions=versions,
-        comparisons=int(data.get("comparisons", 0)),
+        spent=float(data.get("spent", 0.0)),
     )
 
 
@@ -396,7 +396,7 @@ class BestCheckpointTracker:
             self.measured,
             newest=newest,
             measured_versions=measured_versions,
-            comparisons=self.measured.comparisons + (verdict is not None),
+            spent=self.measured.spent + metrics.get(VERDICT_ERROR, 0.0),
         )
         mean = math.fsum(newest) / len(newest)
         is_better = mean > self.measured.best if verdict is None else verdict > 0

@@ -93,7 +93,8 @@ def test_an_evaluation_ends_when_it_is_decided_and_the_best_version_catches_up(
         assert worse["evaluation/best_step"] == again["evaluation/best_step"] == last["evaluation/best_step"] == 1
         assert last["evaluation/played"] == last["evaluation/difference_tasks"] == NUM_TASKS
         best = run.orchestrator.best
-        assert (best.measured.versions["guesser"].step, best.measured.comparisons) == (1, 4)
+        assert best.measured.versions["guesser"].step == 1
+        assert best.measured.spent == pytest.approx(0.04), "four of five shares of the run's error"
         played = commits_by_place(run)
         assert set(played.values()) == {1}, "nothing is played twice"
         assert sum(step == 1 for step, _ in played) == NUM_TASKS, "the best version has caught up with the last one"
@@ -248,7 +249,7 @@ def test_a_kill_during_evaluations_plays_and_counts_nothing_twice() -> None:
         assert scenario.run(machine, seed=operation + 1) is None
         assert what_was_decided(machine.journal) == expected, f"operation {operation}"
         now = scenario.orchestrator.best.measured
-        assert (now.best, now.comparisons) == (best.best, best.comparisons)
+        assert (now.best, now.spent) == (best.best, best.spent)
         committed = Counter(
             (header.trajectories[0].oldest_step, spec.seed)
             for spec, header in machine.journal.members(purpose="evaluate")

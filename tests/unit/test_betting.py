@@ -35,7 +35,8 @@ def test_wealth_and_intervals_are_those_of_confseq(case: dict[str, Any]) -> None
         assert log_wealth(counts, mean) == pytest.approx(math.log(above), rel=1e-9, abs=1e-9)
         assert log_wealth(mirrored, 1 - mean) == pytest.approx(math.log(below), rel=1e-9, abs=1e-9)
     for error, low, high in case["intervals"]:
-        assert anytime_interval(case["values"], error=error) == pytest.approx((low, high), abs=1e-9)
+        interval = anytime_interval(case["values"], errors=(error / 2, error / 2))
+        assert interval == pytest.approx((low, high), abs=1e-9)
 
 
 @pytest.mark.parametrize("mean", [0.2, 0.5, 0.7])
@@ -58,7 +59,7 @@ def crossing_probability(mean: float, steps: int, error: float) -> float:
                 reached[ones + more] = reached.get(ones + more, 0.0) + probability * share
         alive = {}
         for ones, probability in reached.items():
-            low, high = anytime_interval({1.0: ones, 0.0: step - ones}, error=error)
+            low, high = anytime_interval({1.0: ones, 0.0: step - ones}, errors=(error / 2, error / 2))
             if low <= mean <= high:
                 alive[ones] = probability
             else:
@@ -111,10 +112,22 @@ def test_no_value_leaves_everything_open() -> None:
     assert decide([]) == "undecided"
 
 
-def test_all_shares_of_a_budget_add_up_to_it() -> None:
-    shares = [budget_share(number) for number in range(1, 5000)]
-    assert shares == sorted(shares, reverse=True)
-    assert 0.0499 < sum(shares) < 0.05
+def test_errors_of_planned_and_further_questions_add_up_to_the_budget() -> None:
+    spent, shares = 0.0, []
+    for number in range(40):
+        shares.append(budget_share(spent, 20 - number))
+        spent += shares[-1]
+    assert shares[:20] == pytest.approx([0.05 / 21] * 20)
+    assert 0 < shares[-1] < shares[20] < shares[19]
+    assert 0.0499 < spent < 0.05
+    assert decide([1.0] * 500, errors=(0.0, 0.05)) == "undecided", "nothing is left of the budget"
+
+
+def test_each_side_has_its_error() -> None:
+    values = [0.2, 0.9, 0.7, 1.0, 0.4] * 8
+    low, high = anytime_interval(values)
+    careful = anytime_interval(values, errors=(0.001, 0.025))
+    assert (careful.low < low, careful.high) == (True, high)
 
 
 def test_clear_differences_need_few_values_and_small_ones_many() -> None:
