@@ -1,7 +1,9 @@
-"""Take the pictures of the viewer in the docs, of the sample run, in a headless Chromium.
+"""Take the pictures of the viewer in the docs, of the sample run and another, in a headless Chromium.
 
     agentrl demo --journal-only
-    PYTHONPATH=. python docs/img/viewer.py runs/sample docs/img
+    agentrl train examples/01_tool_use.toml --name=decided --steps=30 --evaluation.tasks=256 --evaluation.every=6 \\
+        --evaluation.stop=decided
+    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/decided docs/img
 
 The episodes are chosen by what is to be seen in them, since no two sample runs are the same.
 """
@@ -16,9 +18,9 @@ from urllib.parse import quote
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
-from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
+from tests.browser import Browser, Tab, find_chromium
 
-SCREEN = (1180, 760)
+WIDTH = 1180
 MAX_BYTES = 150_000
 
 
@@ -42,9 +44,9 @@ def paint(tab: Tab, label: str) -> None:
     tab.evaluate(script)
 
 
-def take(tab: Tab, page: str, out: Path, name: str, address: str, *, theme: str) -> None:
+def take(tab: Tab, page: str, out: Path, name: str, address: str, *, theme: str, height: int = 760) -> None:
     """One picture."""
-    tab.size(*SCREEN, scale=1.5, theme=theme)
+    tab.size(WIDTH, height, scale=1.5, theme=theme)
     tab.open("about:blank")
     tab.open(page + address)
     tab.wait("document.querySelector('#main[data-view]:not([aria-busy])')")
@@ -65,11 +67,12 @@ def main() -> None:
     """All of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
+    parser.add_argument("decided", type=Path, help="run whose evaluations end when they are decided")
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     chromium = find_chromium()
     if chromium is None:
-        raise SystemExit(HOW_TO_INSTALL)
+        raise SystemExit("no Chromium was found: install one, or set AGENTRL_CHROMIUM to its path")
     reader = RunReader(arguments.run)
     versions, taken_over = choose(reader)
     with tempfile.TemporaryDirectory() as directory, Browser(chromium) as browser, browser.tab() as tab:
@@ -82,6 +85,10 @@ def main() -> None:
         take(*here, "tokens", f"#/episode/{versions}/tokens?token=120", theme="dark")
         take(*here, "run", "#/run", theme="light")
         take(*here, "compare", f"#/compare?a={quote('forks/f0')}", theme="light")
+        reader = RunReader(arguments.decided)
+        page = Path(export(reader, "html", Path(directory) / "decided.html").path).as_uri()
+        reader.close()
+        take(tab, page, arguments.out, "evaluations", "#/evaluations", theme="light", height=560)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from tests.support import warm
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 README = ROOT / "README.md"
+ALWAYS = (README, ROOT / "docs/how-to/evaluation.md")
+"""Pages whose Python `make test` runs; `make test-all` runs all."""
 SMALL = "--steps=2 --evaluation.tasks=8"
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 SHORTENED = """
@@ -48,7 +50,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if page == README else pytest.mark.exhaustive, id=str(page.relative_to(ROOT)))
+        pytest.param(page, marks=() if page in ALWAYS else pytest.mark.exhaustive, id=str(page.relative_to(ROOT)))
         for page in PAGES
         if python_of(page)
     ],

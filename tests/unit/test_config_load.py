@@ -221,6 +221,31 @@ def test_mistakes_are_named_with_the_mend(tmp_path: Path, override: str, message
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["evaluation.margin=1"], "margin = 1: no difference of rewards between 0 and 1 exceeds it; set it below 1"),
+        (["evaluation.margin=2", "evaluation.bounds=[-1, 1]"], "margin = 2: no difference of rewards between -1 and 1"),
+        (["evaluation.margin=-0.1"], "evaluation.margin = -0.1: expected greater than or equal to 0"),
+        (["evaluation.bounds=[1, 0]"], "bounds = [1, 0]: the smallest and the largest reward are expected"),
+        (["evaluation.tasks=0"], "stop = 'decided' plays held-out tasks until it is decided: set tasks to 1 or more"),
+        (["best.metric=reward/mean"], "evaluation.stop = 'decided' chooses the best version by 'evaluation/reward'"),
+        (["best.metric=-evaluation/reward"], "remove best.metric, or set evaluation.stop = 'tasks'"),
+        (
+            ["best.metric=evaluation/reward", "best.stop_at=0.9"],
+            "best.stop_at and best.stop_fall compare means over all tasks, and evaluation.stop = 'decided' plays few",
+        ),
+    ],
+)
+def test_what_does_not_fit_an_evaluation_that_ends_when_it_is_decided_is_named(
+    tmp_path: Path, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path), ["evaluation.stop=decided", *settings])
+    assert message in str(caught.value)
+    load(write(tmp_path), ["evaluation.stop=decided", "evaluation.margin=1.5", "evaluation.bounds=[-1, 1]"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"step": 3}, "RunConfig: unknown key step; did you mean steps?"),
         ({"policies": {"policy": {"lr": 1}}}, "RunConfig: unknown key policies.policy.lr"),
         ({"steps": 0}, "RunConfig: steps = 0: expected "),

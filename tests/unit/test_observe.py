@@ -35,7 +35,7 @@ from agentrl.journal.run_process import (
     recording_process_state,
 )
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.metrics import METRICS, find_registered_metric
+from agentrl.observe.metrics import METRICS, VERDICT_METRICS, find_registered_metric
 from agentrl.observe.progress import LineDisplay, format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver, _choice_text
@@ -145,6 +145,11 @@ def test_each_policy_gets_a_line_of_its_own_with_its_seats() -> None:
         PolicyVersion("player", 0, 3), {**of, "evaluation/episodes": 80, "evaluation/failed": 7.0}
     )
     assert "failed" not in few
+    decided = {**of, "evaluation/tasks": 512.0, "evaluation/played": 24.0, "evaluation/episodes": 24.0}
+    verdict = dict(zip(VERDICT_METRICS, (-1.0, 0.01, -0.02, 0.04, 10.0, 0.05), strict=True))
+    told = format_evaluation_metrics(PolicyVersion("player", 0, 3), {**decided, **verdict})
+    assert told.startswith("held-out reward 0.000 over 24 of 512 tasks (player@0.3, ")
+    assert told.endswith("; not better by more than 0.05 than step 10: +0.010, between -0.020 and +0.040")
     missing = format_evaluation_metrics(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
     assert missing == "held-out tasks were played without other@0.1"
 

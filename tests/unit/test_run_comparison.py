@@ -16,9 +16,12 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import RunsComparison, axis_places, compare_runs
 from agentrl.inspection.statistics import run_state
+from agentrl.inspection.viewer.queries import answer_viewer_query
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
+from agentrl.observe.metrics import VERDICT_METRICS
+from agentrl.observe.run_state import MetricsFile
 from tests.journal_cases import weights
 from tests.support.compared_runs import play, write_compared_run
 
@@ -247,3 +250,58 @@ def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pyte
     found = json.loads(capsys.readouterr().out)
     assert found["axis"] == "tokens"
     assert {curve["metric"] for curve in found["curves"]} == {"reward/mean"}
+
+
+def test_verdicts_of_evaluations_are_shown_where_their_rewards_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen, under the curve, in JSON, and in the viewer."""
+    run = write_compared_run(tmp_path / "a", dict.fromkeys(TASKS, 0.5), config=CONFIG, curve=[0.1, 0.5])
+
+    async def evaluate() -> None:
+        journal = SqliteJournal(run / "journal")
+        verdict = dict(zip(VERDICT_METRICS, (1.0, 0.25, 0.125, 0.375, 0.0, 0.0), strict=True))
+        counts = {"evaluation/tasks": 80.0, "evaluation/played": 24.0}
+        rewards = {"evaluation/reward": 0.5, "evaluation/reward_error": 0.25}
+        journal.record(MetricRow("solver", 2, {**rewards, **counts, **verdict}))
+        await journal.close()
+        with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
+            file.record("solver", 2, {**rewards, **counts, **verdict})
+
+    asyncio.run(evaluate())
+    words = "better than step 0: +0.250, between +0.125 and +0.375"
+    assert main(["run", "curve", str(run), "--metric=evaluation/reward"]) == 0
+    assert f"step 2: 0.500 ± 0.250, {words}" in capsys.readouterr().out
+    assert main(["run", "curve", str(run), "--metric=evaluation/reward", "--json"]) == 0
+    (point,) = json.loads(capsys.readouterr().out)
+    assert point == {"policy": "solver", "step": 2, "value": 0.5, "error": 0.25, "verdict": words}
+    assert main(["run", "curve", str(run), "--metric=reward/mean", "--json"]) == 0
+    assert "error" not in json.loads(capsys.readouterr().out)[0]
+    assert main(["run", "view", str(run), "--once"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"step 2 is {words}" in shown
+    assert "24 of 80 held-out tasks played" in shown
+    assert "0.500 ± 0.250 at step 2" in shown
+    with contextlib.closing(RunReader(run)) as reader:
+        (line,) = json.loads(answer_viewer_query(reader, "evaluations", {}))
+    assert line["verdict"] == words
+
+
+def test_a_run_with_a_verdict_that_makes_no_sense_is_still_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of others may have recorded anything."""
+    run = write_compared_run(tmp_path / "a", dict.fromkeys(TASKS, 0.5), config=CONFIG, curve=[0.1, 0.5])
+
+    async def evaluate() -> None:
+        journal = SqliteJournal(run / "journal")
+        senseless = {VERDICT_METRICS[0]: 1e300, "evaluation/best_step": -1e300, "evaluation/reward": 0.5}
+        journal.record(MetricRow("solver", 2, senseless))
+        await journal.close()
+        with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
+            file.record("solver", 2, senseless)
+
+    asyncio.run(evaluate())
+    assert main(["run", "curve", str(run), "--metric=evaluation/reward"]) == 0
+    assert main(["run", "view", str(run), "--once"]) == 0
+    assert "held-out" in capsys.readouterr().out
