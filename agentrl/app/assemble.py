@@ -185,9 +185,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     best = _best_checkpoint_tracker(config.best, config.evaluation, parts.held_out, trained, parts.running_best)
     if parts.running_best.versions and not best.measured.versions and best.metric:
         chosen = ", ".join(map(str, parts.running_best.versions.values()))
-        parts.tell(
-            f"the best version is chosen anew: {chosen} was chosen by another metric or on other held-out tasks"
-        )
+        parts.tell(f"the best version is chosen anew: {chosen} was chosen by another metric or on other held-out tasks")
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
         curriculum=curriculum,
