@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.journal.run_log import RunLog
 from agentrl.observe.metrics import VERDICT
-from agentrl.orchestrator.evaluation import looks
+from agentrl.orchestrator.evaluation import HeldOutSplit, looks
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
@@ -52,15 +53,15 @@ def with_skills(*percents: int) -> Callable[[GenerateRequest, str, PolicyVersion
     return answer
 
 
-def decided_run(*percents: int, tasks: Sequence[Task] = (), **evaluation: Any) -> SmallRun:
+def decided_run(
+    *percents: int, held: Sequence[Task] = (), tasks: int | dict[str, int] = NUM_TASKS, **evaluation: Any
+) -> SmallRun:
     """A run of four steps that is evaluated after each."""
-    values = {"tasks": NUM_TASKS, "every": 1, "stop": "decided", **evaluation}
+    values = {"tasks": tasks, "every": 1, "stop": "decided", **evaluation}
     config = config_for(
         evaluation=values, steps=4, step_size=4, max_staleness=0, checkpoint={"every": 1, "versions": 1}
     )
-    return SmallRun(
-        config=config, environment=Answer, script=with_skills(*percents), held_out=list(tasks or held_out())
-    )
+    return SmallRun(config=config, environment=Answer, script=with_skills(*percents), held_out=list(held or held_out()))
 
 
 def verdicts(run: SmallRun) -> list[float | None]:
@@ -142,7 +143,7 @@ def test_a_reward_outside_its_bounds_is_named_and_all_tasks_are_played(
     simulated_loop: SeededSimulation, bounds: list[float] | None
 ) -> None:
     async def main() -> None:
-        run, told = decided_run(5, 95, tasks=held_out(prize=2.5), bounds=bounds), list[str]()
+        run, told = decided_run(5, 95, held=held_out(prize=2.5), bounds=bounds), list[str]()
 
         def listen(orchestrator: Orchestrator) -> None:
             orchestrator.evaluator.tell = told.append
@@ -162,7 +163,7 @@ def test_a_reward_outside_its_bounds_is_named_and_all_tasks_are_played(
 
 def test_declared_bounds_decide_other_rewards(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        run = decided_run(5, 95, tasks=held_out(prize=-1.0), bounds=[-1.0, 0.0])
+        run = decided_run(5, 95, held=held_out(prize=-1.0), bounds=[-1.0, 0.0])
         await run.run()
         worse = run.seen.evaluations[1]["guesser"]
         assert worse[VERDICT] == -1.0
@@ -198,6 +199,51 @@ def test_a_best_version_that_cannot_be_served_again_is_compared_over_what_it_has
         assert undecided["evaluation/played"] == 24
 
     simulated_loop.run(main, seeds=1)
+
+
+class Parent(Answer):
+    """Two children answer too."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        if ctx.task.id.startswith("held-out"):
+            await ctx.gather(*ctx.spawn(Answer, dict(ctx.task.data), n=2))
+
+
+def test_several_splits_attempts_and_children_are_paired_task_by_task(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        names = {"held_out": 40, "hard": 24}
+        splits = [
+            HeldOutSplit(name, [Task(id=f"held-out-{name}-{number}", data={}) for number in range(count)])
+            for name, count in names.items()
+        ]
+        run = decided_run(5, 95, 95, attempts=2, tasks=names)
+        run.environment, run.splits = Parent, splits
+        await run.run()
+        first, better, *_ = [each["guesser"] for each in run.seen.evaluations]
+        assert (first["evaluation/played"], first["evaluation/episodes"]) == (64, 128)
+        assert better[VERDICT] == 1.0
+        assert (better["evaluation/played"], better["evaluation/episodes"]) == (16, 32)
+        rewards: dict[tuple[int, str], list[float]] = {}
+        specs = {each.spec.episode_id: each.spec for each in run.journal.records if isinstance(each, Admission)}
+        for each in run.journal.records:
+            if isinstance(each, EpisodeEnd) and each.header.purpose == "evaluate":
+                task = specs[ids.root_episode_id(each.header.episode_id)].task.id
+                trajectory = each.header.trajectories[0]
+                rewards.setdefault((trajectory.oldest_step, task), []).append(trajectory.reward or 0.0)
+        assert {len(values) for values in rewards.values()} == {6}, "two attempts, with two children each"
+        means = {key: statistics.fmean(values) for key, values in rewards.items()}
+        roots = [spec for spec in specs.values() if spec.purpose == "evaluate" and spec.parent_id is None]
+        paired = {spec.task.id for spec in roots[128:160]}
+        assert len(paired) == 16
+        differences = [means[1, task] - means[0, task] for task in paired]
+        assert better["evaluation/difference"] == pytest.approx(statistics.fmean(differences))
+        assert better["evaluation/reward"] == pytest.approx(statistics.fmean(means[1, task] for task in paired))
+        for name in names:
+            own = [mean for (at, task), mean in means.items() if at == 0 and f"-{name}-" in task]
+            assert first[f"evaluation/split_reward/{name}"] == pytest.approx(statistics.fmean(own))
+
+    simulated_loop.run(main, seeds=2)
 
 
 def test_looks_grow_up_to_all_tasks() -> None:
