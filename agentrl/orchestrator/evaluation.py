@@ -460,7 +460,8 @@ class Evaluator:
         while (parent := parents.get((policy, version.lineage))) is not None and parent.step == version.step:
             version = parent
         weights = self.versions.find(version) or self.store.published(version, outside=True)
-        return f"{policy} {version if weights is None else weights.sha256}"
+        # with the step: two steps may publish equal changes of different weights
+        return f"{policy} {version.step} {version.lineage if weights is None else weights.sha256}"
 
     def _read_journal(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
         """Take over what some versions have played in earlier processes of the run. Their unfinished episodes were
