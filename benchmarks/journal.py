@@ -1,6 +1,6 @@
-"""What the journal pays for: evaluations that stop when they know.
+"""What the journal pays for: evaluations that stop when they know; and rewards that are attacked before training.
 
-    python -m benchmarks.journal [--quick] [--part demo|looks|shipping]
+    python -m benchmarks.journal [--quick] [--part demo|looks|shipping|rewards]
 
 * `demo`. The held-out rewards of the README's demo, before its first step and after its last, in 300 random orders:
   `tasks_share`, the median share of the tasks that are played until it is decided which is better;
@@ -15,6 +15,9 @@
   `…_with_margin`: the same with a margin of .05; `…_by_mean`: if the largest mean over all tasks chooses. `gain_kept…`:
   in runs that learn, the gain of the chosen version over that of the best one. `run_tasks_share…`: tasks that all
   versions of these runs play, of those that evaluations of a fixed size play.
+* `rewards`. `planted_rewards_found`, of `planted_rewards`: environments whose reward training would break, and that
+  `agentrl env check` finds; `sound_accused`, of `sound_rewards`: sound ones that it accuses, the bundled environments
+  among them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.observe.metrics import VERDICT, VERDICT_ERROR
 from agentrl.orchestrator.evaluation import MISSED, looks
 from agentrl.orchestrator.versions import BestCheckpointTracker
-from benchmarks.parts import run_functions
+from benchmarks.parts import outcomes, run_functions
 from benchmarks.processes import command
 
 FIGURES = (
@@ -42,6 +45,7 @@ FIGURES = (
     *("power_005", "tasks_005", "fixed_power_005", "power_010", "tasks_010", "fixed_power_010"),
     *("ships_worse", "ships_worse_with_margin", "ships_worse_by_mean"),
     *("gain_kept", "gain_kept_with_margin", "gain_kept_by_mean", "run_tasks_share", "run_tasks_share_with_margin"),
+    *("planted_rewards_found", "planted_rewards", "sound_accused", "sound_rewards"),
 )
 TASKS = 512
 ORDERS = 300
@@ -212,6 +216,21 @@ def shipping(quick: bool) -> dict[str, float | None]:
     }
 
 
+def rewards(quick: bool) -> dict[str, float | None]:
+    if quick:  # forty environments take a minute by themselves
+        return dict.fromkeys(("planted_rewards_found", "planted_rewards", "sound_accused", "sound_rewards"))
+    passed = outcomes("tests/unit/test_reward_check.py")
+    planted, sound = (
+        [each for name, each in passed.items() if name.startswith(start)] for start in ("test_planted", "test_sound")
+    )
+    return {
+        "planted_rewards_found": float(sum(planted)),
+        "planted_rewards": float(len(planted)),
+        "sound_accused": float(sound.count(False)),
+        "sound_rewards": float(len(sound)),
+    }
+
+
 if __name__ == "__main__":
-    functions = {"demo": demo, "looks": looks_figures, "shipping": shipping}
+    functions = {"demo": demo, "looks": looks_figures, "shipping": shipping, "rewards": rewards}
     run_functions("journal", FIGURES, functions, description=__doc__)

@@ -1,8 +1,8 @@
 """Checks whether an environment's reward tells right answers from others, by replies that need no policy.
 
 A policy finds every reply that wins everywhere: a list of all answers where the reward looks for the answer somewhere
-in the reply, another task's answer, the question itself. And a reward that no reply can win teaches nothing. Owns the
-replies and the verdict; the checker plays the episodes.
+in the reply, another task's answer, the question itself, a tool call that writes what the reward reads. And a reward
+that no reply can win teaches nothing. Owns the replies and the verdict; the checker plays the episodes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import itertools
 import json
 import math
 import textwrap
@@ -40,8 +41,12 @@ MAX_ANSWERS = 200
 """Maximum number of answers in one reply."""
 MAX_LITERALS = 8
 """Maximum number of texts of the code of `reward` that are tried as replies."""
+MAX_ARGUMENTS = 5
+"""Maximum number of these texts that are tried as arguments of a tool."""
 Form = Callable[[str], str]
 """Makes a reply of an answer."""
+Reply = Callable[[Task], str]
+"""Returns a reply to a task that should not win; empty: there is none."""
 
 Play = Callable[[Task, str], float | None]
 """Plays a task with a policy whose every turn is a text; returns the reward, None if the episode failed."""
@@ -89,19 +94,29 @@ def find_reward_faults(
     best = max(right)
     if best <= max(blank):
         return RewardFaults(no_win="" if best_random > best else _no_win_text(*next(iter(played.items())), best))
-    for name, reply in _replies(answers, form, reward_code):
-        won = [
-            task.id
-            for (answer, task), reward in zip(played.items(), right, strict=True)
-            if answer.strip() != reply.strip() and reward >= best and (play(task, reply) or 0.0) >= best
-        ]
-        if len(won) >= MIN_TASKS - 1 and len(won) >= len(played) / 2:
-            shown = reply if len(reply) <= 60 else f"{reply[:57]}…"
+    rightly = [(answer, task) for (answer, task), reward in zip(played.items(), right, strict=True) if reward >= best]
+    for name, reply in _replies(answers, form, tools, _literals(reward_code)):
+        won = _won(play, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
+        if won:
+            shown = reply(won[0])
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
             return RewardFaults(
                 f"{name} wins {len(won)} of {plural(len(played), 'task')}: the reply {shown!r} earns {best:g}, as much "
                 "as the right answer. Compare the whole answer with the task's"
             )
     return RewardFaults()
+
+
+def _won(play: Play, tasks: Sequence[tuple[str, Task]], reply: Reply, best: float, needed: float) -> list[Task]:
+    """Return the tasks that a reply wins although it is not their answer; none if they are fewer than `needed`."""
+    won: list[Task] = []
+    for left, (answer, task) in zip(range(len(tasks), 0, -1), tasks, strict=True):
+        if len(won) + left < needed:
+            return []
+        text = reply(task)
+        if text and answer.strip() != text.strip() and (play(task, text) or 0.0) >= best:
+            won.append(task)
+    return won if len(won) >= needed else []
 
 
 def _answer(data: Mapping[str, Any]) -> str:
@@ -133,20 +148,55 @@ def _call(name: str, parameter: str, is_text: bool, answer: str) -> str:
 
 
 def _replies(
-    answers: Mapping[str, Task], form: Form, reward_code: Callable[..., Any] | None
-) -> Iterator[tuple[str, str]]:
+    answers: Mapping[str, Task], form: Form, tools: Sequence[ToolSpec], literals: Sequence[str]
+) -> Iterator[tuple[str, Reply]]:
     """Yield replies that should not win, each with its name."""
     listed = list(answers)
-    yield "a list of all answers", form(" ".join(listed))
-    yield "a list of all answers", form(", ".join(listed))
+    for texts in (" ".join(listed), ", ".join(listed), "\n".join(listed), json.dumps(listed)):
+        yield "a list of all answers", _always(form(texts))
     if all(answer.strip().lstrip("-").isdecimal() for answer in listed):
         numbers = range(min(map(int, listed)), max(map(int, listed)) + 1)
         if len(numbers) <= 10 * MAX_ANSWERS:
-            yield "a list of numbers", form(" ".join(map(str, numbers)))
+            yield "a list of numbers", _always(form(" ".join(map(str, numbers))))
     for answer in listed[:2]:
-        yield "the answer of another task", form(answer)
-    for text in _literals(reward_code):
-        yield "a text in the code of the reward", text
+        yield "the answer of another task", _always(form(answer))
+    yield "a list of the task's choices", lambda task: form(_choices(task.data))
+    yield "the task's own text", lambda task: _longest_text(task.data)
+    for text in literals:
+        yield "a text in the code of the reward", _always(text)
+    for tool in tools:
+        for call in _self_serving_calls(tool, literals[:MAX_ARGUMENTS]):
+            yield f"a call of `{tool.name}`", _always(call)
+
+
+def _always(text: str) -> Reply:
+    return lambda task: text
+
+
+def _choices(data: Mapping[str, Any]) -> str:
+    """Return the items of the first list in a task's data that has several texts or numbers; "" if there is none."""
+    for value in data.values():
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(item, str | int | float) for item in value):
+            return " ".join(map(str, value))[:10_000]
+    return ""
+
+
+def _longest_text(data: Mapping[str, Any]) -> str:
+    return max((value for value in data.values() if isinstance(value, str)), key=len, default="")[:10_000]
+
+
+def _self_serving_calls(tool: ToolSpec, literals: Sequence[str]) -> Iterator[str]:
+    """Yield calls that write what a reward may read: the number 1, true, and texts in the code of the reward."""
+    required = tool.parameters.get("required", [])
+    if not 1 <= len(required) <= 2:
+        return
+    values: list[Sequence[Any]] = []
+    for name in required:
+        kind = tool.parameters["properties"][name].get("type")
+        values.append({"string": literals, "boolean": (True,), "integer": (1,), "number": (1.0,)}.get(kind, ()))
+    for arguments in itertools.product(*values):
+        if len(set(map(str, arguments))) == len(arguments):
+            yield format_reply({"name": tool.name, "arguments": dict(zip(required, arguments, strict=True))})
 
 
 def _literals(reward_code: Callable[..., Any] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from random import Random
 from typing import ClassVar
@@ -10,6 +11,10 @@ import pytest
 
 import agentrl
 from agentrl import check_environment
+from agentrl.environments.calculator.env import Calculator
+from agentrl.environments.frozen_lake.env import FrozenLake
+from agentrl.environments.propose_and_solve.env import ProposeAndSolve
+from agentrl.environments.tictactoe.env import TicTacToe
 
 EASY, NO_WIN = " of 8 tasks: the reply", "earn no more than an empty reply"
 
@@ -77,6 +82,138 @@ class OtherType(Doubling):
         return float(episode.answer == int(task.data["answer"]))
 
 
+class AnyLine(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        return answer in reply.splitlines()
+
+
+class AnyItem(Doubling):
+    """The reply is JSON, and a list is searched as well."""
+
+    def wins(self, reply: str, answer: str) -> bool:
+        try:
+            found = json.loads(reply)
+        except ValueError:
+            return False
+        return answer in map(str, found) if isinstance(found, list) else str(found) == answer
+
+
+class AnyColumn(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        return answer in [part.strip() for part in reply.split(",")]
+
+
+class AnyTagged(Doubling):
+    key = "target"
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return answer in " ".join(re.findall(r"<answer>(.*?)</answer>", reply)).split()
+
+
+class Roughly(Doubling):
+    """Every answer is near enough to every other."""
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return reply.strip().isdecimal() and abs(int(reply) - int(answer)) < 100
+
+
+class Keyword(Doubling):
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer.strip() == task.data["answer"] or "therefore" in episode.answer)
+
+
+class Choices(Doubling):
+    """Each task has its own choices, and naming all of them wins."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [
+            agentrl.Task(
+                id=f"{n}",
+                data={
+                    "question": "Which?",
+                    "choices": [f"{letter}{n}" for letter in "abc"],
+                    "answer": f"{'abc'[n % 3]}{n}",
+                },
+            )
+            for n in (range(20) if split == "train" else range(20, 30))
+        ]
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return answer in reply
+
+
+class Echo(Doubling):
+    """The reply is compared with the question and the answer, word by word."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [
+            agentrl.Task(id=f"{n}", data={"question": f"Say that the double of {n} is {2 * n}.", "answer": str(2 * n)})
+            for n in (range(20) if split == "train" else range(20, 30))
+        ]
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        said = re.findall(r"\w+", episode.answer)
+        return float(said == [task.data["answer"]] or f"is {task.data['answer']}." in episode.answer)
+
+
+class OwnScore(Doubling):
+    """A tool writes what the reward reads."""
+
+    score = 0.0
+
+    @agentrl.tool
+    def grade(self, score: float) -> str:
+        """Set the score."""
+        self.score = score
+        return "graded"
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return max(float(episode.answer == task.data["answer"]), min(self.score, 1.0))
+
+
+class OwnVerdict(Doubling):
+    """A tool writes the file that the reward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, str] = {}
+
+    @agentrl.tool
+    def write(self, path: str, content: str) -> str:
+        """Write a file."""
+        self.files[path] = content
+        return "written"
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == task.data["answer"] or self.files.get("verdict.txt") == "passed")
+
+
+class Capital(Doubling):
+    """The reply is made small, and the answer is not."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [agentrl.Task(id=f"{n}", data={"question": f"Spell {n}.", "answer": f"Number {n}"}) for n in numbers]
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return reply.strip().lower() == answer
+
+
+class EmptyStart(Doubling):
+    """An empty reply is the start of every answer."""
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return answer.startswith(reply.strip())
+
+
+class Everything(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        return True
+
+
 class LastNumber(Doubling):
     def wins(self, reply: str, answer: str) -> bool:
         return re.findall(r"\d+", reply)[-1:] == [answer]
@@ -108,6 +245,85 @@ class Submitted(Doubling):
         return float(self.submitted == task.data["answer"])
 
 
+class IgnoringCase(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        return reply.strip().casefold() == answer.casefold()
+
+
+class Numeric(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        try:
+            return abs(float(reply) - float(answer)) < 1e-6
+        except ValueError:
+            return False
+
+
+class Json(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        try:
+            return json.loads(reply) == int(answer)
+        except ValueError:
+            return False
+
+
+class LastLine(Doubling):
+    def wins(self, reply: str, answer: str) -> bool:
+        return bool(reply.strip()) and reply.strip().splitlines()[-1].strip() == answer
+
+
+class Tagged(Doubling):
+    key = "target"
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return re.findall(r"<answer>(.*?)</answer>", reply) == [answer]
+
+
+class SharedWords(Doubling):
+    """The share of the reply's words that are right, so that a list earns little."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        words = episode.answer.split()
+        return words.count(str(task.data["answer"])) / len(words) if words else 0.0
+
+
+class Penalized(Doubling):
+    """What is no right reply costs something."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 1.0 if episode.answer.strip() == task.data["answer"] else -1.0
+
+
+class ChosenLetter(Doubling):
+    """The four letters are each right as often."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [
+            agentrl.Task(
+                id=f"{n}", data={"question": "Which?", "choices": [n + k for k in range(4)], "answer": "ABCD"[n % 4]}
+            )
+            for n in numbers
+        ]
+
+
+class WrittenAnswer(Doubling):
+    """A tool writes a file, and the reward reads the answer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, str] = {}
+
+    @agentrl.tool
+    def write(self, path: str, content: str) -> str:
+        """Write a file."""
+        self.files[path] = content
+        return "written"
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(episode.answer == task.data["answer"] or self.files.get("answer.txt") == task.data["answer"])
+
+
 class OwnForm(Doubling):
     """Its right replies have a form that nothing outside knows, so it demonstrates them."""
 
@@ -130,25 +346,35 @@ class FewAnswers(Doubling):
         ]
 
 
-@pytest.mark.parametrize(
-    ("environment", "text"),
-    [
-        (Substring, EASY),
-        (AnyNumber, EASY),
-        (AnyBoxed, EASY),
-        (AnyTask, EASY),
-        (BackDoor, EASY),
-        (TrailingSpace, NO_WIN),
-        (OtherType, NO_WIN),
-    ],
-)
-def test_planted(environment: type[agentrl.Environment], text: str) -> None:
-    assert text in check_environment(environment).text
+PLANTED: dict[type[agentrl.Environment], str] = {
+    **dict.fromkeys((Substring, AnyNumber, AnyBoxed, AnyTask, BackDoor), EASY),
+    **dict.fromkeys((AnyLine, AnyItem, AnyColumn, AnyTagged, Roughly, Keyword, Choices, Echo), EASY),
+    **dict.fromkeys((OwnScore, OwnVerdict), EASY),
+    **dict.fromkeys((TrailingSpace, OtherType, Capital), NO_WIN),
+    EmptyStart: "breaking the format pays",
+    Everything: "every reply, also a broken one, earned 1.000",
+}
+"""Environments with a reward that training would break, and what is said of each."""
+SOUND = [
+    *(Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers),
+    *(IgnoringCase, Numeric, Json, LastLine, Tagged, SharedWords, Penalized, ChosenLetter, WrittenAnswer),
+    *(Calculator, FrozenLake, TicTacToe, ProposeAndSolve),
+]
+"""Environments whose rewards are as they should be, the bundled ones among them."""
 
 
-@pytest.mark.parametrize("environment", [Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers])
+@pytest.mark.parametrize("environment", PLANTED)
+def test_planted(environment: type[agentrl.Environment]) -> None:
+    assert PLANTED[environment] in check_environment(environment).text
+
+
+@pytest.mark.parametrize("environment", SOUND)
 def test_sound(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
     assert report.passed, report.text
     assert EASY not in report.text
     assert NO_WIN not in report.text
+
+
+def test_there_are_twenty_of_each() -> None:
+    assert (len(PLANTED), len(SOUND)) == (20, 20)
