@@ -107,8 +107,9 @@ class IntervalRule(NamedTuple):
     interval of a fixed number of tasks."""
 
     def half_width(self, values: Sequence[float], bounds: tuple[float, float]) -> float:
-        """Return half the width of a mean's interval; the larger half if the mean is not in the middle."""
-        if self.error is None:
+        """Return half the width of a mean's interval; the larger half if the mean is not in the middle. Values outside
+        the bounds, such as the rewards of a policy that is in no question, have the interval of a fixed number."""
+        if self.error is None or not all(bounds[0] <= value <= bounds[1] for value in values):
             return confidence_half_width(values)
         interval, mean = anytime_interval(values, bounds, (self.error / 2, self.error / 2)), _mean(values)
         return max(interval.high - mean, mean - interval.low)
@@ -469,7 +470,7 @@ class Evaluator:
         if self._has_read_journal:
             return
         self._has_read_journal = True
-        parents = self.store.parents()
+        parents, known = self.store.parents(), dict[PolicyVersion, str]()
         evaluated = tuple(filter(None, evaluated))
         records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]
         wanted = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
@@ -487,7 +488,10 @@ class Evaluator:
             sampled_by = {
                 each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories
             } | dict(spec.pins)
-            weights = {name: self._weights_of(version, parents) for name, version in sampled_by.items()}
+            for version in sampled_by.values():
+                if version not in known:
+                    known[version] = self._weights_of(version, parents)
+            weights = {name: known[version] for name, version in sampled_by.items()}
             for record, own in zip(records, wanted, strict=True):
                 shared = weights.keys() & own.keys()
                 if shared and all(weights[name] == own[name] for name in shared) and place not in record.roots:

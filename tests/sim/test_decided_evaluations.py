@@ -246,6 +246,39 @@ def test_several_splits_attempts_and_children_are_paired_task_by_task(simulated_
     simulated_loop.run(main, seeds=2)
 
 
+class TwoAnswers(agentrl.Environment):
+    """Two policies answer; the second one's rewards are outside the bounds, and no question is about them."""
+
+    seats = ("left", "right")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        for seat in self.seats:
+            turn = await ctx.agent(seat).act(agentrl.user("Well?"))
+            ctx.agent(seat).reward(float(turn.text.startswith("y")) * (1.0 if seat == "left" else -3.0))
+        await ctx.sleep(60.0 * (not ctx.task.id.startswith("held-out")))
+
+
+@pytest.mark.parametrize("metric", ["", "left/evaluation/reward"])
+def test_the_question_is_about_one_of_several_policies(simulated_loop: SeededSimulation, metric: str) -> None:
+    async def main() -> None:
+        run = decided_run(5, 95, 95)
+        policies = {name: {"step_size": 4, "max_staleness": 0} for name in ("left", "right")}
+        run.config = config_for(
+            policies=policies, evaluation=dict(run.config.evaluation), steps=3, best={"metric": metric}
+        )
+        run.environment = TwoAnswers
+        await run.run()
+        better = run.seen.evaluations[1]
+        assert better["left"][VERDICT] == 1.0
+        assert VERDICT not in better["right"]
+        assert better["left"]["evaluation/played"] == better["right"]["evaluation/played"] == 16
+        assert better["right"]["evaluation/reward"] < -2.0
+        assert {version.step for version in run.orchestrator.best.measured.versions.values()} == {1}
+        assert not run.orchestrator.versions.pinned()
+
+    simulated_loop.run(main, seeds=1)
+
+
 def test_looks_grow_up_to_all_tasks() -> None:
     assert list(looks(10)) == [10]
     assert list(looks(512))[:4] == [16, 24, 36, 54]

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
+from agentrl.core.betting import anytime_interval
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.records import EpisodeHeader
 from agentrl.observe.metrics import with_unset_metrics
-from agentrl.orchestrator.evaluation import evaluation_metrics
+from agentrl.orchestrator.evaluation import IntervalRule, evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
 
@@ -52,6 +53,22 @@ def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
     assert found["evaluation/reward_error"] == pytest.approx(1.96 * statistics.stdev([1.0, 0.0, 0.5]) / math.sqrt(3))
     assert found["evaluation/pass_at/2"] == pytest.approx(1.0)
     assert evaluation_metrics(headers([[1.0], [0.0]]), None, 1)["evaluation/pass_at/1"] == 0.5
+
+
+def test_intervals_that_hold_at_any_time_are_wider_and_need_rewards_within_bounds() -> None:
+    ended = headers([[1.0], [0.0], [1.0], [1.0]] * 10)
+    fixed = evaluation_metrics(ended, None)
+    rule = IntervalRule((0.0, 1.0), 0.05)
+    anytime = evaluation_metrics(ended, None, rule=rule)
+    assert anytime["evaluation/reward"] == fixed["evaluation/reward"] == 0.75
+    low, _ = anytime_interval([1.0, 0.0, 1.0, 1.0] * 10)
+    assert anytime["evaluation/reward_error"] == pytest.approx(0.75 - low)
+    assert anytime["evaluation/reward_error"] > fixed["evaluation/reward_error"]
+    assert anytime["evaluation/pass_at_error/1"] == anytime["evaluation/reward_error"]
+    outside = headers([[3.0], [0.0], [1.0], [1.0]] * 10)
+    found = evaluation_metrics(outside, None, rule=rule)
+    assert found["evaluation/reward_error"] == evaluation_metrics(outside, None)["evaluation/reward_error"]
+    assert found["evaluation/pass_at_error/1"] == anytime["evaluation/pass_at_error/1"], "which is within 0 and 1"
 
 
 def test_episodes_that_a_limit_ended_and_failed_programs_are_counted() -> None:
