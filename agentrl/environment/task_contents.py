@@ -5,11 +5,12 @@ A task is compared by its data. One without data is known by its id, and so are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,6 +28,21 @@ _READ_OF_ENDLESS = 1_000
 """Number of tasks that a run reads of such a source."""
 _FILE = "tasks.json"
 _MAX_FILE_BYTES = 64 << 20
+
+
+ANSWER_KEYS = ("answer", "target", "solution", "expected", "ground_truth", "label", "gold", "reference")
+"""Names under which a task's data usually holds its right answer."""
+
+
+def answer_of(data: Mapping[str, Any]) -> str:
+    """Return the right answer in a task's data; "" if it has none that is a short text or a number."""
+    for key in ANSWER_KEYS:
+        value = data.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return json.dumps(value)
+        if isinstance(value, str) and value.strip() and len(value) <= 200:
+            return value
+    return ""
 
 
 def task_digest(task: Task) -> bytes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
+from agentrl.observe.bottleneck import MIN_WON
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
@@ -302,6 +303,20 @@ def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
             f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'` lists episodes for "
             "`agentrl episode why`; until it is fixed, such episodes are trained with the reward that they get then",
             failing.metric,
+        )
+
+
+def _reward_template(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    replies = {} if state.status is None else state.status.winning_replies
+    for reply, episodes in itertools.islice(replies.items(), 1):
+        others = f", and {plural(len(replies) - 1, 'other reply', 'other replies')} did so too"
+        yield Alarm(
+            "reward_template",
+            "",
+            f"the reply {reply!r} won {MIN_WON} tasks with different answers, in {episodes.replace(' ', ', ')}"
+            f"{others if len(replies) > 1 else ''}",
+            f"`agentrl episode show RUN` shows one of them, {episodes.partition(' ')[0]}; compare the whole reply with "
+            "the task's answer in `reward`",
         )
 
 
@@ -859,6 +874,14 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"resource or a scorer failed; or the last {ALWAYS_IN_A_ROW}"
         },
         _always_fails,
+        of_run=True,
+    ),
+    Rule(
+        {
+            "reward_template": f"one reply earned 1 or more in {MIN_WON} training tasks whose data has different "
+            "answers (`answer`, `target`, `solution`, …)"
+        },
+        _reward_template,
         of_run=True,
     ),
     Rule(

@@ -61,6 +61,13 @@ CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
 metric, name and error on three lines; and of its failures since it last succeeded, by name."""
 MAX_CALLED = 100
 """Maximum number of such names, and of errors."""
+WON = "won/"
+"""Prefix of the number of different answers that one reply was right for, followed by the episodes and the reply on two
+lines; only of replies with `MIN_WON`."""
+MIN_WON = 4
+"""Number of tasks with different answers that no single reply should win."""
+MAX_WON = 1000
+"""Maximum number of replies that are remembered with the answers that they were right for."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
@@ -104,6 +111,7 @@ class ActivityClock:
         self._called = Counter[str]()
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
+        self._won: dict[str, dict[str, str]] = {}
         self._num_turns = 0
         self._passes = [0.0] * len(PASSES)
 
@@ -166,6 +174,17 @@ class ActivityClock:
         if (metric, name, error) in self._failed or len(self._failed) < MAX_CALLED:
             self._failed[metric, name, error] += 1
 
+    def count_won(self, reply: str, answer: str, episode: str) -> None:
+        """Note that a reply won a task whose right answer is `answer`. The oldest replies are forgotten first, but not
+        those that won several."""
+        answers = self._won.pop(reply, {})
+        if len(answers) < MIN_WON:
+            answers.setdefault(answer, episode)
+        if len(self._won) >= MAX_WON:
+            oldest = next((each for each, won in self._won.items() if len(won) < MIN_WON), next(iter(self._won)))
+            del self._won[oldest]
+        self._won[reply] = answers
+
     def turn_begins(self) -> tuple[float, float]:
         """Return what `turn_ended` needs of the beginning of a turn in the engine."""
         return self._clock.monotonic(), self._engine_seconds()
@@ -213,6 +232,9 @@ class ActivityClock:
         totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
         totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
+        for reply, answers in self._won.items():
+            if len(answers) >= MIN_WON:
+                totals[f"{WON}{' '.join(answers.values())}\n{reply}"] = float(len(answers))
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
 
@@ -349,6 +371,12 @@ def commonest_error(totals: Mapping[str, float]) -> str:
     """Return the exception that tools raised most often, with its place; "" if there was none."""
     counts = {name.removeprefix(RAISED): count for name, count in totals.items() if name.startswith(RAISED)}
     return max(counts, key=lambda name: counts[name], default="")
+
+
+def winning_replies(totals: Mapping[str, float]) -> dict[str, str]:
+    """Return replies that won tasks with `MIN_WON` different answers, each with the episodes, separated by blanks."""
+    won = (name.removeprefix(WON).split("\n", 1) for name in totals if name.startswith(WON))
+    return {reply: episodes for episodes, reply in won}
 
 
 class FailingCalls(NamedTuple):

@@ -97,6 +97,8 @@ class RunSnapshot:
     failing: Mapping[str, FailingCalls] = field(default_factory=dict)
     """Programs, effects, resources and scorers whose last call failed, keyed by name, since the run's process
     started."""
+    winning_replies: Mapping[str, str] = field(default_factory=dict)
+    """Replies that won tasks with several different answers, since the run's process started, each with episodes."""
     examples: Mapping[str, str] = field(default_factory=dict)
     """Newest training episode with a nonzero metric, a stop reason or a drop reason, keyed by its name."""
     pace: str = ""

@@ -48,6 +48,7 @@ from agentrl.observe.bottleneck import (
     BottleneckWatch,
     commonest_error,
     failing_calls,
+    winning_replies,
 )
 from agentrl.observe.pace import NO_LIMIT
 from agentrl.observe.run_state import DRAINING, EVALUATING, PAUSED, TRAINING, RunSnapshot
@@ -326,6 +327,7 @@ class Orchestrator:
             blocked=self._bottleneck.blocked(),
             raised=commonest_error(totals),
             failing=failing_calls(totals),
+            winning_replies=winning_replies(totals),
             examples=dict(self.dispatcher.examples),
             pace=self._pace() if is_training else "",
         )

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from agentrl.core.records import Task, ToolSpec
 from agentrl.core.text import plural
 from agentrl.environment.demonstrations import format_reply
+from agentrl.environment.task_contents import answer_of
 
-ANSWER_KEYS = ("answer", "target", "solution", "expected", "ground_truth", "label", "gold", "reference")
-"""Names under which a task's data usually holds its right answer."""
 ANSWER_FORMS = (
     "{}",
     "Answer: {}",
@@ -80,7 +79,7 @@ def find_reward_faults(
     """
     answers: dict[str, Task] = {}
     for task in tasks:
-        if (answer := _answer(task.data)) and len(answers) < MAX_ANSWERS:
+        if (answer := answer_of(task.data)) and len(answers) < MAX_ANSWERS:
             answers.setdefault(answer, task)
     played = dict(list(answers.items())[:TASKS])
     if len(played) < MIN_TASKS:
@@ -117,17 +116,6 @@ def _won(play: Play, tasks: Sequence[tuple[str, Task]], reply: Reply, best: floa
         if text and answer.strip() != text.strip() and (play(task, text) or 0.0) >= best:
             won.append(task)
     return won if len(won) >= needed else []
-
-
-def _answer(data: Mapping[str, Any]) -> str:
-    """Return the right answer in a task's data; "" if it has none that is a short text or a number."""
-    for key in ANSWER_KEYS:
-        value = data.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return json.dumps(value)
-        if isinstance(value, str) and value.strip() and len(value) <= 200:
-            return value
-    return ""
 
 
 def _submissions(tools: Sequence[ToolSpec]) -> Iterator[Form]:
