@@ -1,6 +1,6 @@
 """Faults that stayed silent are found or named: counts over the test suites that prove it.
 
-    python -m benchmarks.mend [--quick] [--part kinds|mixing|thresholds|tinker|warm_up]
+    python -m benchmarks.mend [--quick] [--part kinds|mixing|thresholds|tinker]
 
 * `kinds`. `kinds_right`: the share of the kinds of fault in `KINDS` whose tests all pass; `silent`: the other kinds.
 * `mixing`. `episodes_mixed_found`, of `episodes_mixed_planted`: environments whose episodes mix, and that
@@ -9,8 +9,6 @@
   check at the start finds.
 * `tinker`. `tinker_wait_ratio`: a key's wait beside an attack by another, over its wait beside one equal client; the
   worst of six attacks. `requests_lost`: the key's requests that failed.
-* `warm_up`. `…_versions`: versions until the episodes that one began reach the goal; `…_k3`: the largest k3 of a step.
-  With three steps of warm-up, without, and in lockstep, in medians of five seeds; SmolLM2's take two hours.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from benchmarks import mend_warm_up, tinker_waiting
+from benchmarks import tinker_waiting
 from benchmarks.parts import outcomes, run_functions
 
 KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -84,9 +82,6 @@ THRESHOLDS = "tests/unit/test_start_thresholds.py"
 NAMES = (
     *("kinds_right", "silent", "episodes_mixed_planted", "episodes_mixed_found", "sound_checked", "sound_accused"),
     *("thresholds_planted", "thresholds_found", "tinker_wait_ratio", "requests_lost"),
-    *("no_warm_up_versions", "no_warm_up_k3", "warm_up_versions", "warm_up_k3", "lockstep_versions", "lockstep_k3"),
-    *("smollm2_no_warm_up_versions", "smollm2_no_warm_up_k3", "smollm2_warm_up_versions", "smollm2_warm_up_k3"),
-    *("smollm2_lockstep_versions", "smollm2_lockstep_k3"),
 )
 _run = cache(outcomes)
 
@@ -126,7 +121,6 @@ PARTS = {
     "mixing": mixing,
     "thresholds": thresholds,
     "tinker": tinker_waiting.figures,
-    "warm_up": mend_warm_up.figures,
 }
 
 if __name__ == "__main__":

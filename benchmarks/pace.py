@@ -1,6 +1,6 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|growth]
+    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -13,6 +13,9 @@
 * `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
   whose predictions are those that the run with "auto" recorded. Runs take turns, and figures are medians over steps; a
   machine with other work makes them meaningless. Not in `--quick`.
+* `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
+  largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
+  (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
 * `growth`. `growth`: the CPU seconds of a command that reads a whole run of about 20,000 episodes, beyond its start,
   over what a run of a quarter of them predicts; the worst of `pace_growth.COMMANDS`. `jsonl_ms_per_episode`,
   `parquet_ms_per_episode`: CPU milliseconds of an export of the larger run.
@@ -31,7 +34,7 @@ from typing import Any
 
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
-from benchmarks import pace_growth
+from benchmarks import pace_growth, stale_data
 from benchmarks.parts import Figures, run_functions
 from tests.simulation.pace import (
     BOUNDS,
@@ -130,12 +133,14 @@ PARTS: Mapping[str, Figures] = {
     "auto": auto,
     "end": end,
     "calculator": calculator,
+    "stale": stale_data.figures,
     "growth": pace_growth.figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
     *("end_over_waiting", "end_dropped", "end_wait_error"),
     *("calculator_error", "calculator_auto_over_best"),
+    *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
 )
 
