@@ -1,6 +1,7 @@
-"""What the journal pays for: evaluations that stop when they know; and rewards that are attacked before training.
+"""What the journal pays for: evaluations that stop when they know, changes that are judged on recorded episodes, and
+rewards that are attacked before training.
 
-    python -m benchmarks.journal [--quick] [--part demo|looks|shipping|rewards]
+    python -m benchmarks.journal [--quick] [--part demo|looks|shipping|rewards|whatif]
 
 * `demo`. The held-out rewards of the README's demo, before its first step and after its last, in 300 random orders:
   `tasks_share`, the median share of the tasks that are played until it is decided which is better;
@@ -18,6 +19,11 @@
 * `rewards`. `planted_rewards_found`, of `planted_rewards`: environments whose reward training would break, and that
   `agentrl env check` finds; `sound_accused`, of `sound_rewards`: sound ones that it accuses, the bundled environments
   among them.
+* `whatif`. A tool that a tenth of the episodes call says something else. `tokens_saved`: the share of a new
+  evaluation's tokens that `agentrl run whatif` does not sample; `whatif_z`: how many standard errors its mean
+  difference is from the true one, over five seeds; `whatif_z_without_sampling`, the control: the same if the recorded
+  replies stayed; `rerun_z`: its mean reward against new evaluations; `tokens_of_no_change`: tokens sampled for
+  unchanged code.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from agentrl.orchestrator.evaluation import MISSED, looks
 from agentrl.orchestrator.versions import BestCheckpointTracker
 from benchmarks.parts import outcomes, run_functions
 from benchmarks.processes import command
+from tests.support import changed_shop
 
 FIGURES = (
     *("tasks_share", "demo_undecided", "false_alarms", "false_alarms_t_test"),
@@ -46,6 +53,7 @@ FIGURES = (
     *("ships_worse", "ships_worse_with_margin", "ships_worse_by_mean"),
     *("gain_kept", "gain_kept_with_margin", "gain_kept_by_mean", "run_tasks_share", "run_tasks_share_with_margin"),
     *("planted_rewards_found", "planted_rewards", "sound_accused", "sound_rewards"),
+    *("tokens_saved", "whatif_z", "whatif_z_without_sampling", "rerun_z", "tokens_of_no_change"),
 )
 TASKS = 512
 ORDERS = 300
@@ -231,6 +239,40 @@ def rewards(quick: bool) -> dict[str, float | None]:
     }
 
 
+def whatifs(quick: bool) -> dict[str, float | None]:
+    """Judge a changed tool on recorded episodes, with a scripted policy whose probabilities are known."""
+    seeds, tasks = (2, 200) if quick else (5, 800)
+    before, differences, new = list[float](), list[float](), list[float]()
+    sampled = tokens = unchanged = 0
+    with tempfile.TemporaryDirectory(prefix="agentrl-whatif-") as directory:
+        for seed in range(seeds):
+            run = changed_shop.record(Path(directory), tasks=tasks, seed=seed)
+            result = changed_shop.judged(run, changed_shop.Hinting)
+            before += [episode.before["agent"] for episode in result.episodes]
+            differences += [episode.after["agent"] - episode.before["agent"] for episode in result.episodes]
+            sampled += result.sampled
+            tokens += sum(episode.tokens for episode in result.episodes)
+            unchanged += changed_shop.judged(run, changed_shop.Shop).sampled
+            again = changed_shop.record(Path(directory), tasks=tasks, seed=seed, environment=changed_shop.Hinting)
+            new += changed_shop.rewards(again)
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    spread = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (before, new)))
+    mean = statistics.fmean(differences)
+    return {
+        "tokens_saved": 1 - sampled / tokens,
+        "whatif_z": abs(mean - changed_shop.EFFECT) / error,
+        "whatif_z_without_sampling": changed_shop.EFFECT / error,
+        "rerun_z": abs(statistics.fmean(before) + mean - statistics.fmean(new)) / spread,
+        "tokens_of_no_change": float(unchanged),
+    }
+
+
 if __name__ == "__main__":
-    functions = {"demo": demo, "looks": looks_figures, "shipping": shipping, "rewards": rewards}
+    functions = {
+        "demo": demo,
+        "looks": looks_figures,
+        "shipping": shipping,
+        "rewards": rewards,
+        "whatif": whatifs,
+    }
     run_functions("journal", FIGURES, functions, description=__doc__)

@@ -21,6 +21,7 @@ from agentrl.app.forks import ForkParent, find_parent, fork_parents
 from agentrl.app.received import ReceivedRun
 from agentrl.app.replays import replay
 from agentrl.core import ids
+from agentrl.core.betting import AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
 from agentrl.core.intervals import confidence_half_width
@@ -216,7 +217,7 @@ def _effects(episodes: Sequence[WhatIfEpisode]) -> list[WhatIfEffect]:
         )
         differences = [new - old for old, new in zip(before, after, strict=True)]
         difference, error = statistics.fmean(differences), confidence_half_width(differences)
-        is_shown = abs(difference) > error and len(differences) > 1
+        interval = AnytimeInterval(difference - error, difference + error)
         effects.append(
             WhatIfEffect(
                 seat=seat,
@@ -225,7 +226,7 @@ def _effects(episodes: Sequence[WhatIfEpisode]) -> list[WhatIfEffect]:
                 after=statistics.fmean(after),
                 difference=difference,
                 error=error,
-                verdict=("better" if difference > 0 else "worse") if is_shown else "no difference shown",
+                verdict=verdict_words(interval) if len(differences) > 1 else "undecided",
             )
         )
     return effects

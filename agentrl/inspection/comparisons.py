@@ -395,8 +395,9 @@ class WhatIfEffect(msgspec.Struct, frozen=True, kw_only=True):
     difference: float
     """Mean difference over tasks, of whose episodes the mean is taken first."""
     error: float
-    """Half the width of the 95% interval of the difference."""
-    verdict: Literal["better", "worse", "no difference shown"]
+    """Half the width of the 95% interval of the difference, for one look at these episodes."""
+    verdict: str
+    """What the interval shows, in the words of `run compare`."""
 
 
 class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):

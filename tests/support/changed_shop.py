@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
+from agentrl.app.whatif import newest_evaluation, whatif
 from agentrl.config.run import RunConfig
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
+from agentrl.inspection.reader import RunReader
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from agentrl.config.plans import EnginePlan, TrainerPlan
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Engine, Trainer
+    from agentrl.inspection.comparisons import WhatIfResult
 
 HINT = "it is a large one"
 ASKS, KNOWS = 0.1, 0.9
@@ -160,3 +164,17 @@ def record(directory: Path, *, tasks: int, seed: int = 0, environment: type[agen
     held_out = numbered("held-out", tasks)
     run = asyncio.run(run_training(config, environment, held_out=held_out, quiet=True, factories=factories()))
     return Path(run.path)
+
+
+def judged(run: Path, environment: type[agentrl.Environment]) -> WhatIfResult:
+    """What a changed class makes of the newest evaluation."""
+    with contextlib.closing(RunReader(run)) as reader:
+        episodes = newest_evaluation(reader)
+    return whatif(run, episodes, environment=environment, factories=factories())
+
+
+def rewards(run: Path) -> list[float]:
+    """The rewards of the newest evaluation."""
+    with contextlib.closing(RunReader(run)) as reader:
+        lines = reader.lines([(name, attempt or 0) for name, attempt in newest_evaluation(reader)])
+    return [line.reward or 0.0 for line in lines]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import agentrl
-from agentrl.app.whatif import newest_evaluation, whatif
+from agentrl.app.whatif import whatif
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import compare_episodes
 from agentrl.inspection.reader import RunReader
@@ -30,13 +29,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shop.record(tmp_path_factory.mktemp("whatif"), tasks=TASKS)
 
 
-def changed(run: Path, environment: type[agentrl.Environment]) -> WhatIfResult:
-    """What a changed class makes of the newest evaluation."""
-    with contextlib.closing(RunReader(run)) as reader:
-        episodes = newest_evaluation(reader)
-    return whatif(run, episodes, environment=environment, factories=shop.factories())
-
-
 def outcomes(result: WhatIfResult) -> Counter[str]:
     return Counter(episode.outcome for episode in result.episodes)
 
@@ -52,7 +44,7 @@ def asked(run: Path, episodes: list[WhatIfEpisode]) -> set[str]:
 
 
 def test_unchanged_code_samples_nothing_and_changes_nothing(run: Path) -> None:
-    result = changed(run, shop.Shop)
+    result = shop.judged(run, shop.Shop)
     assert outcomes(result) == {"identical": TASKS}
     assert all(episode.before == episode.after for episode in result.episodes)
     assert (result.sampled, result.saved) == (0, 1.0)
@@ -60,7 +52,7 @@ def test_unchanged_code_samples_nothing_and_changes_nothing(run: Path) -> None:
 
 
 def test_a_changed_reward_samples_nothing(run: Path) -> None:
-    result = changed(run, shop.Dear)
+    result = shop.judged(run, shop.Dear)
     assert outcomes(result).keys() == {"identical", "rescored"}
     assert result.sampled == 0
     (effect,) = result.effects
@@ -69,7 +61,7 @@ def test_a_changed_reward_samples_nothing(run: Path) -> None:
 
 
 def test_a_changed_tool_is_sampled_only_where_it_was_called(run: Path) -> None:
-    result = changed(run, shop.Hinting)
+    result = shop.judged(run, shop.Hinting)
     sampled = [episode for episode in result.episodes if episode.outcome == "resampled"]
     assert {episode.episode for episode in sampled} == asked(run, result.episodes)
     assert outcomes(result) == {"identical": TASKS - len(sampled), "resampled": len(sampled)}
@@ -90,13 +82,13 @@ def test_a_changed_tool_is_sampled_only_where_it_was_called(run: Path) -> None:
 
 
 def test_a_changed_prompt_is_a_new_evaluation(run: Path) -> None:
-    result = changed(run, shop.Polite)
+    result = shop.judged(run, shop.Polite)
     assert outcomes(result) == {"resampled": TASKS}
     assert result.saved == 0.0
 
 
 def test_episodes_that_fail_or_cannot_be_judged_are_named_and_not_counted(run: Path) -> None:
-    result = changed(run, shop.Failing)
+    result = shop.judged(run, shop.Failing)
     failed = [episode for episode in result.episodes if episode.outcome == "failed"]
     assert {episode.episode for episode in failed} == asked(run, result.episodes)
     assert all("no reward after a hint" in episode.text for episode in failed)
@@ -108,8 +100,8 @@ def test_episodes_that_fail_or_cannot_be_judged_are_named_and_not_counted(run: P
 
 def test_the_code_may_go_on_where_the_record_ends(tmp_path: Path) -> None:
     run = shop.record(tmp_path, tasks=40, environment=shop.OneQuestion)
-    assert outcomes(changed(run, shop.OneQuestion)) == {"identical": 40}
-    longer = [episode for episode in changed(run, shop.TwoQuestions).episodes if episode.outcome != "identical"]
+    assert outcomes(shop.judged(run, shop.OneQuestion)) == {"identical": 40}
+    longer = [episode for episode in shop.judged(run, shop.TwoQuestions).episodes if episode.outcome != "identical"]
     assert longer
     for episode in longer:
         assert episode.outcome == "resampled"
@@ -127,14 +119,14 @@ def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
             file.unlink()
         version.rmdir()
     with pytest.raises(InputError, match="are not on disk"):
-        changed(run, shop.Polite)
-    assert outcomes(changed(run, shop.Dear)).keys() <= {"identical", "rescored"}, "no weights are needed"
+        shop.judged(run, shop.Polite)
+    assert outcomes(shop.judged(run, shop.Dear)).keys() <= {"identical", "rescored"}, "no weights are needed"
 
 
 def test_a_run_without_an_evaluation_says_so(tmp_path: Path) -> None:
     run = shop.record(tmp_path, tasks=0)
     with pytest.raises(InputError, match="--where"):
-        changed(run, shop.Shop)
+        shop.judged(run, shop.Shop)
 
 
 def test_the_mean_is_that_of_a_new_evaluation(tmp_path: Path) -> None:
@@ -142,14 +134,10 @@ def test_the_mean_is_that_of_a_new_evaluation(tmp_path: Path) -> None:
     continued past the first difference is found."""
     effects, before, new = list[float](), list[float](), list[float]()
     for seed in range(3):
-        result = changed(shop.record(tmp_path, tasks=200, seed=seed), shop.Hinting)
+        result = shop.judged(shop.record(tmp_path, tasks=200, seed=seed), shop.Hinting)
         before += [episode.before["agent"] for episode in result.episodes]
         effects += [episode.after["agent"] - episode.before["agent"] for episode in result.episodes]
-        with contextlib.closing(
-            RunReader(shop.record(tmp_path, tasks=200, seed=seed, environment=shop.Hinting))
-        ) as run:
-            where = "purpose = 'evaluate' and oldest_step = 1"
-            new += [line.reward or 0.0 for line in run.episodes(where, limit=200)]
+        new += shop.rewards(shop.record(tmp_path, tasks=200, seed=seed, environment=shop.Hinting))
     error, spread = stdev(effects) / math.sqrt(len(effects)), stdev(new) / math.sqrt(len(new))
     assert abs(fmean(effects) - shop.EFFECT) < 2.5 * error
     assert abs(0.0 - shop.EFFECT) > 2.5 * error, "without sampling there would be no effect"
