@@ -162,7 +162,7 @@ def test_conversations_that_begin_alike_share_the_beginning(zoo: ModelZoo) -> No
         calls = [engine.open(f"s{i}", "solver").generate(request(f"r{i}", c, seed=i)) for i, c in enumerate(contexts)]
         completions = await asyncio.gather(*calls)
         assert sorted(c.cached_tokens for c in completions)[:2] == [0, 30]
-        assert engine.stats.prefill_tokens == 34 + 5 * 4
+        assert engine.stats.prefill_tokens == 33 + 5 * 3  # the last token of each is computed with those of others
         for context, completion in zip(contexts, completions, strict=True):
             check_logprobs(zoo.load(), context, completion, {})
         await engine.close()

@@ -1,4 +1,9 @@
-"""Continuous batching: admission of calls to slots, prefix reuse, and the plan of each forward pass.
+"""Continuous batching: admission of calls to slots, shared prefixes, and the plan of each forward pass.
+
+A position's keys and values depend on the tokens up to it and on the weights. So each distinct position is computed in
+one slot and copied to the others that need it: within a group of episodes, across groups whose prompts begin alike, and
+among conversations that sample the same tokens. The cache holds a row per slot, and what no slot holds is computed
+again.
 
 Owns: calls and their completions, waiting and running; the assignment of slots to conversations, in LRU order. Lives on
 the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a resolver.
@@ -9,18 +14,18 @@ that no long context delays the others; no call waits forever, at any priority.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, KeptSets
-from agentrl.engines.embedded.forward import ForwardPassPlan
+from agentrl.engines.embedded.forward import ForwardPassPlan, StepPlan
+from agentrl.engines.embedded.slots import PrefixCopy
 from agentrl.engines.version_table import VersionedSession, empty_completion
 
 if TYPE_CHECKING:
@@ -35,9 +40,6 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
     from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModelCopy
     from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache, Slots
-
-_WORTH_SHARING = 8
-"""Minimum length of a common prefix, in tokens, that is copied from another conversation instead of computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +70,6 @@ class ActiveRequest:
     """Version that samples the call now; None while it waits for a slot."""
     ending: bool = False
     """Whether the call was aborted or cancelled, so that it ends before the next pass."""
-    fresh: bool = False
-    """Whether nothing is computed yet, so that a prefix may be copied from another slot."""
     cached: int = 0
     num_delivered: int = 0
     """Number of tokens passed to `on_delta`."""
@@ -172,6 +172,58 @@ class SlotTable:
             session.slot = -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The running calls that one model copy serves, `[B]` each."""
+
+    model_copy: ServedModelCopy
+    slots: Slots
+    adapters: NDArray[np.int64]
+    versions: NDArray[np.int64]
+    """See `ForwardPassPlan.versions`."""
+
+    def decode(self, rows: NDArray[np.bool_]) -> ForwardPassPlan:
+        """Plan one token for each of these rows."""
+        slots, adapters, versions = self.slots[rows], self.adapters[rows], self.versions[rows].tolist()
+        return _pass(self.model_copy, slots, np.ones(len(slots), np.int64), adapters, versions=versions)
+
+
+@dataclass(slots=True)
+class _PrefillPass:
+    """A pass over contexts of similar length."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    """Number of tokens to compute, by slot."""
+    copies: list[PrefixCopy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _PrefillStep:
+    """The prefill of one step."""
+
+    budget: int
+    """Number of padded tokens that may still be computed."""
+    ends: NDArray[np.int64]
+    """Number of positions that each slot has once the prefill of its call is complete."""
+    passes: dict[tuple[int, int], _PrefillPass] = field(default_factory=dict)
+    """The passes, which run in the order of their keys: longest contexts first, as others may take a part of them."""
+    last_pass: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The pass after which a slot has all positions of `ends`, for slots that complete their prefill in this step."""
+
+    def add(self, key: tuple[int, int], slot: int, width: int) -> int:
+        """Add a row of up to `width` tokens to a pass; returns the number of its tokens, 0 if the budget is spent."""
+        counts = self.passes[key].counts if key in self.passes else {}
+        before = max(counts.values(), default=0)
+        padded = max(before, width) * (len(counts) + 1) - before * len(counts)
+        if padded > self.budget:
+            if self.passes:
+                return 0
+            width = padded = max(self.budget, 2)
+        self.budget -= padded
+        self.passes.setdefault(key, _PrefillPass()).counts[slot] = width
+        return width
+
+
 class Batcher:
     """Calls, slots and the plan of each step."""
 
@@ -200,7 +252,7 @@ class Batcher:
         # So many calls may overtake a waiting one: for each step of priority, or because their session has a slot.
         self._turns_in_a_row = 16 * cache.slots
         self._passed_over = 0
-        self._layout: list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]] | None = None
+        self._layout: list[_Layout] | None = None
 
     @property
     def empty(self) -> bool:
@@ -279,11 +331,13 @@ class Batcher:
         has_prefix = table.computed_by[slot] is serving
         num_reused = self._columns.common_prefix(slot, request.token_ids) if has_prefix else 0
         if self._cache.has_states:
-            num_reused = int(self._columns.state_positions(np.array([slot]), np.array([num_reused]))[0])
+            mine = np.array([slot])
+            position = self._columns.state_positions(mine, np.array([num_reused]), self._columns.computed[mine])
+            num_reused = int(position[0])
             self._set_state(slot, slot, num_reused)
         self._columns.begin(slot, request, num_reused=num_reused)
         table.computed_by[slot] = serving
-        call.serving, call.cached, call.fresh = serving, num_reused, num_reused < _WORTH_SHARING
+        call.serving, call.cached = serving, num_reused
         serving.calls += 1
         if self._tap is not None:
             self._tap.restart(slot, num_reused)
@@ -318,42 +372,45 @@ class Batcher:
             self._set_state(slot, slot, 0)
             self._columns.computed[slot] = 0
             self._table.computed_by[slot] = serving
-            call.fresh = True
         if not num_sampled:
             call.cached = 0
             if self._tap is not None:
                 self._tap.restart(slot, 0)
         self._layout = None
 
-    def plan(self) -> list[ForwardPassPlan]:
-        """Plan the passes of the next step: bounded prefill, then one decode pass per model."""
+    def plan(self) -> StepPlan | None:
+        """Plan the passes of the next step: bounded prefill, then one decode pass per model; None if no call runs."""
+        if not self.running:
+            return None
         if self._fixed_shapes:
-            return self._fixed_plan()
-        if self._cache.has_states:
-            self._save_states()
-        self._share_prefixes()
+            return StepPlan((), self._fixed_plan(), repeats=True)
         if self._layout is None:
             self._layout = self._lay_out()
-        passes: list[ForwardPassPlan] = []
-        columns, budget = self._columns, self._prefill_tokens
-        for model_copy, slots, adapters in self._layout:
-            pending = columns.pending(slots, to_prompt_end=self._cache.has_states)
-            decoding = pending == 1
-            if not decoding.all():
-                rows = [row for row in np.flatnonzero(pending > 1).tolist() if not self.running[int(slots[row])].fresh]
-                if self._defers(len(rows), int(decoding.sum())):
-                    rows = []
-                for rows_of_pass, counts in self._prefill(slots, pending, rows, budget):
-                    passes.append(_pass(model_copy, slots[rows_of_pass], counts, adapters[rows_of_pass]))
-                    budget -= int(counts.max()) * len(counts)
-                slots, adapters, pending = slots[decoding], adapters[decoding], pending[decoding]
-            if len(slots):
-                passes.append(_pass(model_copy, slots, pending, adapters))
-        return passes
+        columns, step = self._columns, self._plan_prefill()
+        if self._cache.has_states:
+            self._save_states()
+        computed = columns.computed.copy()
+        computed[list(step.last_pass)] = step.ends[list(step.last_pass)]
+        decode, num_decoding = [], 0
+        for layout in self._layout:
+            rows = computed[layout.slots] == columns.length[layout.slots] - 1
+            if rows.any():
+                decode.append(layout.decode(rows))
+                num_decoding += int(rows.sum())
+        prefill = [self._prefill_pass(one) for _, one in sorted(step.passes.items())]
+        return StepPlan(prefill, decode, repeats=num_decoding == len(self.running))
 
-    def repeats(self, plan: list[ForwardPassPlan]) -> bool:
-        """Whether the next plan is the same, as long as no call arrives or ends."""
-        return self._fixed_shapes or sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
+    def _prefill_pass(self, one: _PrefillPass) -> ForwardPassPlan:
+        """Padding would change a recurrent state, so there all rows compute as many tokens as the shortest."""
+        slots = sorted(one.counts)
+        counts = np.array([one.counts[slot] for slot in slots], np.int64)
+        if self._cache.has_states:
+            counts[:] = counts.min()
+        for copy in one.copies:
+            self._count_cached(copy)
+        adapters = np.array([self._serving(slot).adapter for slot in slots], np.int64)
+        model_copy = self._serving(slots[0]).model_copy
+        return _pass(model_copy, np.array(slots, np.int64), counts, adapters, copies=one.copies)
 
     def _fixed_plan(self) -> list[ForwardPassPlan]:
         """Plan one token of every running call, of contexts too, in a pass over all slots for each version.
@@ -370,8 +427,7 @@ class Batcher:
         passes = []
         for serving, counts in groups.values():
             adapters = np.full_like(slots, serving.adapter)
-            one = _pass(serving.model_copy, slots, counts, adapters)
-            passes.append(dataclasses.replace(one, fixed=True))
+            passes.append(_pass(serving.model_copy, slots, counts, adapters, fixed=True))
         return passes
 
     def _defers(self, num_waiting: int, num_decoding: int) -> bool:
@@ -384,53 +440,118 @@ class Batcher:
         self._deferrals = 0
         return False
 
-    def _lay_out(self) -> list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]]:
+    def _lay_out(self) -> list[_Layout]:
         groups: dict[int, list[int]] = {}
         for slot in sorted(self.running):
             groups.setdefault(id(self._serving(slot).model_copy), []).append(slot)
         return [
-            (
-                self._serving(slots[0]).model_copy,
-                np.array(slots, np.int64),
-                np.array([self._serving(slot).adapter for slot in slots], np.int64),
+            _Layout(
+                model_copy=self._serving(slots[0]).model_copy,
+                slots=np.array(slots, np.int64),
+                adapters=np.array([self._serving(slot).adapter for slot in slots], np.int64),
+                versions=np.array([self._kv_version(slot) for slot in slots], np.int64),
             )
             for slots in groups.values()
         ]
+
+    def _kv_version(self, slot: int) -> int:
+        """Return a number of the version that computed the slot's keys and values; if several did, one of its own."""
+        computed_by = self._table.computed_by[slot]
+        return -1 - slot if computed_by is None else id(computed_by)
 
     def _serving(self, slot: int) -> EmbeddedVersion:
         serving = self.running[slot].serving
         assert serving is not None, "a running call has a version"
         return serving
 
-    def _prefill(
-        self, slots: Slots, pending: NDArray[np.int64], rows: list[int], budget: int
-    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Group rows of similar length, oldest calls first, until the padded tokens reach the budget.
+    def _plan_prefill(self) -> _PrefillStep:
+        """Plan the computation of contexts but for their last tokens, oldest calls first, as far as the budget lasts.
 
-        Padding would change a recurrent state, so there the rows of a group compute as many tokens as the shortest.
+        A call takes what another slot has, or computes in the same pass or in an earlier one; it waits for what another
+        one computes later.
         """
-        rows.sort(key=lambda row: self.running[int(slots[row])].order)
-        buckets: dict[int, list[int]] = {}
-        widest: dict[int, int] = {}
-        for row in rows:
-            new_tokens = int(min(pending[row], self._prefill_tokens))
-            bucket = new_tokens.bit_length()
-            width = max(widest.get(bucket, 0), new_tokens)
-            added_positions = width * (len(buckets.get(bucket, ())) + 1) - widest.get(bucket, 0) * len(
-                buckets.get(bucket, ())
-            )
-            if added_positions > budget and buckets:
+        columns = self._columns
+        step = _PrefillStep(self._prefill_tokens, columns.computed.copy())
+        calls = [call for slot, call in self.running.items() if columns.length[slot] - columns.computed[slot] > 1]
+        for call in sorted(calls, key=lambda call: call.order):
+            if not self._plan_context(call, step):
                 break
-            if added_positions > budget:
-                width = added_positions = max(budget, 2)
-            budget -= added_positions
-            buckets.setdefault(bucket, []).append(row)
-            widest[bucket] = width
-        groups, even = [], self._cache.has_states
-        for bucket, bucket_rows in buckets.items():
-            counts = np.minimum(pending[sorted(bucket_rows)], widest[bucket])
-            groups.append((np.array(sorted(bucket_rows)), np.full_like(counts, counts.min()) if even else counts))
-        return groups
+        if self._defers(sum(len(one.counts) for one in step.passes.values()), len(self.running) - len(calls)):
+            step.passes.clear()
+            step.last_pass.clear()
+        return step
+
+    def _plan_context(self, call: ActiveRequest, step: _PrefillStep) -> bool:
+        """Plan the rest of a call's context. Returns whether there may be room for another call's."""
+        columns, slot = self._columns, call.session.slot
+        source, length = self._longest_prefix(call, step.ends)
+        start, end = int(columns.computed[slot]), self._end_of_prefill(slot)
+        step.ends[slot] = end
+        copies_after = None
+        if length > columns.computed[source]:
+            copies_after = step.last_pass.get(source)
+            if copies_after is None:
+                return True
+        elif length > start:
+            self._copy(PrefixCopy(source, slot, start, length))
+        key, missing = copies_after, end - max(start, length)
+        if missing > 0:
+            width = min(missing, self._prefill_tokens)
+            key = (-width.bit_length(), id(self._serving(slot).model_copy))
+            if copies_after is not None and copies_after > key:
+                return True
+            planned = step.add(key, slot, width)
+            if planned == 0:
+                return False
+            if planned < missing or self._cache.has_states:
+                key = None
+        if copies_after is not None:
+            step.passes[copies_after].copies.append(PrefixCopy(source, slot, start, length))
+        if key is not None:
+            step.last_pass[slot] = key
+        return True
+
+    def _end_of_prefill(self, slot: int) -> int:
+        """Return the position up to which a context is computed before a token is sampled. A recurrent state is saved
+        at the last token of the prompt, so a context that continues behind it stops there."""
+        last = int(self._columns.prompt[slot]) - 1
+        stops = self._cache.has_states and self._columns.computed[slot] < last
+        return last if stops else int(self._columns.length[slot]) - 1
+
+    def _longest_prefix(self, call: ActiveRequest, ends: NDArray[np.int64]) -> tuple[int, int]:
+        """Return the slot that has most of a call's context, and the number of its tokens there, if each slot has its
+        first `ends` positions."""
+        columns, slot = self._columns, call.session.slot
+        sources = np.array(
+            [
+                source
+                for source, version in enumerate(self._table.computed_by)
+                if version is call.serving and source != slot and ends[source] > columns.computed[slot]
+            ],
+            np.int64,
+        )
+        if not len(sources):
+            return slot, 0
+        limit = int(columns.length[slot]) - 1
+        same = columns.tokens[sources, :limit] == columns.tokens[slot, :limit]
+        lengths = np.minimum(np.where(same.all(axis=1), limit, same.argmin(axis=1)), ends[sources])
+        if self._cache.has_states:
+            lengths = columns.state_positions(sources, lengths, ends[sources])
+        best = int(lengths.argmax())
+        return int(sources[best]), int(lengths[best])
+
+    def _copy(self, copy: PrefixCopy) -> None:
+        """Let a call continue from positions that another slot has."""
+        self._cache.copy(copy)
+        self._set_state(copy.target, copy.source, copy.stop)
+        if self._tap is not None:
+            self._tap.copy(copy)
+        self._columns.computed[copy.target] = copy.stop
+        self._count_cached(copy)
+
+    def _count_cached(self, copy: PrefixCopy) -> None:
+        if self._columns.length[copy.target] == self._columns.prompt[copy.target]:
+            self.running[copy.target].cached += copy.stop - copy.start
 
     def _save_states(self) -> None:
         """Save the states of calls that have computed their prompt up to its last token: see `SlotColumns.saved`."""
@@ -451,61 +572,14 @@ class Batcher:
         if slot != source or columns.saved[slot] > position:
             columns.saved[slot] = 0
 
-    def _share_prefixes(self) -> None:
-        """Copy prefixes that another conversation computed under the same weights; of equal calls, one computes
-        first.
-        """
-        columns, has_states = self._columns, self._cache.has_states
-        leaders = {
-            self._prefix_key(call)
-            for slot, call in self.running.items()
-            if has_states and not call.fresh and columns.computed[slot] < columns.prompt[slot] - 1
-        }
-        for slot, call in self.running.items():
-            if not call.fresh or (has_states and self._prefix_key(call) in leaders):
-                continue
-            donor, length = self._best_donor(slot, call)
-            if length >= _WORTH_SHARING and length > columns.computed[slot]:
-                self._cache.copy_prefix(donor, slot, length)
-                self._set_state(slot, donor, length)
-                if self._tap is not None:
-                    self._tap.copy_prefix(donor, slot, length)
-                columns.computed[slot] = length
-                call.cached, call.fresh = length, False
-                continue
-            call.fresh = self._prefix_key(call) in leaders
-            leaders.add(self._prefix_key(call))
-
-    def _prefix_key(self, call: ActiveRequest) -> tuple[int, bytes]:
-        """Return what calls have in common of which one computes first: the first tokens, or the whole prompt if a
-        state at its end is shared."""
-        context = call.request.token_ids
-        return id(call.serving), (context if self._cache.has_states else context[:_WORTH_SHARING]).tobytes()
-
-    def _best_donor(self, slot: int, call: ActiveRequest) -> tuple[int, int]:
-        columns, table = self._columns, self._table
-        donors = [
-            donor
-            for donor, serving in enumerate(table.computed_by)
-            if serving is call.serving and donor != slot and columns.computed[donor] >= _WORTH_SHARING
-        ]
-        if not donors:
-            return -1, 0
-        limit = int(columns.length[slot]) - 1
-        same = columns.tokens[donors, :limit] == columns.tokens[slot, :limit]
-        same &= np.arange(limit) < columns.computed[donors][:, None]
-        lengths = np.where(same.all(axis=1), limit, same.argmin(axis=1)) if limit else np.zeros(len(donors), np.int64)
-        if self._cache.has_states:
-            lengths = columns.state_positions(np.array(donors), lengths)
-        best = int(lengths.argmax())
-        return donors[best], int(lengths[best])
-
 
 def _is_held(call: ActiveRequest, held_policies: Collection[str]) -> bool:
     return call.session.policy in held_policies and call.session.pin is None
 
 
 def _pass(
-    model_copy: ServedModelCopy, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]
+    model_copy: ServedModelCopy, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64], **options: Any
 ) -> ForwardPassPlan:
-    return ForwardPassPlan(model=model_copy.model, bank=model_copy.bank, slots=slots, counts=counts, adapters=adapters)
+    return ForwardPassPlan(
+        model=model_copy.model, bank=model_copy.bank, slots=slots, counts=counts, adapters=adapters, **options
+    )

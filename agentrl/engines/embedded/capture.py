@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.records import BoolArray, ExpertArray
-    from agentrl.engines.embedded.slots import Slots
+    from agentrl.engines.embedded.slots import PrefixCopy, Slots
 
 
 @dataclass(slots=True)
@@ -78,15 +78,33 @@ class ExpertRoutingRecorder:
         self._recording = True
         self._chosen.clear()
 
-    def store(self, slots: Slots, begin: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> None:
-        """Store a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
+    def store(
+        self,
+        slots: Slots,
+        begin: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        width: int,
+        copies: Sequence[PrefixCopy] = (),
+    ) -> None:
+        """Store a pass and its copies: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`.
+
+        A slot's positions are stored in ascending order, so copies to it come first.
+        """
         self._recording = False
         routing = torch.stack(self._chosen, dim=1).to("cpu", torch.int16).numpy().astype(self._dtype)
         rows = routing.reshape(len(slots), width, *routing.shape[1:])
         if self._rows is None:
             self._rows = np.zeros((*self._shape, *routing.shape[1:]), self._dtype)
-        for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True)):
-            self._put(slot, first, rows[i, width - count :])
+        computed = {
+            slot: (first, rows[i, width - count :])
+            for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True))
+        }
+        for copy in copies:
+            if copy.source in computed:
+                self._put(copy.source, *computed.pop(copy.source))
+            self.copy(copy)
+        for slot, (first, positions) in computed.items():
+            self._put(slot, first, positions)
 
     def _put(self, slot: int, first: int, rows: ExpertArray) -> None:
         """Record that the KV of `slot` from position `first` on was computed through `rows`.
@@ -114,10 +132,10 @@ class ExpertRoutingRecorder:
         """Assign everything computed in `slot` from `position` on to a new call."""
         self._calls[slot] = _CallRouting(position, position)
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the routing of the first `length` positions of slot `source` to slot `target`."""
+    def copy(self, copy: PrefixCopy) -> None:
+        """Copy the routing of positions."""
         if self._rows is not None:
-            self._put(target, 0, self._rows[source, :length].copy())
+            self._put(copy.target, copy.start, self._rows[copy.source, copy.start : copy.stop].copy())
 
     def routing_of_call(self, slot: int, num_computed: int) -> ExpertRouting | None:
         """Return the routing of the slot's call, which ends with KV of `num_computed` positions; None before the first

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -90,7 +89,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, TokenScores
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.embedded.forward import EngineStats
+    from agentrl.engines.embedded.forward import EngineStats, StepPlan
     from agentrl.engines.weights.reading import AdapterWeights
 
 _DELTA_SECONDS = 0.2
@@ -321,19 +320,18 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     break
-                plan: list[ForwardPassPlan] = []
+                step: StepPlan | None = None
                 if not self.versions.paused:
                     batcher.admit(self.versions.held, self.versions.leases.resolve)
-                    plan = batcher.plan()
-                if plan:
-                    run = partial(self._runner.run, plan, repeat=batcher.repeats(plan))
-                    ended_slots = await loop.run_in_executor(self._worker, run)
+                    step = batcher.plan()
+                if step is not None:
+                    ended_slots = await loop.run_in_executor(self._worker, self._runner.run, step)
                     for slot in ended_slots:
                         self._end(batcher.running[slot], aborted=False)
                     self._deliver()
                 else:
                     self._wake.clear()
-            if not plan:
+            if step is None:
                 await self._wake.wait()
         self._loop_task = None
 

@@ -30,7 +30,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import machine_memory
 from agentrl.core.ports import TokenScores
-from agentrl.engines.embedded.slots import RowSamplingParameters, SlotColumns, SlotKvCache
+from agentrl.engines.embedded.slots import PrefixCopy, RowSamplingParameters, SlotColumns, SlotKvCache
 from agentrl.engines.models import (
     affordable_tokens,
     cache_argument,
@@ -176,6 +176,23 @@ class ForwardPassPlan:
     adapters: NDArray[np.int64]  # [B], place in the bank, -1: base weights
     fixed: bool = False
     """Whether each row computes one token over the whole capacity, so that all passes have equal shapes."""
+    copies: Sequence[PrefixCopy] = ()
+    """Positions that slots take from those that this pass computes, or from others."""
+    versions: Sequence[int] = ()
+    """In a pass of one token per row: numbers that are equal for rows whose keys and values one version computed. Of
+    such rows with the same tokens one is computed, for all. Empty: every row is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The passes of one step."""
+
+    prefill: Sequence[ForwardPassPlan]
+    """Passes that compute contexts, but for the last token of each."""
+    decode: Sequence[ForwardPassPlan]
+    """Passes whose rows sample a token."""
+    repeats: bool
+    """Whether the next step decodes the same rows, as long as no call arrives or ends."""
 
 
 @dataclass(slots=True)
@@ -184,12 +201,12 @@ class EngineStats:
 
     sampled_tokens: int = 0
     prefill_tokens: int = 0
-    """Number of context tokens computed, counting recomputed ones again."""
+    """Number of context tokens computed but for the last of each context, counting recomputed ones again."""
     cached_tokens: int = 0
     """Number of context tokens served from KV."""
     passes: int = 0
     rows: int = 0
-    """Number of rows, summed over passes: `rows / passes` is the mean batch size."""
+    """Number of rows computed, summed over passes: `rows / passes` is the mean batch size."""
 
 
 class ForwardPassRunner:
@@ -221,21 +238,24 @@ class ForwardPassRunner:
         self.interrupted = False
         """Whether the worker must return between two passes; set by the event loop."""
 
-    def run(self, plan: Sequence[ForwardPassPlan], *, repeat: bool) -> list[int]:
+    def run(self, step: StepPlan) -> list[int]:
         """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
 
-        With `repeat` (all rows decode, no call waits) the plan is repeated for a while, as long as no call ends and
-        `interrupted` is not set: switching threads costs as much as a few rows, on a busy machine as a pass.
+        If `step.repeats`, the decode passes are repeated for a while, as long as no call ends and `interrupted` is not
+        set: switching threads costs as much as a few rows, on a busy machine as a pass.
         """
         start = self._clock.monotonic()
         ended_slots: list[int] = []
         with self._computing():
+            for one in step.prefill:
+                self.logits(one)
+                self.stats.prefill_tokens += int(one.counts.sum())
             while True:
-                for one in plan:
+                for one in step.decode:
                     ended_slots += self._sample(one, self.logits(one))
                 now = self._clock.monotonic()
                 # a plan repeats for 0.1 s at most: partial turns are delivered about every 0.2 s
-                if not repeat or ended_slots or self.interrupted or now - start > 0.1:
+                if not step.repeats or ended_slots or self.interrupted or now - start > 0.1:
                     break
         return ended_slots
 
@@ -256,7 +276,13 @@ class ForwardPassRunner:
 
     def logits(self, one: ForwardPassPlan) -> Tensor:
         """Run one pass; returns the logits after each row's last token, `[B, V]`."""
-        slots, counts, columns = one.slots, one.counts, self._columns
+        slots, counts, adapters, columns = one.slots, one.counts, one.adapters, self._columns
+        for copy in one.copies:
+            columns.computed[copy.target] = copy.stop
+        twins = _twins(one, columns)
+        if twins is not None:
+            kept, origins = twins
+            slots, counts, adapters = slots[kept], counts[kept], adapters[kept]
         first, rows = int(slots[0]), len(slots)
         consecutive = int(slots[-1]) - first + 1 == rows
         begin = columns.computed[slots]
@@ -279,10 +305,19 @@ class ForwardPassRunner:
             write = self._to_device(np.where(offset >= 0, place, self._cache.capacity))
         index = None if consecutive else self._to_device(slots)
         written = self._to_device(np.flatnonzero(counts)) if one.fixed else None
-        self._cache.address(first=first, count=rows, rows=index, positions=write, length=length, written=written)
+        self._cache.address(
+            first=first,
+            count=rows,
+            rows=index,
+            positions=write,
+            length=length,
+            written=written,
+            copies=one.copies,
+            twins=None if twins is None else (self._to_device(one.slots), self._to_device(origins)),
+        )
         mask = torch.where(self._keys[:length] <= positions[:, :, None], self._zero, self._mask_value)[:, None]
         if one.bank is not None:
-            one.bank.select(one.adapters)
+            one.bank.select(adapters)
         if self._tap is not None:
             self._tap.begin()
         logits: Tensor = one.model(
@@ -295,12 +330,12 @@ class ForwardPassRunner:
         ).logits[:, -1]
         self._cache.commit()
         if self._tap is not None:
-            self._tap.store(slots, begin, counts, width)
-        columns.computed[slots] = begin + counts
+            copies = one.copies if twins is None else _twin_copies(one.slots, slots[origins], columns)
+            self._tap.store(slots, begin, counts, width, copies)
+        columns.computed[one.slots] += one.counts
         self.stats.passes += 1
         self.stats.rows += rows
-        self.stats.prefill_tokens += int(counts.sum()) if width > 1 else 0
-        return logits
+        return logits if twins is None else logits[self._to_device(origins)]
 
     def _sample(self, one: ForwardPassPlan, logits: Tensor) -> list[int]:
         columns, slots = self._columns, one.slots
@@ -342,6 +377,33 @@ class ForwardPassRunner:
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _twins(one: ForwardPassPlan, columns: SlotColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Return the rows to compute, and for each row of the pass the number of the computed row with the same tokens;
+    None if all differ."""
+    if not one.versions:
+        return None
+    numbers: dict[tuple[int, bytes], int] = {}
+    kept: list[int] = []
+    origins: list[int] = []
+    for row, (slot, version) in enumerate(zip(one.slots.tolist(), one.versions, strict=True)):
+        key = version, columns.tokens[slot, : columns.length[slot]].tobytes()
+        origin = numbers.setdefault(key, len(numbers))
+        origins.append(origin)
+        if origin == len(kept):
+            kept.append(row)
+    return (np.array(kept), np.array(origins)) if len(kept) < len(origins) else None
+
+
+def _twin_copies(slots: Slots, sources: Slots, columns: SlotColumns) -> list[PrefixCopy]:
+    """Return what each slot that was not computed takes from the one that was."""
+    positions = columns.computed[slots].tolist()
+    return [
+        PrefixCopy(source, slot, position, position + 1)
+        for slot, source, position in zip(slots.tolist(), sources.tolist(), positions, strict=True)
+        if slot != source
+    ]
 
 
 def likeliest(logprobs: Tensor, top: int) -> tuple[Tensor, Tensor]:

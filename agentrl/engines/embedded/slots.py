@@ -18,7 +18,7 @@ whose last turn is rewritten.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, SamplingParams
 
     Slots = NDArray[np.int64]
+
+
+class PrefixCopy(NamedTuple):
+    """Positions that one slot takes from another instead of computing them."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,18 +170,12 @@ class SlotColumns:
             if (sampling := self._penalized.get(slot)) is not None
         ]
 
-    def pending(self, slots: Slots, *, to_prompt_end: bool) -> NDArray[np.int64]:
-        """Return the number of tokens that each slot has to compute, with `to_prompt_end` first those before the last
-        token of its prompt."""
-        stop = self.length[slots]
-        if to_prompt_end:
-            last = self.prompt[slots] - 1
-            stop = np.where(self.computed[slots] < last, last, stop)
-        return stop - self.computed[slots]
-
-    def state_positions(self, slots: Slots, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last position in the first `lengths` tokens of each slot at which it has a recurrent state."""
-        computed, saved = self.computed[slots], self.saved[slots]
+    def state_positions(
+        self, slots: Slots, lengths: NDArray[np.int64], computed: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the last position in the first `lengths` tokens of each slot at which it has a recurrent state, once
+        `computed` of its tokens are computed."""
+        saved = self.saved[slots]
         return np.where(computed <= lengths, computed, np.where(saved <= lengths, saved, 0))
 
     def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> list[int]:
@@ -229,6 +232,9 @@ class SlotKvCache:
         self._count = 0
         self._positions: Tensor | int = 0
         self._length = 0
+        self._copies: Sequence[PrefixCopy] = ()
+        self._twins: tuple[Tensor, Tensor, Tensor | int] | None = None
+        """All slots that the pass computes one token of, the row of each, and the position."""
         self.layers = [_LayerStates() for _ in range(num_layers)]
         self._states: list[tuple[dict[int, Tensor], int, Tensor]] = []
         """Place in `layers`, and the states of all slots: row `slot` the newest, row `slots + slot` the saved one."""
@@ -251,6 +257,8 @@ class SlotKvCache:
         positions: Tensor | int,
         length: int,
         written: Tensor | None = None,
+        copies: Sequence[PrefixCopy] = (),
+        twins: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Set the positions at which the next pass reads and writes.
 
@@ -261,10 +269,16 @@ class SlotKvCache:
             positions: positions to write, `[B, t]`; an int if `t == 1` and all rows agree.
             length: number of positions to read, from 0.
             written: indices of the rows whose states change; None: all.
+            copies: positions to copy in each layer once the pass has written its own, in this order.
+            twins: slots to write the results to, and the row that computes each; None: the slots of the rows. Such a
+                pass computes one token per row.
         """
         self._first, self._count, self._rows = first, count, rows
         self._positions, self._length = positions, length
-        self._written = None
+        self._copies, self._written, self._twins = copies, twins, None
+        if twins is not None:
+            slots, origins = twins
+            self._twins = slots, origins, positions if isinstance(positions, int) else positions[origins, 0]
         block = slice(first, first + count)
         for states, number, store in self._states:
             if rows is None and written is None:
@@ -321,37 +335,51 @@ class SlotKvCache:
         keys, values = self._keys[layer_index], self._values[layer_index]
         if keys is None or values is None:
             keys, values = self._allocate(key, value, layer_index)
-        return self._write(keys, key), self._write(values, value)
+        for store, new in ((keys, key), (values, value)):
+            self._write(store, new)
+            for copy in self._copies:
+                _copy(store, copy)
+        return self._read(keys), self._read(values)
 
-    def _write(self, store: Tensor, new: Tensor) -> Tensor:
+    def _write(self, store: Tensor, new: Tensor) -> None:
         positions, rows = self._positions, self._rows
-        if rows is None:
+        if self._twins is not None:
+            slots, origins, at = self._twins
+            store[slots, :, at] = new[origins, :, 0]
+        elif rows is None:
             block = store[self._first : self._first + self._count]
             if isinstance(positions, int):
                 block[:, :, positions : positions + 1] = new
             else:
                 index = torch.arange(self._count, device=new.device)[:, None]
                 block[index, :, positions] = new.transpose(1, 2)
-            return block[:, :, : self._length]
-        if isinstance(positions, int):
+        elif isinstance(positions, int):
             store[rows, :, positions] = new[:, :, 0]
         else:
             store[rows[:, None], :, positions] = new.transpose(1, 2)
-        return store[:, :, : self._length].index_select(0, rows)
+
+    def _read(self, store: Tensor) -> Tensor:
+        if self._rows is None:
+            return store[self._first : self._first + self._count, :, : self._length]
+        return store[:, :, : self._length].index_select(0, self._rows)
 
     def _allocate(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         buffers = [x.new_zeros(self.slots, x.shape[1], self.capacity + 1, x.shape[3]) for x in (key, value)]
         self._keys[layer_index], self._values[layer_index] = buffers
         return buffers[0], buffers[1]
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
+    def copy(self, copy: PrefixCopy) -> None:
+        """Copy keys and values."""
         with torch.inference_mode():
             for store in (*self._keys, *self._values):
                 if store is not None:
-                    store[target, :, :length] = store[source, :, :length]
+                    _copy(store, copy)
 
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Return the number of positions before the new tokens; models ask only if positions are not given, and they
         are."""
         return 0
+
+
+def _copy(store: Tensor, copy: PrefixCopy) -> None:
+    store[copy.target, :, copy.start : copy.stop] = store[copy.source, :, copy.start : copy.stop]
