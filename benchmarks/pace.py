@@ -1,6 +1,6 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth]
+    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -19,6 +19,10 @@
 * `growth`. `growth`: the CPU seconds of a command that reads a whole run of about 20,000 episodes, beyond its start,
   over what a run of a quarter of them predicts; the worst of `pace_growth.COMMANDS`. `jsonl_ms_per_episode`,
   `parquet_ms_per_episode`: CPU milliseconds of an export of the larger run.
+* `limit`. `tokens_over_distinct`: the positions that the embedded engine computes, padding included, over those that
+  differ in their weights or in the tokens up to them; the worse of two examples. `unshared_over_distinct`, the control:
+  the calculator's, if conversations share nothing. `calculator_over_arithmetic`, `smollm2_over_arithmetic`: CPU seconds
+  of a step, episodes included, over those of its linear layers alone. SmolLM2 is not in `--quick`.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import Any
 
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
-from benchmarks import pace_growth, stale_data
+from benchmarks import pace_growth, pace_limit, stale_data
 from benchmarks.parts import Figures, run_functions
 from tests.simulation.pace import (
     BOUNDS,
@@ -135,6 +139,7 @@ PARTS: Mapping[str, Figures] = {
     "calculator": calculator,
     "stale": stale_data.figures,
     "growth": pace_growth.figures,
+    "limit": pace_limit.figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
@@ -142,6 +147,7 @@ FIGURES = (
     *("calculator_error", "calculator_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
+    *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
 )
 
 if __name__ == "__main__":
