@@ -12,6 +12,7 @@ import re
 import warnings
 import weakref
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from threading import Lock, get_ident
@@ -625,7 +626,13 @@ def num_layers_with_state(config: PretrainedConfig) -> int:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which a model takes its cache."""
-    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+    return _cache_argument(type(model))
+
+
+@cache
+def _cache_argument(model_class: type[PreTrainedModel]) -> str:
+    # Reading a signature takes as long as a layer of a small model.
+    return "cache_params" if "cache_params" in signature(model_class.forward).parameters else "past_key_values"
 
 
 def state_bytes_per_slot(model: PreTrainedModel) -> int:
