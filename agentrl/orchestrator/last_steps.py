@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
+import numpy as np
+
 MAX_EPISODES = 256
 """Number of newest episodes whose durations count."""
 MAX_STEPS = 8
@@ -79,12 +81,11 @@ def expected_wait_s(durations: Sequence[float], in_flight: int) -> float:
         >>> round(expected_wait_s([6.0], 1), 3), round(expected_wait_s([6.0], 2), 3)
         (3.0, 4.0)
     """
-    total, longest, points = sum(durations), max(durations), 128
+    lasted, points = np.array(durations), 128
+    longest, total = float(lasted.max()), float(lasted.sum())
     if not total:
         return 0.0
-
-    def some_run_on(seconds: float) -> float:
-        left = sum(max(duration - seconds, 0.0) for duration in durations) / total
-        return 1.0 - (1.0 - left) ** in_flight
-
-    return longest / points * sum(some_run_on(longest * (point + 0.5) / points) for point in range(points))
+    seconds = longest / points * (np.arange(points)[:, None] + 0.5)
+    one_runs_on = np.maximum(lasted - seconds, 0.0).sum(axis=1) / total
+    some_run_on = 1.0 - (1.0 - one_runs_on) ** in_flight
+    return longest / points * float(some_run_on.sum())
