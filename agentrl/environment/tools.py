@@ -343,8 +343,10 @@ async def run_tools(
     Asynchronous tools run together, after the others, which run one after another. The tools of an environment with a
     sandbox share its files, and a stateful server remembers earlier calls, so theirs do not.
     """
+    if len(calls) < 2:
+        return [await run_tool(ctx, instance, tools, call) for call in calls]
     together: list[int] = []
-    if getattr(instance, "sandbox", None) is None and len(calls) > 1:
+    if getattr(instance, "sandbox", None) is None:
         together = [n for n, call in enumerate(calls) if call.name in tools and tools[call.name].is_async]
     if len(together) < 2:
         together = []

@@ -115,18 +115,11 @@ class ActivityClock:
         self._num_turns = 0
         self._passes = [0.0] * len(PASSES)
 
-    def change(self, activity: Activity, by: int) -> None:
-        """Begin an activity (`by` = 1), end it (-1), or do so for several episodes."""
-        self._change(activity, by, self._clock.monotonic())
-
-    def switch(self, ended: Activity, begun: Activity) -> None:
-        """End an activity, and begin another at the same time."""
-        now = self._clock.monotonic()
-        self._change(ended, -1, now)
-        self._change(begun, 1, now)
-
-    def _change(self, activity: Activity, by: int, now: float) -> None:
-        # Called about twenty times per episode, so it makes no calls of its own.
+    def change(self, activity: Activity, by: int, now: float | None = None) -> None:
+        """Begin an activity (`by` = 1), end it (-1), or do so for several episodes; `now` is the time, if known."""
+        # Called about thirty times per episode, so it calls nothing but the clock.
+        if now is None:
+            now = self._clock.monotonic()
         try:
             tally = self._tallies[activity]
         except KeyError:
@@ -142,6 +135,12 @@ class ActivityClock:
             tally.most = count
         elif by < 0 and activity in ("engine", "endpoint"):
             self._num_turns -= by
+
+    def switch(self, ended: Activity, begun: Activity) -> None:
+        """End an activity, and begin another at the same time."""
+        now = self._clock.monotonic()
+        self.change(ended, -1, now)
+        self.change(begun, 1, now)
 
     @contextmanager
     def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
@@ -187,7 +186,8 @@ class ActivityClock:
 
     def turn_begins(self) -> tuple[float, float]:
         """Return what `turn_ended` needs of the beginning of a turn in the engine."""
-        return self._clock.monotonic(), self._engine_seconds()
+        now = self._clock.monotonic()
+        return now, self._engine_seconds(now)
 
     def turn_ended(self, began: tuple[float, float], tokens: int, places: int) -> None:
         """Count the forward passes of a turn, and the turns beside it meanwhile.
@@ -197,11 +197,12 @@ class ActivityClock:
             tokens: number of sampled tokens.
             places: number of turns that the engine samples at once, while the others wait; 0: unknown.
         """
-        seconds = self._clock.monotonic() - began[0]
+        now = self._clock.monotonic()
+        seconds = now - began[0]
         if seconds <= 0.0:
             return
         passes = tokens + 1  # one computes the context
-        beside = (self._engine_seconds() - began[1]) / seconds
+        beside = (self._engine_seconds(now) - began[1]) / seconds
         if 0 < places < beside:  # the rest of the time, the turn waited
             seconds, beside = seconds * places / beside, places
         rows = passes * beside
@@ -209,9 +210,9 @@ class ActivityClock:
         for number, value in enumerate(values):
             self._passes[number] += value
 
-    def _engine_seconds(self) -> float:
+    def _engine_seconds(self, now: float) -> float:
         """Return the seconds of all turns in the engine until now."""
-        self.change("engine", 0)
+        self.change("engine", 0, now)
         return self._tallies["engine"].seconds
 
     def forget_most(self) -> None:
@@ -224,7 +225,7 @@ class ActivityClock:
         totals: dict[str, float] = {TURNS: float(self._num_turns), **dict(zip(PASSES, self._passes, strict=True))}
         now = self._clock.monotonic()
         for activity, tally in tuple(self._tallies.items()):
-            self._change(activity, 0, now)
+            self.change(activity, 0, now)
             totals[activity] = tally.seconds
             totals[activity + ANY] = tally.seconds_of_any
             totals[activity + MOST] = float(tally.most)

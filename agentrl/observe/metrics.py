@@ -657,8 +657,8 @@ def broken_turns(metrics: Mapping[str, float]) -> float:
     not read, so these count once.
     """
     cut, stray = metrics.get("turns/length", 0.0), metrics.get("tool/not_offered", 0.0)
-    foreign = sum(count_foreign_calls(metrics).values())
-    judged = sum(metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal"))
+    foreign = sum([value for name, value in metrics.items() if name.startswith(FOREIGN_CALLS)])
+    judged = sum([metrics.get(name, 0.0) for name in ("tool/bad_arguments", "tool/unknown_tool", "turns/illegal")])
     return cut + max(judged, stray + foreign)
 
 

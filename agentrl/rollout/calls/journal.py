@@ -708,6 +708,8 @@ class CallExecution:
         if self._memoised is not None:
             assert self._call.strand is not None
             _end_memoised(self._call.strand)
+        if error is None:
+            return
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
         elif isinstance(error, InfrastructureError):
