@@ -1,22 +1,30 @@
 """What agentrl costs when engine, tools and trainer cost nothing.
 
-    python -m benchmarks.overhead [--quick]
+    python -m benchmarks.overhead [--quick] [--against COMMIT]
 
 `episodes_per_cpu_s`: four turns with one tool call each, a scripted engine that answers at once, incremental rendering
 with the shipped model's chat template, the SQLite journal on disk, a recording trainer; CPU seconds of this process,
 all its threads.
 `kb_per_episode_10k`: growth of the resident set per episode with 10,000 episodes really in flight, held by
 the engine in their second turn; no file descriptor is opened per episode.
+`calls_per_episode`: function calls that cProfile counts in the loop's thread, exact on a busy machine too.
+`episodes_ratio`, `calls_ratio`, with `--against`: of this tree over another commit, each measured in processes that
+take turns; medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
 import gc
+import json
 import os
+import pstats
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -38,7 +46,8 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
-from benchmarks.report import Report
+from benchmarks.report import ROOT, Report
+from benchmarks.suite import checkout
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 TURNS = 4
@@ -180,21 +189,69 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def count_calls(directory: Path) -> float:
+    """Function calls per episode of a short run."""
+    profile, steps = cProfile.Profile(), 8
+    profile.runcall(asyncio.run, train_once(directory, steps))
+    return float(vars(pstats.Stats(profile))["total_calls"]) / (64 * steps)
+
+
+_MEASURE = """
+import asyncio, cProfile, json, pstats, sys, tempfile
+from pathlib import Path
+from benchmarks.overhead import train_once
+with tempfile.TemporaryDirectory() as scratch:
+    asyncio.run(train_once(Path(scratch) / "warm", 4))
+    seconds = asyncio.run(train_once(Path(scratch) / "timed", int(sys.argv[1])))
+    profile = cProfile.Profile()
+    profile.runcall(asyncio.run, train_once(Path(scratch) / "counted", 8))
+print(json.dumps([1 / seconds, vars(pstats.Stats(profile))["total_calls"] / 512]))
+"""
+"""What both commits run, so it takes nothing from this module but what earlier ones have."""
+
+
+def compare(commit: str, *, pairs: int, steps: int) -> dict[str, float]:
+    """Compare episodes per CPU second and calls per episode with another commit's, in pairs of processes."""
+    measured: dict[Path, list[tuple[float, float]]] = {}
+    with checkout(commit) as other:
+        for _ in range(pairs):
+            for tree in (other, ROOT):
+                sources = [tree, *sorted(tree.glob("packages/*/src"))]
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))}
+                command = [sys.executable, "-c", _MEASURE, str(steps)]
+                done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+                measured.setdefault(tree, []).append(tuple(json.loads(done.stdout.splitlines()[-1])))
+        pairs_of_figures = list(zip(measured[other], measured[ROOT], strict=True))
+    for (rate, calls), (own_rate, own_calls) in pairs_of_figures:
+        print(f"  {commit}: {rate:.0f} episodes per CPU s, {calls:.0f} calls; here {own_rate:.0f}, {own_calls:.0f}")
+    return {
+        "episodes_ratio": statistics.median(own[0] / old[0] for old, own in pairs_of_figures),
+        "calls_ratio": statistics.median(own[1] / old[1] for old, own in pairs_of_figures),
+    }
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer episodes")
-    quick = parser.parse_args().quick
+    parser.add_argument("--against", metavar="COMMIT", help="compare with another commit, in pairs")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     repeats, steps = (3, 16) if quick else (7, 64)
     with tempfile.TemporaryDirectory() as scratch:
         asyncio.run(train_once(Path(scratch) / "warm", 4))
         costs = [asyncio.run(train_once(Path(scratch) / f"run{repeat}", steps)) for repeat in range(repeats)]
         held = 10_000
         kilobytes, descriptors = asyncio.run(hold(Path(scratch) / "held", held))
+        calls = count_calls(Path(scratch) / "counted")
     print(f"CPU µs per episode: {[round(cost * 1e6) for cost in costs]}; {descriptors} file descriptors more at {held}")
     report = Report("overhead", quick=quick, repeats=repeats, compared_with="nothing: absolute cost")
     report.figures["episodes_per_cpu_s"] = 1 / statistics.median(costs)
     report.figures["kb_per_episode_10k"] = kilobytes
+    report.figures["calls_per_episode"] = calls
+    if arguments.against:
+        report.figures |= compare(arguments.against, pairs=repeats, steps=steps)
+        report.compared_with = arguments.against
     report.print()
 
 
