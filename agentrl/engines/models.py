@@ -467,11 +467,18 @@ def keep_float32(model: PreTrainedModel) -> None:
             tensor.data = tensor.data.float()
 
 
+_SMALL_MODEL = 1 << 28
+"""Number of weights up to which a check at the start takes seconds with one thread."""
+
+
 @contextmanager
 def computing_in_float32(
     model: PreTrainedModel, to_float32: Callable[[Tensor], Tensor] = Tensor.float
 ) -> Iterator[None]:
     """Make a model compute in float32 within the context: each layer has a float32 copy of its weights while it runs.
+
+    This is for passes over few tokens at the start. A small model computes them with one thread: on two busy cores,
+    two threads took six times the CPU seconds, as they spin while they wait for each other.
 
     Args:
         model: model to compute with.
@@ -500,9 +507,13 @@ def computing_in_float32(
     units = [*layers, *(module for module in every if module._parameters and module not in inside)]
     hooks = [unit.register_forward_pre_hook(widen) for unit in units]
     hooks += [unit.register_forward_hook(restore, always_call=True) for unit in units]
+    threads = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_MODEL:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         for hook in hooks:
             hook.remove()
         for unit in list(originals):

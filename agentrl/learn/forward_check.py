@@ -117,7 +117,7 @@ _LARGEST_PACKING = 1 << 12
 """Number of tokens up to which the check fills a packing: a model may count the tokens of a whole micro-batch."""
 _LONGEST_FILLER = 256
 """Largest length of a row that fills a packing, so that attention stays cheap."""
-_MANY_LOGITS = 1 << 25
+_MANY_LOGITS = 1 << 22
 """Number of logits above which a row's are only computed where they are compared."""
 _WIDE_HEAD = 1 << 24
 """Weights of an output projection from which only the last tokens of a row are compared."""
