@@ -1,6 +1,6 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit]
+    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit|start]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -23,6 +23,8 @@
   differ in their weights or in the tokens up to them; the worse of two examples. `unshared_over_distinct`, the control:
   the calculator's, if conversations share nothing. `calculator_over_arithmetic`, `smollm2_over_arithmetic`: CPU seconds
   of a step, episodes included, over those of its linear layers alone. SmolLM2 is not in `--quick`.
+* `start`. `calculator_first_token_s`, `smollm2_first_token_s`: CPU seconds of a run until its first sampled token.
+  `imports_s`: those of torch and transformers alone, which no start can avoid and a busy machine raises too.
 """
 
 from __future__ import annotations
@@ -140,6 +142,7 @@ PARTS: Mapping[str, Figures] = {
     "stale": stale_data.figures,
     "growth": pace_growth.figures,
     "limit": pace_limit.figures,
+    "start": pace_limit.start,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
@@ -147,6 +150,7 @@ FIGURES = (
     *("calculator_error", "calculator_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
+    *("calculator_first_token_s", "smollm2_first_token_s", "imports_s"),
     *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
 )
 

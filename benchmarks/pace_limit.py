@@ -1,7 +1,11 @@
-"""How far a training step is from the arithmetic that it needs; see `pace.py`."""
+"""How far a training step is from the arithmetic that it needs, and the first token from its imports; see `pace.py`."""
 
 from __future__ import annotations
 
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -102,3 +106,39 @@ def figures(quick: bool) -> Mapping[str, float | None]:
         measured["tokens_over_distinct"] = max(measured["tokens_over_distinct"], counts.over_distinct)
         measured["smollm2_over_arithmetic"] = spent / arithmetic
     return measured
+
+
+_FIRST_TOKEN = """
+import os, sys, time
+from agentrl.cli.main import main
+from agentrl.engines.embedded.forward import ForwardPassRunner
+def exit_at_first_token(self, one, logits):
+    print(time.process_time(), flush=True)
+    os._exit(0)
+ForwardPassRunner._sample = exit_at_first_token
+main(sys.argv[1:])
+"""
+_IMPORTS = "import time; from transformers import AutoModelForCausalLM; print(time.process_time())"
+
+
+def start(quick: bool) -> Mapping[str, float | None]:
+    measured: dict[str, list[float]] = {}
+    # Cached bytecode as in an installation; the first readings fill the cache.
+    with tempfile.TemporaryDirectory(prefix="agentrl-bytecode-") as bytecode:
+        for _ in range(2 if quick else 6):
+            measured.setdefault("imports_s", []).append(_printed_seconds(bytecode, _IMPORTS))
+            for name, example in (("calculator", CALCULATOR), ("smollm2", SMOLLM2)):
+                with tempfile.TemporaryDirectory() as directory:
+                    arguments = ("train", str(example), f"--directory={directory}")
+                    seconds = _printed_seconds(bytecode, _FIRST_TOKEN, *arguments)
+                measured.setdefault(f"{name}_first_token_s", []).append(seconds)
+    return {name: statistics.median(seconds[1:]) for name, seconds in measured.items()}
+
+
+def _printed_seconds(bytecode: str, code: str, *arguments: str) -> float:
+    """Run code in a process, and return the number on the last line that it prints."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
