@@ -637,13 +637,13 @@ def num_layers_with_state(config: PretrainedConfig) -> int:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which a model takes its cache."""
-    return _cache_argument(type(model))
+    return _cache_argument(type(model).forward)
 
 
 @cache
-def _cache_argument(model_class: type[PreTrainedModel]) -> str:
+def _cache_argument(forward: Callable[..., Any]) -> str:
     # Reading a signature takes as long as a layer of a small model.
-    return "cache_params" if "cache_params" in signature(model_class.forward).parameters else "past_key_values"
+    return "cache_params" if "cache_params" in signature(forward).parameters else "past_key_values"
 
 
 def state_bytes_per_slot(model: PreTrainedModel) -> int:
