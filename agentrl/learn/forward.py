@@ -414,7 +414,7 @@ def chunked_logprobs_from_hidden(
 
     Args:
         model: model whose head computes the logits.
-        hidden: [n, H], the states that predict the targets (after the final norm).
+        hidden: [n, H], the states that predict the targets (after the final norm), or [1, H] if it is one for all.
         targets: [n], int64.
         temperature: [n].
         kept_sets: the kept sets of the n tokens; None: nothing was masked.
@@ -424,7 +424,7 @@ def chunked_logprobs_from_hidden(
     """
 
     def piece(start: int, stop: int) -> HeadOutput:
-        logits = _model_logits(model, hidden[start:stop])
+        logits = _model_logits(model, hidden if len(hidden) == 1 else hidden[start:stop])
         return logprobs_from_logits(
             logits,
             targets[start:stop],
@@ -485,7 +485,10 @@ def token_logprobs(  # noqa: PLR0913
     if batch.kept_counts is not None:
         starts = np.cumsum([0, *batch.kept_counts])
         kept_sets = KeptVocabularySets(inputs["unmasked"], inputs["kept_rows"], inputs["kept_ids"], starts)
-    prediction_hidden = F.embedding(inputs["hidden_index"], hidden)
+    predicting = inputs["hidden_index"]
+    if value_head is None and len(set(batch.hidden_index.tolist())) == 1:
+        predicting = predicting[:1]  # a canary's tokens follow one context: its logits are computed once
+    prediction_hidden = F.embedding(predicting, hidden)
     output = chunked_logprobs_from_hidden(
         model,
         prediction_hidden,
