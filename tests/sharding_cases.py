@@ -63,7 +63,6 @@ def case(
     *,
     lora: bool = False,
     expert_lora: bool = False,
-    merge: bool = False,
     policies: Sequence[str] = ("policy",),
     sharding: str = "full",
     reference: Path | str = "",
@@ -89,7 +88,6 @@ def case(
         "directory": str(directory),
         "lora": lora,
         "expert_lora": expert_lora,
-        "merge": merge,
         "reference": str(reference),
         "policies": list(policies),
         "steps": [first, first + steps],
@@ -229,7 +227,7 @@ def _run(trainer: PolicyTrainer, case: Mapping[str, Any], episodes: Mapping[str,
 
 
 def _config_of(case: Mapping[str, Any], ranks: int) -> RunConfig:
-    adapted = {"merge": case["merge"], "experts": case["expert_lora"]}
+    adapted = {"experts": case["expert_lora"]}
     lora = LORA.model_copy(update=adapted) if case["lora"] or case["expert_lora"] else None
     settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
     policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}

@@ -18,6 +18,7 @@ from agentrl.app.policies import (
     adapter_slots_needed,
     has_expert_adapters,
     largest_lora_rank,
+    merged_policies,
     serves_only_adapters,
 )
 from agentrl.config.devices import DevicePlan, device_plan
@@ -227,6 +228,7 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
         "keep_kv": engine.keep_kv,
         "adapter_slots": adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
         "max_rank": largest_lora_rank(base.policies.values()),
+        "merged": merged_policies(base),
         "max_staleness": {name: policy.largest_staleness for name, policy in base.trained.items()},
         "capture_routing": engine.capture_routing,
         # calls of external agents may have filters that no setting names; only vLLM pays for recording kept sets

@@ -18,6 +18,7 @@ from agentrl.app.policies import (
     adapter_slots_needed,
     has_expert_adapters,
     largest_lora_rank,
+    merged_policies,
     serves_only_adapters,
 )
 from agentrl.config.devices import device_plan
@@ -512,9 +513,12 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
     if adapters:
         name = plural(adapters, "adapter")
         parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
-    if copies := sum(policy.served_adapter is None for policy in base.trained.values()):
+    if copies := sum(policy.lora is None for policy in base.trained.values()):
         name = f"{plural(copies, 'copy', 'copies')} of the weights, for the next version of a fully trained policy"
-        parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora, without merge"))
+        parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora"))
+    if section.kind == "embedded" and (merged := len(merged_policies(base))):  # vLLM reads the base from its files
+        name = f"{plural(merged, 'copy', 'copies')} of the weights with adapters merged in"
+        parts.append(part(name=name, bytes=merged * memory.merged, setting="policies.NAME.lora.merge = false"))
     return parts
 
 
@@ -529,6 +533,7 @@ def _engine_memory(plan: EnginePlan, base: BaseModelPlan) -> EngineMemoryEstimat
         adapter_slots=adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
         max_rank=largest_lora_rank(base.policies.values()),
         expert_adapters=has_expert_adapters(base.policies.values()),
+        merged_experts=any(policy.lora is not None and policy.lora.experts for policy in base.trained.values()),
     )
 
 

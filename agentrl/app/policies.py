@@ -656,14 +656,20 @@ def adapter_slots_needed(policies: Mapping[str, AnyPolicy], *, keeps_best: bool)
 
 
 def serves_only_adapters(policies: Mapping[str, AnyPolicy]) -> bool:
-    """Whether an engine of these policies never changes the weights of their base model, and one of them learns."""
+    """Whether an engine of these policies never changes the weights of their base model, because adapters are served
+    on it or merged into a copy, and one of them learns."""
     for policy in policies.values():
         player = policies[policy.of] if isinstance(policy, OpponentPoolPolicy) else policy
-        if isinstance(player, PolicyConfig) and player.served_adapter is None:
+        if isinstance(player, PolicyConfig) and player.lora is None:
             return False
         if isinstance(player, FrozenPolicy) and player.path and not adapter_rank(player):
             return False
     return any(isinstance(policy, PolicyConfig) for policy in policies.values())
+
+
+def merged_policies(base: BaseModelPlan) -> list[str]:
+    """Return the policies of a base model whose adapters its engines merge."""
+    return [name for name, policy in base.trained.items() if policy.lora is not None and policy.lora.merge]
 
 
 def largest_lora_rank(policies: Iterable[AnyPolicy]) -> int:

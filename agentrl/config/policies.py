@@ -51,9 +51,9 @@ class LoraConfig(Section):
     """Also adapt the experts of a mixture of experts, each with its own matrices. They hold most of such a model's
     weights."""
     merge: Fixed[bool] = False
-    """Publish full weights with the adapter merged in. Engines then sample faster, but serve one version at a time, and
-    each version is as large as the model. Only checkpoints hold the adapter. In bfloat16, updates much smaller than the
-    weights are lost to rounding."""
+    """Let engines merge the adapter into the base model. They then sample faster, but serve one version at a time, and
+    the embedded engine keeps a second copy of the adapted layers. Versions are published as adapters either way. In
+    bfloat16, updates much smaller than the weights are lost to rounding."""
 
 
 class _SampledPolicy(Section):

@@ -55,6 +55,8 @@ class EngineCapabilities:
     sampling_mask: bool
     adapters: int
     """Number of adapters the engine serves side by side; 0: full weights only."""
+    merged: frozenset[str] = frozenset()
+    """Policies whose adapters the engine merges into its base model."""
     max_context: int
     """Longest context in tokens, including the completion."""
     exact_continuation: bool = True

@@ -94,10 +94,10 @@ class ExpertFactors(NamedTuple):
         shape, weight = (count * adapters, padded_rank(rank)), getattr(experts, tensor)
         return cls(weight.new_zeros(*shape, inputs), weight.new_zeros(*shape, outputs))
 
-    def add_product(self, weight: Tensor, experts: Any) -> Tensor:
-        """Merge one adapter: return the tensor plus B A of each expert."""
+    def product(self, experts: Any) -> Tensor:
+        """Return B A of each expert, for one adapter, in the layout of the tensor that it adapts."""
         first, second = (self.down, self.up) if experts.is_transposed else (self.up, self.down)
-        return torch.baddbmm(weight, first.transpose(1, 2), second)
+        return torch.bmm(first.transpose(1, 2), second)
 
 
 def compute_adapted(

@@ -296,8 +296,10 @@ class Fleet:
         task = self._follow(replica)
         if replica.is_fenced:
             return
+        merged = self.capabilities.merged
         is_full = any(
-            weights.kind == "full" for weights in self.versions.requested.all - replica.versions.confirmed.all
+            weights.kind == "full" or weights.version.policy in merged
+            for weights in self.versions.requested.all - replica.versions.confirmed.all
         )
         silent = f"no answer within {FENCE_S:g} s"
         try:
@@ -501,6 +503,7 @@ def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
         exact_continuation=all(fleet.exact_continuation for fleet in fleets),
         kv_tokens=_total_kv(fleets),
         prefill_rate=sum(fleet.prefill_rate for fleet in fleets),
+        merged=frozenset[str]().union(*(fleet.merged for fleet in fleets)),
         keeps_version=frozenset[str]().union(*(fleet.keeps_version for fleet in fleets)),
         shares_prefixes=all(fleet.shares_prefixes for fleet in fleets),
         places=_total_places(fleets),

@@ -8,6 +8,7 @@ DeepSeek-V3) or per tensor, and the MXFP4 experts of gpt-oss.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,12 @@ class _Dequantized:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._read().to(self._dtype)[index]
+
+
+def layer_prefix(name: str) -> str:
+    """Return the layer of a tensor: its name up to the first number; "": it is in none."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -3,8 +3,8 @@ weights.
 
 Policies with adapters on one base share it; a policy that trains full weights has its own copy. Models compute in
 `model.dtype`; trained parameters and their gradients are float32. In bfloat16 these are masters, and the model computes
-with their rounded values. An adapter is published unrounded, and engines round it in the same way; a merged one is
-rounded with the weights. Nothing is fetched: no network, no remote code.
+with their rounded values. An adapter is published unrounded, and engines round it in the same way, or round the weights
+into which they merge it. Nothing is fetched: no network, no remote code.
 
 Owns: loading, the parameters of each policy, the active adapter. Does not own: the content of a published version
 (`publication.py`), whether the forward pass is right (`forward_check.py`), what an adapter changes (`adapters.py`),
@@ -67,7 +67,7 @@ from agentrl.learn.forward import (
 from agentrl.learn.forward_check import why_unshared
 from agentrl.learn.layers import check_compilable, compile_layers, recompute_layers
 from agentrl.learn.packing import MicroBatch, TreeSize
-from agentrl.learn.publication import Publication, PublishedAdapter, PublishedMergedWeights, PublishedWeights
+from agentrl.learn.publication import Publication, PublishedAdapter, PublishedWeights
 from agentrl.learn.ranks import ShardedForward, gather_float32, shard_tensor
 from agentrl.learn.recurrence import follow_trees
 
@@ -93,7 +93,6 @@ class PolicyModel:
         unshared: str = "",
         replay: RoutingReplay | None = None,
         described: str = "",
-        merges: bool = False,
     ) -> None:
         self.model = model
         """Causal LM, with the adapters of all policies on its base injected."""
@@ -123,8 +122,6 @@ class PolicyModel:
         """PEFT's view of the model, with the adapters of all policies."""
         self.adapter = adapter
         """PEFT's name of the adapter; None: full weights."""
-        self.merges = merges
-        """Whether engines get the base with the adapter merged into it."""
 
     @property
     def shared_prefixes(self) -> bool:
@@ -211,9 +208,7 @@ class PolicyModel:
     @cached_property
     def publication(self) -> Publication:
         """What a version of this policy holds."""
-        if self.adapter is None:
-            return PublishedWeights(self)
-        return PublishedMergedWeights(self) if self.merges else PublishedAdapter(self)
+        return PublishedWeights(self) if self.adapter is None else PublishedAdapter(self)
 
     @property
     def has_masters(self) -> bool:
@@ -514,7 +509,6 @@ class LoadedBase:
             unshared=self._unshared,
             replay=self._replay,
             described=description,
-            merges=lora.merge,
         )
 
     def remove(self, policy_model: PolicyModel) -> None:

@@ -1,8 +1,7 @@
 """What a version of a policy holds, and how it is made from the trained weights.
 
-There are four kinds: an adapter (`PublishedAdapter`), all weights, exact or rounded from float32 masters
-(`PublishedWeights`), and all weights with the adapter merged into them (`PublishedMergedWeights`). `publish.py` writes
-them to disk.
+It is an adapter (`PublishedAdapter`), also if the engine merges it, or all weights, exact or rounded from float32
+masters (`PublishedWeights`). `publish.py` writes it to disk.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.config.fields import hub_commit
 from agentrl.core.errors import ModelError
-from agentrl.engines.experts import ExpertFactors
-from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors
+from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors, layer_prefix
 from agentrl.engines.weights.reading import (
     count_numbers,
     map_weights_to_state,
     read_adapter_tensors,
     read_weights,
 )
-from agentrl.learn.experts import ParamWrapper
 from agentrl.learn.ranks import gather_tensor
 
 if TYPE_CHECKING:
@@ -221,7 +218,7 @@ class PublishedWeights(Publication):
         """
         tensors = self._unique_tensors()
         expected = _shapes(self._convert(self._without_data(tensors, tensors)))
-        ways: tuple[Callable[[str], str], ...] = (str, _layer, lambda _: "")
+        ways: tuple[Callable[[str], str], ...] = (str, layer_prefix, lambda _: "")
         for group_of in ways:
             groups: dict[str, list[str]] = {}
             for name in tensors:
@@ -252,49 +249,9 @@ class PublishedWeights(Publication):
             policy.parameters[name].copy_(compute_tensor)
 
 
-class PublishedMergedWeights(PublishedWeights):
-    """All weights of the base, with the policy's adapter merged into them."""
-
-    inexact_because = "merged"
-
-    @torch.no_grad()
-    def _gather(self, name: str, tensor: Tensor) -> Tensor:
-        """Gather a tensor, and add the product of the adapter's matrices if its layer has one."""
-        whole = super()._gather(name, tensor)
-        layer, policy = self._adapted_layers.get(name), self._policy
-        if layer is None:
-            return whole
-        module: Any = policy.model.get_submodule(layer)
-        down, up = (
-            gather_tensor(policy.parameters[f"{layer}.{matrix}.{policy.adapter}.weight"]).to(whole.device)
-            for matrix in ("lora_A", "lora_B")
-        )
-        if isinstance(module, ParamWrapper):
-            factors = ExpertFactors.from_peft(down, up * module.scaling[policy.adapter], module.num_experts)
-            return factors.add_product(whole.float(), module.get_base_layer()).to(whole.dtype)
-        return torch.addmm(whole.float(), up, down, alpha=module.scaling[policy.adapter]).to(whole.dtype)
-
-    @cached_property
-    def _adapted_layers(self) -> dict[str, str]:
-        """Modules with an adapter, by the name of their published weight."""
-        mark = f".lora_A.{self._policy.adapter}.weight"
-        layers = {}
-        for layer in (name.removesuffix(mark) for name in self._policy.parameters if name.endswith(mark)):
-            module = self._policy.model.get_submodule(layer)
-            weight = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            layers[f"{layer.replace('.base_layer', '')}.{weight}"] = layer
-        return layers
-
-
 def _without_data(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in dict(tensors).items()}
-
-
-def _layer(name: str) -> str:
-    """Return the layer of a parameter: its name up to the first number."""
-    match = re.match(r".*?\.\d+\.", name)
-    return match[0] if match else ""

@@ -810,8 +810,7 @@ class PolicyTrainer:
         self._learner(policy).discard()
 
     def only_in_checkpoints(self, policy: str) -> bool:
-        """Whether only checkpoints hold all that is trained, because versions are rounded or merged, or lack the value
-        head."""
+        """Whether only checkpoints hold all that is trained, because versions are rounded, or lack the value head."""
         learner = self._learner(policy)
         return bool(learner.model.publication.inexact_because) or learner.value_head is not None
 

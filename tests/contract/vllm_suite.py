@@ -41,6 +41,7 @@ SUITES = {
     "full": [
         "test_engine_vllm_full.py",
         "test_engine_vllm_full_probe.py",
+        "test_engine_vllm_merged.py",
         "test_engine_vllm_transfer.py",
         "test_engine_vllm_capacity.py",
     ],

@@ -28,7 +28,6 @@ QUICK = {
         "all weights, replicated",
         "all weights, offloaded",
         "adapters of two policies",
-        "merged adapters",
     ),
     *("a loss of whole steps", "values", "experts", "recorded experts", "a silent step", "unused weights"),
 }
@@ -45,8 +44,6 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "all weights, replicated": made("replicated", sharding="none"),
         "adapters of two policies": made("adapters", lora=True, policies=("policy", "other"), recompute=True),
         "adapters and their base": made("reference", lora=True, loss={"name": "ppo", "kl": 0.1}),
-        "merged adapters": made("merged", lora=True, merge=True),
-        "merged adapters on bfloat16": made("merged on bfloat16", "bfloat16", lora=True, merge=True),
         "a loss of whole steps": made("step", lora=True, loss={"name": "tests.sharding_cases:spread", "kl": 0.1}),
         "a teacher": made("teacher", reference=root / "teacher", loss={"name": "distillation"}),
         "a teacher of whole steps": made(

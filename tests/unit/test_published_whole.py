@@ -81,13 +81,6 @@ def test_the_text_part_is_sampled_and_trained_under_the_names_of_the_whole(tmp_p
     assert not model.unshared
 
 
-def test_a_merged_adapter_is_published_with_the_tower(tmp_path: Path) -> None:
-    write_released("Gemma 3, with images", tmp_path / "base")
-    policy = PolicyConfig(lora=LORA.model_copy(update={"merge": True}))
-    path, _ = publish(tmp_path / "base", tmp_path / "run", policy)
-    assert load_file(path / "model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
-
-
 def test_tied_weights_and_names_of_another_layout_are_not_carried(tmp_path: Path) -> None:
     """A head beside tied embeddings would be the old one."""
     write_released("Qwen3", tmp_path / "base")

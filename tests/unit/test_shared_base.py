@@ -1,4 +1,4 @@
-"""Trainer and engine of one process hold a base model once if only adapters are served on it."""
+"""Trainer and engine of one process hold a base model once if only adapters are served on it or merged into it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def addresses(model: torch.nn.Module) -> set[int]:
     return {tensor.data_ptr() for tensor in model.parameters()}
 
 
-@pytest.mark.parametrize(("overrides", "shared"), [((ADAPTER,), True), ((ADAPTER, MERGED), False), ((), False)])
+@pytest.mark.parametrize(("overrides", "shared"), [((ADAPTER,), True), ((ADAPTER, MERGED), True), ((), False)])
 def test_an_engine_uses_the_weights_that_no_step_changes(
     repository: Path, overrides: tuple[str, ...], shared: bool
 ) -> None:
@@ -66,12 +66,14 @@ def test_an_engine_reads_the_weights_again_once_the_trainer_is_gone(repository: 
 
 
 def test_the_plan_counts_shared_weights_once(repository: Path) -> None:
-    def weights(*overrides: str) -> int:
+    def weights(*overrides: str, name: str = "weights in") -> int:
         config = config_of(repository, *overrides)
         parts = estimate_memory(config.engine_plan, config.trainer_plan).parts
-        return sum(part.name.startswith("weights in") for part in parts)
+        return sum(part.name.startswith(name) for part in parts)
 
     assert weights(IN_PROCESS, ADAPTER) == 1
-    assert weights(IN_PROCESS, ADAPTER, MERGED) == 2
+    assert weights(IN_PROCESS, ADAPTER, MERGED) == 1
+    assert weights(IN_PROCESS, ADAPTER, MERGED, name="1 copy of the weights") == 1
+    assert weights("--engine.replicas=1", ADAPTER, MERGED) == 2
     assert weights("--engine.replicas=1", ADAPTER) == 2
     assert weights(IN_PROCESS, ADAPTER, "--trainer.ranks=2") == 2

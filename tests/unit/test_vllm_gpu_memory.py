@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 1000,
 }
-HELD = EngineMemoryEstimate(dtype="bfloat16", weights=2 * GB, adapters=GB, keys_and_values=0, logits=GB)
+HELD = EngineMemoryEstimate(dtype="bfloat16", weights=2 * GB, adapters=GB, merged=0, keys_and_values=0, logits=GB)
 
 
 def model(config: Any) -> Any:

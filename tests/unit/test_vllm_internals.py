@@ -135,7 +135,8 @@ def test_vllm_reads_adapters_of_experts_as_they_are_computed(tmp_path: Path, kin
     found = read.get_lora(path)
     gate_a, down_a, up_a = found.lora_a
     gate_b, down_b, up_b = (found.scaling * each for each in found.lora_b)
-    gate_up, down = (ExpertFactors.from_peft(*written[name], 4) for name in (f"{path}.base_layer", path))
+    matrices = (written[name] for name in (f"{path}.base_layer", path))
+    gate_up, down = (ExpertFactors.from_peft(a, b * found.scaling, 4) for a, b in matrices)
     rank = LORA.rank
     torch.testing.assert_close(down.down[:, :rank], down_a)
     torch.testing.assert_close(down.up[:, :rank], down_b.transpose(1, 2))

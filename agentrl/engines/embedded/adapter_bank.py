@@ -119,9 +119,9 @@ class AdapterBank:
                 if name in adapter.matrices:
                     down, up = adapter.matrices[name]
                     layer.down[first : first + adapter.rank] = down
-                    layer.up[first : first + adapter.rank] = up.t()
+                    layer.up[first : first + adapter.rank] = up.t() * adapter.scale
             for name, (bank_experts, tensor) in self._experts.items():
-                bank_experts.write(tensor, 1 + place, adapter.matrices.get(name))
+                bank_experts.write(tensor, 1 + place, adapter.matrices.get(name), adapter.scale)
 
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Set the adapter of each row of the next pass, `[B]`; -1: none."""
@@ -214,10 +214,12 @@ class BankExperts:
         """Make room for adapters on a tensor; all of them change nothing."""
         self._factors[tensor] = ExpertFactors.zeros(self._experts, tensor, places, rank)
 
-    def write(self, tensor: str, place: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+    def write(self, tensor: str, place: int, matrices: tuple[Tensor, Tensor] | None, scale: float) -> None:
         """Write the adapter of a place, or one that changes nothing."""
-        count = self._experts.num_experts
-        written = None if matrices is None else ExpertFactors.from_peft(*matrices, count)
+        count, written = self._experts.num_experts, None
+        if matrices is not None:
+            down, up = matrices
+            written = ExpertFactors.from_peft(down, up * scale, count)
         for at, rows in enumerate(self._factors[tensor]):
             row = rows.view(count, -1, *rows.shape[1:])[:, place]
             row.zero_()

@@ -11,13 +11,15 @@ episode   sessions stay on theirs until they close   refused
 lazy      sessions stay until their lag exceeds      refused
           `max_staleness`, their KV is gone, or another version needs the adapter slot
 
+The adapters of `merged` policies are served like full weights: each is merged into a copy of the base, which is kept.
+
 Invariants:
 1. The event loop schedules, the worker computes; they never touch the same state at once (`between_passes`).
 2. Weights change between two forward passes; a completion's spans say which weights sampled each token.
 3. Keys and values of one version never serve another, except inside a call with refresh `token` and `keep_kv`.
 4. An error in a pass fails the calls in flight and the engine, with its cause; nothing hangs.
 5. A version that is current, pinned, leased or used by a call is never overwritten; a policy has exactly one current
-   version; base weights serve as long as any adapter is built on them.
+   version; base weights serve as long as any adapter is built on them or may be merged into them.
 6. Until a new version has passed its canary check, no later pass can see a change, so that any failure leaves the old
    version serving.
 """
@@ -26,12 +28,15 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.initialization import no_init_weights
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
@@ -47,6 +52,7 @@ from agentrl.engines.embedded.forward import (
     EmbeddedVersion,
     ForwardPassPlan,
     ForwardPassRunner,
+    MergedModelCopy,
     ServedModelCopy,
     check_kv_memory,
     check_row_independence,
@@ -71,6 +77,7 @@ from agentrl.engines.version_table import (
     refresh_mode_needing_adapters,
 )
 from agentrl.engines.weights.reading import (
+    check_adapter,
     check_dtypes,
     count_adapter_numbers,
     count_numbers,
@@ -83,7 +90,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
@@ -140,14 +146,14 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     to newer weights, of all policies or by policy; see above. keep_kv: whether calls in flight keep the KV that older
     weights computed (refresh `token`). capture_routing: whether to record the experts of each position. capture_mask:
     whether to record the kept set of each sampled token. adapter_slots: number of adapters served side by side; 0: full
-    weights only. max_rank: the largest rank of an adapter. max_staleness: for refresh `lazy`, the number of steps that
-    a session of a policy may stay behind; 1 if absent. prefill_tokens: padded context tokens computed per step.
-    fixed_shapes: whether to compute every token alone, in passes of one shape, so that it is bit-identical whatever the
-    other rows and however often the conversation was interrupted; several times slower. threads: torch threads of this
-    process; a model of small matrices is sampled by one. device: device of the model; None: the first GPU, or the CPU
-    if there is none. dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's. shares_weights: whether to use the
-    frozen weights of a trainer in this process instead of a copy; only adapters may then be served on them. clock:
-    times durations.
+    weights only. max_rank: the largest rank of an adapter. merged: policies whose adapters are merged. max_staleness:
+    for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if absent. prefill_tokens:
+    padded context tokens computed per step. fixed_shapes: whether to compute every token alone, in passes of one shape,
+    so that it is bit-identical whatever the other rows and however often the conversation was interrupted; several
+    times slower. threads: torch threads of this process; a model of small matrices is sampled by one. device: device of
+    the model; None: the first GPU, or the CPU if there is none. dtype: `float32`, `bfloat16`, or `auto`: the
+    checkpoint's. shares_weights: whether to use the frozen weights of a trainer in this process instead of a copy; only
+    adapters may then be served on them. clock: times durations.
     """
 
     versions: EmbeddedVersionTable
@@ -219,6 +225,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
+        merged: Iterable[str] = (),
         max_staleness: Mapping[str, int] = MappingProxyType({}),
         prefill_tokens: int = 2048,
         fixed_shapes: bool = False,
@@ -256,6 +263,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             expert_routing=capture_routing,
             sampling_mask=capture_mask,
             adapters=adapter_slots,
+            merged=frozenset(merged),
             max_context=max_context,
             keeps_version=policies_keeping_version(refresh, versions),
             places=slots,
@@ -502,7 +510,8 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self.base = base
         self._max_rank = settings.max_rank
         self._fixed_shapes = settings.fixed_shapes
-        self._spare: ServedModelCopy | None = None
+        self._spares: dict[bool, ServedModelCopy] = {}
+        """Copies that serve no version, by whether adapters are merged into them."""
         self.paused = False
         for version in versions:
             self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, model_copy=base)
@@ -513,26 +522,26 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         """Return the live versions that a model copy serves."""
         return [serving for serving in self.live.values() if serving.model_copy is model_copy]
 
-    def _overwritable(self, policy: str) -> ServedModelCopy | None:
-        """Return the model copy that the next full version of `policy` may overwrite; None: it needs a new copy.
+    def _overwritable(self, weights: WeightsRef) -> ServedModelCopy | None:
+        """Return the model copy that the next full or merged version may overwrite; None: it needs a new copy.
 
-        The base copy is never overwritten while adapters are built on it.
+        The base copy is never overwritten while adapters are built on it, or if some are merged into it.
         """
-        old = self.of_policy(policy)
-        if old.held or old.model_copy.bank is not None:
+        old = self.of_policy(weights.version.policy)
+        is_base = old.model_copy is self.base and bool(self._engine.capabilities.merged or self.base.bank)
+        if old.held or is_base or isinstance(old.model_copy, MergedModelCopy) is not (weights.kind == "adapter"):
             return None
         for neighbor in self._servings_of(old.model_copy):
             if neighbor is not old and (neighbor.held or neighbor.calls or self.is_current(neighbor)):
                 return None
         return old.model_copy
 
-    def _new_copy(self) -> ServedModelCopy:
+    def _new_copy(self, *, is_merged: bool) -> ServedModelCopy:
         """Return a copy of the architecture to fill, reusing one that serves no version, if there is one."""
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
-            return spare
+        if is_merged in self._spares:
+            return self._spares.pop(is_merged)
         template = self.base.model
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), no_init_weights() if is_merged else nullcontext():
             make = language_model_class(template.config).from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
         keep_float32(model)
@@ -540,7 +549,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         fix_rotary_positions(model, self._engine.capabilities.max_context)
         if self._fixed_shapes:
             compute_row_by_row(model)
-        model_copy = ServedModelCopy.of(model)
+        model_copy = MergedModelCopy(model, self.base) if is_merged else ServedModelCopy.of(model)
         if self._engine.tap is not None:
             self._engine.tap.attach(model_copy.model)
         return model_copy
@@ -563,13 +572,17 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             self._bank().empty(serving.adapter)
         elif serving.model_copy is not self.base:
             del self.live[serving.version]
-            if self._spare is None and not self._servings_of(serving.model_copy):
-                self._spare = serving.model_copy
+            if not self._servings_of(serving.model_copy):
+                self._keep_spare(serving.model_copy)
+
+    def _keep_spare(self, model_copy: ServedModelCopy) -> None:
+        self._spares.setdefault(isinstance(model_copy, MergedModelCopy), model_copy)
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
     async def _load(self, weights: WeightsRef) -> None:
-        await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
+        is_full = weights.kind == "full" or weights.version.policy in self._engine.capabilities.merged
+        await (self._load_full(weights) if is_full else self._load_adapter(weights))
 
     async def _make_current(self, serving: EmbeddedVersion) -> None:
         self._engine.interrupt()
@@ -586,57 +599,70 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self.settle(old)
 
     async def _load_full(self, weights: WeightsRef) -> None:
-        policy, base = weights.version.policy, self.base
+        policy = weights.version.policy
         refresh = self.leases.refresh_of(policy)
         if refresh in ("episode", "lazy"):
             raise version_refused_error(
                 weights,
                 f"engine.refresh = {refresh!r} needs adapters; with full weights set it to 'auto', 'token' or 'turn'",
             )
-        file = await asyncio.to_thread(lambda: read_weights(weights, max_numbers=count_numbers(base.model)))
-        read = await asyncio.to_thread(map_weights_to_state, weights, file.tensors, base.state, base.model)
-        canary = self._of_the_model(weights, read_canary(weights, file.metadata, file.tensors))
-        if canary is not None:
-            check_dtypes(weights, file.tensors, base.state)
+        read = self._read_full if weights.kind == "full" else self._read_merged
+        fill, canary = await asyncio.to_thread(read, weights)
         try:
             if refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights)
-            await run_shielded(self._swap_full(weights, read, canary))
+            await run_shielded(self._swap_full(weights, fill, self._of_the_model(weights, canary)))
         finally:
             self.held.discard(policy)
             self.wake()
 
+    def _read_full(self, weights: WeightsRef) -> tuple[Callable[[Any], None], Canary | None]:
+        """Read full weights; returns a function that fills a copy of the model with them, and their canary."""
+        base = self.base
+        file = read_weights(weights, max_numbers=count_numbers(base.model))
+        state = map_weights_to_state(weights, file.tensors, base.state, base.model)
+        canary = read_canary(weights, file.metadata, file.tensors)
+        if canary is not None:
+            check_dtypes(weights, file.tensors, base.state)
+        return (lambda model_copy: model_copy.overwrite(state)), canary
+
+    def _read_merged(self, weights: WeightsRef) -> tuple[Callable[[Any], None], Canary | None]:
+        """Read an adapter to be merged; see `_read_full`."""
+        adapter = read_adapter(weights, max_numbers=count_numbers(self.base.model))
+        check_adapter(weights, adapter, self.base.model, max_rank=adapter.rank)
+        return (lambda model_copy: model_copy.merge(adapter)), adapter.canary
+
     async def _turn_boundary(self, weights: WeightsRef) -> None:
         old = self.of_policy(weights.version.policy)
-        while old.calls and self._requested.is_current(weights) and self._overwritable(old.version.policy) is not None:
+        while old.calls and self._requested.is_current(weights) and self._overwritable(weights) is not None:
             if self.paused:
                 raise version_refused_error(
                     weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
                 )
             await self._change()
 
-    async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
+    async def _swap_full(self, weights: WeightsRef, fill: Callable[[Any], None], canary: Canary | None) -> None:
         """Swap in full weights. A started swap finishes even if the caller is cancelled."""
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
             is_current = self._requested.is_current(weights)
-            target = self._overwritable(weights.version.policy) if is_current else None
-            model_copy = target or self._new_copy()
-            before = model_copy.clone_weights() if target is not None and canary is not None else None
+            target = self._overwritable(weights) if is_current else None
+            model_copy = target or self._new_copy(is_merged=weights.kind == "adapter")
+            restore = model_copy.save() if target is not None and canary is not None else None
             overwritten = {serving.version: serving for serving in self._servings_of(model_copy)}
             for version in overwritten:
                 del self.live[version]  # from here on it cannot be held
             new = self._serving(weights, canary, model_copy)
-            await self._engine.on_worker(lambda: model_copy.overwrite(read))
+            await self._engine.on_worker(partial(fill, model_copy))
             try:
                 await self._check_answer(weights, new, *overwritten.values())
             except BaseException:
-                if before is not None:
-                    await self._engine.on_worker(lambda: model_copy.overwrite(before))
+                if restore is not None:
+                    await self._engine.on_worker(restore)
                 elif target is None:
-                    self._spare = model_copy
+                    self._keep_spare(model_copy)
                 self.live |= overwritten
                 raise
             self._add(new, is_current=is_current)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -47,9 +48,10 @@ from agentrl.engines.models import (
     varied,
 )
 from agentrl.engines.version_table import LiveVersion
+from agentrl.engines.weights.merging import adapter_products, merge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.adapter_bank import AdapterBank
     from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
     from agentrl.engines.embedded.slots import Slots
+    from agentrl.engines.weights.reading import AdapterWeights
 
 _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
@@ -136,12 +139,12 @@ class ServedModelCopy:
     """One copy of the model's weights."""
 
     model: PreTrainedModel
-    state: Mapping[str, Tensor]
+    state: dict[str, Tensor]
     """Parameters and persistent buffers, keyed by their names in the checkpoint."""
     bank: AdapterBank | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ServedModelCopy:
+    def of(cls, model: PreTrainedModel) -> Self:
         """Wrap a loaded model."""
         return cls(model, dict(model.state_dict()))
 
@@ -152,9 +155,54 @@ class ServedModelCopy:
                 if name in self.state:
                     self.state[name].copy_(tensor)
 
-    def clone_weights(self) -> dict[str, Tensor]:
-        """Return a copy of the current weights, which `overwrite` can restore."""
-        return {name: tensor.clone() for name, tensor in self.state.items()}
+    def save(self) -> Callable[[], None]:
+        """Save the current weights; returns a function that restores them."""
+        return partial(self.overwrite, {name: tensor.clone() for name, tensor in self.state.items()})
+
+
+class MergedModelCopy(ServedModelCopy):
+    """A copy into which adapters are merged, one at a time. It shares all other weights with the base copy."""
+
+    def __init__(self, model: PreTrainedModel, base: ServedModelCopy) -> None:
+        """Share the weights of `base`; `model` is of its architecture, and its own weights are dropped."""
+        super().__init__(model, {})
+        self._base = base
+        self._adapter: AdapterWeights | None = None
+        self._own: dict[str, Tensor] = {}
+        """Weights that an adapter has changed, by name."""
+        for name, weight in base.state.items():
+            self._place(name, weight)
+        for name, buffer in base.model.named_buffers():
+            if name not in base.state:  # it is not stored, and no initialization has filled it here
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._buffers[leaf] = buffer.clone()
+
+    def merge(self, adapter: AdapterWeights | None) -> None:
+        """Merge a checked adapter into the weights of the base, in place of an earlier one."""
+        self._adapter, stale = adapter, dict(self._own)
+        with torch.no_grad():
+            for name, product in () if adapter is None else adapter_products(adapter, self.model, self.model.device):
+                stale.pop(name, None)
+                if name not in self._own:
+                    self._own[name] = torch.empty_like(self._base.state[name])
+                    self._place(name, self._own[name])
+                base = self._base.state[name]
+                self._own[name].copy_(merge(base, product, base.dtype))
+            for name, weight in stale.items():
+                weight.copy_(self._base.state[name])
+
+    def save(self) -> Callable[[], None]:
+        return partial(self.merge, self._adapter)
+
+    def _place(self, name: str, weight: Tensor) -> None:
+        """Let the model compute with a weight."""
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
+        else:
+            module._buffers[leaf] = weight
+        self.state[name] = weight
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

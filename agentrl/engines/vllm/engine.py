@@ -195,6 +195,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             expert_routing=settings.capture_routing,
             sampling_mask=settings.capture_mask,
             adapters=adapters,
+            merged=frozenset(settings.merged),
             max_context=settings.max_context,
             keeps_version=policies_keeping_version(settings.refresh, versions),
             exact_continuation=False,
@@ -240,6 +241,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
+        merged: Collection[str] = (),
         expert_adapters: bool = False,
         max_staleness: Mapping[str, int] = MappingProxyType({}),
         kv_memory: int = 0,
@@ -263,6 +265,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             capture_mask: whether to return the kept set of each token of calls with filters; needs V2 as well.
             adapter_slots: number of adapters served side by side; 0: full weights of one policy.
             max_rank: the largest rank of an adapter.
+            merged: policies whose adapters are merged into the weights, with `adapter_slots` = 0.
             expert_adapters: whether adapters may be on the experts of a mixture of experts.
             max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if
                 absent.
@@ -289,6 +292,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             capture_mask=capture_mask,
             adapter_slots=adapter_slots,
             max_rank=max_rank,
+            merged=merged,
             expert_adapters=expert_adapters,
             max_staleness=max_staleness,
             dtype=dtype,

@@ -38,7 +38,7 @@ from agentrl.engines.weights import vllm_worker
 from agentrl.engines.weights.reading import predict_engine_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from transformers import PreTrainedModel
     from vllm.config import VllmConfig
@@ -75,6 +75,8 @@ class VllmSettings:
     adapter_slots: int
     max_rank: int
     max_staleness: Mapping[str, int]
+    merged: Collection[str] = ()
+    """Policies whose adapters are merged into the weights; needs `adapter_slots` = 0."""
     expert_adapters: bool = False
     """Whether adapters may be on the experts of a mixture of experts, too."""
     capture_routing: bool = False

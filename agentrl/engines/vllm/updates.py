@@ -7,7 +7,8 @@ Invariants: until an update has succeeded the old version stays, and no failure 
 leave the engine only after it has passed its canary check. The check runs while calls already sample from the version,
 because its answer takes as long as a first token; for an adapter, both are requested together with its loading.
 
-refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
+refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait),
+                                                     and adapters that vLLM's worker merges
 token     calls continue under it, as a new          pause, load, resume; KV of open turns kept or recomputed
           request over the tokens they have
 turn      calls in flight end on theirs              the same, once those in flight have ended
@@ -24,10 +25,11 @@ import os
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -38,7 +40,6 @@ from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedEr
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.futures import run_shielded
 from agentrl.core.ports import TokenScores
-from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.version_table import LiveVersion, VersionTable
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.canary import Canary
     from agentrl.engines.vllm.startup import VllmSettings
     from agentrl.engines.weights.receiver import IncomingTransfer, WeightReceiver
@@ -85,9 +86,9 @@ class VllmVersion(LiveVersion):
     adapter: LoRARequest | None = None
     salt: str | None = None
     """Salt that separates its prefixes in vLLM's cache; for an adapter its path does that."""
-    file: str = ""
-    """File of full weights: a private copy, or the published file if the trainer sent the weights; "": the weights with
-    which vLLM was started."""
+    files: WeightsRef | None = None
+    """Full weights, or an adapter to be merged: a private copy, or the published files if the trainer sent the weights;
+    None: the weights with which vLLM was started."""
     check: asyncio.Future[bool] | None = None
     """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
 
@@ -140,6 +141,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         self._precision = engine_precision(llm.vllm_config)
         self.keep_kv = settings.keep_kv
         self._max_rank = settings.max_rank
+        self._merged = settings.merged
         for policy, version in versions.items():
             salt = None if self.places else str(version)
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
@@ -196,7 +198,8 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     # --- updates ------------------------------------------------------------------------------------------------------
 
     async def _load(self, weights: WeightsRef) -> None:
-        await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
+        is_full = weights.kind == "full" or weights.version.policy in self._merged
+        await (self._load_full(weights) if is_full else self._load_adapter(weights))
 
     async def _make_current(self, serving: VllmVersion) -> None:
         await run_shielded(self._promote(serving))
@@ -344,7 +347,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         delivery, canary = await self._receive_offer(weights)
         try:
             if delivery is None:
-                canary = await self._copy_full(weights, copy)
+                canary = await self._copy(weights, copy)
             self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
@@ -359,7 +362,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     async def _receive_offer(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
         """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
         delivery is None if the version must be loaded from its published file."""
-        delivery = await self._inbox.ask(weights.version)
+        delivery = await self._inbox.ask(weights.version) if weights.kind == "full" else None
         if delivery is None:
             return None, None
         try:
@@ -389,8 +392,10 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             raise version_refused_error(weights, "it has no canary, so only its published file can be checked")
         return canary
 
-    async def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
+    async def _copy(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
+        if weights.kind == "adapter":
+            return await asyncio.to_thread(self._copy_merged, weights, copy)
         await self._inbox.fetch(weights.version)
 
         def read_copy() -> WeightFile:
@@ -401,6 +406,12 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         read = await asyncio.to_thread(read_copy)
         return await asyncio.to_thread(self._check_full, weights, read)
 
+    def _copy_merged(self, weights: WeightsRef, copy: Path) -> Canary | None:
+        count = count_numbers(self._model)
+        adapter = read_adapter(copy_weight_files(weights, copy, max_numbers=count), max_numbers=count)
+        check_adapter(weights, adapter, self._model, max_rank=adapter.rank)
+        return self._of_the_model(weights, adapter.canary)
+
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file.metadata, file.tensors)
         map_weights_to_state(weights, file.tensors, expected, self._model)
@@ -410,7 +421,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
     def _remove_unused_copies(self) -> None:
         """Remove the private copies of full weights that no longer serve."""
-        used_names = {Path(serving.file).parent.name for serving in self.live.values() if serving.file}
+        used_names = {Path(serving.files.path).name for serving in self.live.values() if serving.files}
         for copy in Path(self._copies.name).glob("*"):
             if copy.name not in used_names:
                 shutil.rmtree(copy, ignore_errors=True)
@@ -423,9 +434,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             raise version_refused_error(
                 weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora"
             )
-        file = str((copy if delivery is None else Path(weights.path)) / WEIGHT_FILES["full"][0])
+        files = replace(weights, path=str(copy)) if delivery is None else weights
         new = VllmVersion(
-            version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
+            version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), files=files
         )
 
         async with self._control.paused(clear_cache=not self.keep_kv):
@@ -449,9 +460,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 if await self._control.receive(delivery, str(new.version)):
                     return
                 # The trainer is gone or cannot continue; load the file, which has the same weights.
-                await self._copy_full(weights, copy)
-                new.file = str(copy / WEIGHT_FILES["full"][0])
-            await self._control.load_full(new.file, str(new.version))
+                await self._copy(weights, copy)
+                new.files = replace(weights, path=str(copy))
+            await self._control.load_full(new.files, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
@@ -467,26 +478,25 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             EngineLostError: vLLM's weights belong to no version now.
         """
         try:
-            if old.file:
+            if old.files is not None and old.files.kind == "full":
                 await self._inbox.fetch(old.version)
-                await asyncio.to_thread(self._check_file, old)
-            await self._control.load_full(old.file, str(old.version))
+                old.files = await asyncio.to_thread(self._check_files, old.files)
+            await self._control.load_full(old.files, str(old.version))
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
                 f"weights {weights.version}: {reason}, and vLLM cannot return to {old.version} ({error})"
             ) from error
 
-    def _check_file(self, old: VllmVersion) -> None:
-        """Check the digest of a version's file; if the trainer sent the version and published only its changes, write
-        the file first."""
-        directory, count = str(Path(old.file).parent), count_numbers(self._model)
-        weights = WeightsRef(version=old.version, path=directory, kind="full", sha256=old.digest)
-        if not Path(old.file).is_file():
+    def _check_files(self, files: WeightsRef) -> WeightsRef:
+        """Check the digest of full weights; if the trainer sent them and published only their changes, write them
+        first."""
+        count = count_numbers(self._model)
+        if not (Path(files.path) / WEIGHT_FILES["full"][0]).is_file():
             copy = Path(self._copies.name) / str(next(self._numbers))
-            weights = copy_weight_files(weights, copy, max_numbers=count)
-            old.file = str(copy / WEIGHT_FILES["full"][0])
-        read_weights(weights, max_numbers=count)
+            files = copy_weight_files(files, copy, max_numbers=count)
+        read_weights(files, max_numbers=count)
+        return files
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -527,15 +537,20 @@ class VllmControl:
                 if not self.lost:
                     await self._llm.resume_generation()
 
-    async def load_full(self, file: str, label: str) -> None:
-        """Replace the weights by those of a file; tokens that vLLM samples from then on bear the label.
+    async def load_full(self, files: WeightsRef | None, label: str) -> None:
+        """Replace the weights by those of a version; tokens that vLLM samples from then on bear the label.
 
         Args:
-            file: path of a private copy; "": the weights with which vLLM was started.
+            files: a private copy of full weights or of an adapter; None: the weights with which vLLM was started.
             label: label of the version.
         """
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
+        info: dict[str, Any] = {}
+        if files is not None and files.kind == "adapter":
+            info["adapter"] = msgspec.to_builtins(files)
+        elif files is not None:
+            info["path"] = str(Path(files.path) / WEIGHT_FILES["full"][0])
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(weight_version=label)
 
     async def receive(self, delivery: IncomingTransfer, label: str) -> bool:

