@@ -1,6 +1,6 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit|start]
+    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit|start|publication]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -25,6 +25,12 @@
   of a step, episodes included, over those of its linear layers alone. SmolLM2 is not in `--quick`.
 * `start`. `calculator_first_token_s`, `smollm2_first_token_s`: CPU seconds of a run until its first sampled token.
   `imports_s`: those of torch and transformers alone, which no start can avoid and a busy machine raises too.
+* `publication`. `publication_ratio`: seconds from the end of an optimizer step to the first token of the new version,
+  for a merged LoRA on SmolLM2 with vLLM that is published as factors, over publishing the merged weights; median of
+  interleaved rounds. `publication_cpu_ratio`, `publication_bytes`: the same of the CPU seconds of all processes, and
+  of the published bytes. `publication_difference`: the largest
+  difference of weights and of log-probabilities between the two. `publication_control`: whether that comparison finds
+  one number of one factor moved by a thousandth.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ from typing import Any
 
 from agentrl.observe.metrics import PREDICTED_STEP
 from agentrl.observe.pace import choose_staleness
-from benchmarks import pace_growth, pace_limit, stale_data
+from benchmarks import pace_growth, pace_limit, pace_publication, stale_data
 from benchmarks.parts import Figures, run_functions
 from tests.simulation.pace import (
     BOUNDS,
@@ -143,6 +149,7 @@ PARTS: Mapping[str, Figures] = {
     "growth": pace_growth.figures,
     "limit": pace_limit.figures,
     "start": pace_limit.start,
+    "publication": pace_publication.figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
@@ -152,6 +159,8 @@ FIGURES = (
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
     *("calculator_first_token_s", "smollm2_first_token_s", "imports_s"),
     *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
+    *("publication_ratio", "publication_cpu_ratio", "publication_bytes"),
+    *("publication_difference", "publication_control"),
 )
 
 if __name__ == "__main__":
