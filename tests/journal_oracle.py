@@ -406,7 +406,7 @@ class _Judge:
         agents: dict[tuple[str, int], list[Turn]] = defaultdict(list)
         for turn in own.turns:
             agents[turn.seat, turn.index].append(turn)
-        if own.fork is not None and own.fork.get("branch"):
+        if own.fork is not None:
             for turn in inherited.turns:
                 agents[turn.seat, turn.index] += []
         if {(row["seat"], row["agent"]) for row in rows} != agents.keys():

@@ -206,6 +206,7 @@ def fork_parents(
             references=recorded_environment_code(info),
             code_hash=parent.begin.code_hash,
             command=command,
+            is_child=ids.child_depth(parent.ancestors[-1].episode_id) > 0,
         )
 
     config = received.config(recorded_settings, use, command, choose_code)

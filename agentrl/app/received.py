@@ -395,26 +395,36 @@ class ReceivedRun:
         return replace(task, data={**task.data, **overrides})
 
     def environment(
-        self, name: str, chosen: type | str | None, *, references: Mapping[str, str], code_hash: str, command: str
+        self,
+        name: str,
+        chosen: type | str | None,
+        *,
+        references: Mapping[str, str],
+        code_hash: str,
+        command: str,
+        is_child: bool = False,
     ) -> type[Environment]:
         """Choose the class to run for an episode of an environment.
 
         Args:
             name: name of the environment in the journal.
-            chosen: the class that the user named, or a reference to it. If the run has an environment of that name,
-                the user means its module: an episode of another environment gets the class of its own name there. A
-                reference to the file that played the episode is remembered for the run.
+            chosen: the class that the user named, or a reference to it. The class of the recorded name in the same
+                module takes its place for a child, and if the run has an environment of the chosen name: the user then
+                means the module. Otherwise the chosen class replaces the recorded one. A reference to the file that
+                played the episode is remembered for the run.
             references: references to the code of the run's environments, by name; see `environment_code_references`.
             code_hash: hash of the environment's module when the episode was played.
             command: the user's command without `--environment`, for the message.
+            is_child: whether another episode started this one.
 
         Raises:
             InputError: only the journal names the code; the message has the command with which the user can name it.
         """
         if chosen is not None:
             environment = resolve(chosen)
-            if environment.__name__ in {_class_name(other) for other in (*references, name)}:
-                environment = _class_or_sibling(environment, name)
+            recorded = {_class_name(other) for other in (*references, *references.values(), name)}
+            if is_child or environment.__name__ in recorded:
+                environment = _class_or_sibling(environment, references.get(name, name))
             if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
                 reference = os.path.abspath(file) + chosen.removeprefix(file)
                 environments = {**self.choices.environments, name: reference}

@@ -170,6 +170,7 @@ def _choose_code(
                 references=recorded_environment_code(reader.info()),
                 code_hash=begin.code_hash,
                 command=command,
+                is_child=ids.child_depth(episode_id) > 0,
             )
 
 
@@ -228,6 +229,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         references=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=command,
+        is_child=spec.parent_id is not None,
     )
     spec = dataclasses.replace(spec, task=request.received.task(environment, spec.task, command))
     if request.rescoring:

@@ -9,7 +9,10 @@ tokens, and each episode is compared with itself.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,17 +21,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.app.forks import ForkParent, find_parent, fork_parents
-from agentrl.app.received import ReceivedRun
+from agentrl.app.received import ReceivedRun, recorded_environment_code
 from agentrl.app.replays import replay
 from agentrl.core import ids
 from agentrl.core.betting import AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
-from agentrl.core.intervals import confidence_half_width
+from agentrl.core.intervals import half_width_of_few
 from agentrl.core.own_loop import outside_event_loop
+from agentrl.environment.registry import resolve
 from agentrl.inspection.comparisons import FORKS, WhatIfEffect, WhatIfEpisode, WhatIfResult
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import SpawnEntry, TurnEntry
+from agentrl.journal.entries import BeginEntry, EffectEntry, SpawnEntry, ToolEntry, TurnEntry
 from agentrl.journal.reader import AT_END
 
 if TYPE_CHECKING:
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from agentrl.inspection.comparisons import ReplayResult
     from agentrl.inspection.reader import EpisodeView
 
+MIN_TASKS = 6
+"""Number of tasks from which on equal differences decide."""
 Rewards = Mapping[str, float]
 """Reward of each rewarded seat, summed over its agents."""
 
@@ -65,48 +71,70 @@ def whatif(
         InputError: there is no such episode, the weights of one are gone, or only the run names what it needs.
         JournalError: the control log is damaged.
     """
+    received = ReceivedRun(Path(expand_path(run)), overrides)
     replays = partial(replay, run, environment=environment, overrides=overrides, factories=factories)
-    first = replays(episodes, on_progress=on_progress)
-    departed = [result for result in first if result.outcome == "departed"]
-    named = [(result.episode, result.attempt) for result in departed]
-    rescored = replays(named, rescoring=True, on_progress=on_progress) if named else []
+    first = replays(list(dict.fromkeys(episodes)), on_progress=on_progress)
+    departed = [(result.episode, result.attempt) for result in first if result.outcome == "departed"]
+    rescored = replays(departed, rescoring=True, on_progress=on_progress) if departed else []
     new_rewards = {
         (result.episode, result.attempt): _of_seats(result.after)
         for result in rescored
         if result.outcome == "identical"
     }
-    with contextlib.closing(RunReader(run)) as reader:
-        judged = [_judged(reader, result, new_rewards.get((result.episode, result.attempt))) for result in first]
+    with contextlib.closing(RunReader(received.run)) as reader:
+        classes = _recorded_classes(reader, environment)
+        judged = [
+            _judged(reader, result, new_rewards.get((result.episode, result.attempt)), classes) for result in first
+        ]
     if differing := [episode for episode in judged if episode.outcome == "resampled"]:
-        received = ReceivedRun(Path(expand_path(run)), overrides)
         forks = _resample(differing, received, environment, factories, on_progress)
-        judged = [forks.get(episode.episode, episode) for episode in judged]
-    sampled, tokens = sum(episode.sampled for episode in judged), sum(episode.tokens for episode in judged)
+        judged = [forks.get((episode.episode, episode.attempt), episode) for episode in judged]
+    counted = [episode for episode in judged if episode.outcome not in ("failed", "left_out")]
+    tokens, sampled = sum(episode.tokens for episode in counted), sum(episode.sampled for episode in judged)
     return WhatIfResult(
         episodes=judged,
-        effects=_effects(judged),
+        effects=_effects(counted),
         sampled=sampled,
-        saved=1.0 - sampled / tokens if tokens else 0.0,
+        saved=max(1.0 - sampled / tokens, 0.0) if tokens else None,
     )
 
 
 def newest_evaluation(reader: RunReader) -> list[tuple[str, int | None]]:
-    """Return the episodes of a run's newest evaluation.
+    """Return the episodes of a run's newest evaluation, children left out.
 
     Raises:
         InputError: the run has none.
     """
-    lines = reader.episodes("purpose = 'evaluate' and status = 'finished'", sort="admitted_at", limit=1)
-    if not lines:
+    roots = [
+        line
+        for line in reader.episodes("purpose = 'evaluate'", sort="admitted_at", limit=1 << 20)
+        if line.parent is None and line.status != "repeated"
+    ]
+    versions = [(line.lineage, line.oldest_step) for line in roots if line.oldest_step is not None]
+    if not versions:
         raise InputError(f"{reader.path}: the run has no evaluation; choose episodes with --where, such as 'turns > 0'")
-    newest = lines[0]
-    where = f"purpose = 'evaluate' and status = 'finished' and oldest_step = {newest.oldest_step}"
-    where += f" and lineage = {newest.lineage}" if newest.oldest_step is not None else ""
-    lines = reader.episodes(where if newest.oldest_step is not None else "purpose = 'evaluate'", limit=1 << 20)
-    return [(line.episode, line.attempt) for line in lines if line.parent is None]
+    # an episode without turns has no version, but was admitted after all of the evaluation before
+    others = (line for line in roots if line.oldest_step is not None)
+    ended_at = max(
+        (line.admitted_at for line in others if (line.lineage, line.oldest_step) != versions[0]), default=-math.inf
+    )
+    return [(line.episode, line.attempt) for line in reversed(roots) if line.admitted_at > ended_at]
 
 
-def _judged(reader: RunReader, result: ReplayResult, new_rewards: Rewards | None) -> WhatIfEpisode:
+def _recorded_classes(reader: RunReader, environment: type | str) -> Mapping[str, bool]:
+    """Return the names of the run's environments, and whether the changed code has a class for each. If none of its
+    classes has a recorded name, the changed class replaces the only environment of the run."""
+    references = recorded_environment_code(reader.info())
+    changed = resolve(environment)
+    module = sys.modules.get(changed.__module__)
+    names = {name: (references.get(name, name)).rpartition(":")[2].rpartition(".")[2] for name in references}
+    has_class = {name: isinstance(getattr(module, class_name, None), type) for name, class_name in names.items()}
+    return has_class if changed.__name__ in names.values() else {}
+
+
+def _judged(
+    reader: RunReader, result: ReplayResult, new_rewards: Rewards | None, classes: Mapping[str, bool]
+) -> WhatIfEpisode:
     """Return what replays say of an episode; `resampled` if a fork must sample its rest."""
     view = reader.episode(result.episode, result.attempt)
     line = view.summary
@@ -114,14 +142,17 @@ def _judged(reader: RunReader, result: ReplayResult, new_rewards: Rewards | None
     found = WhatIfEpisode(
         episode=line.episode,
         attempt=line.attempt,
-        task=line.task,
+        task=_task_key(view),
         outcome="left_out",
         before=before,
         call=result.call,
         text=result.text,
         tokens=line.tokens or 0,
+        has_effects=any(
+            isinstance(body, EffectEntry) or (isinstance(body, ToolEntry) and body.external) for _, body in view.entries
+        ),
     )
-    if reason := _why_left_out(view, result):
+    if reason := _why_left_out(view, result, classes):
         return msgspec.structs.replace(found, text=reason)
     if result.outcome == "identical":
         return msgspec.structs.replace(found, outcome="identical", after=before)
@@ -130,19 +161,30 @@ def _judged(reader: RunReader, result: ReplayResult, new_rewards: Rewards | None
     return msgspec.structs.replace(found, outcome="failed" if result.call is None else "resampled")
 
 
-def _why_left_out(view: EpisodeView, result: ReplayResult) -> str:
-    """Return why an episode's rest cannot be judged; empty if it can."""
+def _task_key(view: EpisodeView) -> str:
+    """Return a key of an episode's task: tasks of several splits may have the same id."""
+    begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
+    data = msgspec.json.encode(begin.task, order="deterministic") if begin is not None else b""
+    return f"{view.summary.environment} {view.summary.task} {hashlib.sha256(data).hexdigest()[:12]}"
+
+
+def _why_left_out(view: EpisodeView, result: ReplayResult, classes: Mapping[str, bool]) -> str:
+    """Return why an episode cannot be judged; empty if it can."""
     line = view.summary
     if result.outcome in ("damaged", "not_replayable"):
         return result.text
     if line.stop_reason is None:
         return f"it was dropped as {line.drop_reason}" if line.drop_reason else "it has not ended"
+    if line.status == "repeated":
+        return "a later attempt replaced it"
+    if "~" in line.episode:
+        return "it is a branch or a child of another episode"
+    if not classes.get(line.environment, True):
+        return f"the changed code has no class for {line.environment}"
     if any(isinstance(body, SpawnEntry) for _, body in view.entries):
         return "it has child episodes, in which the change would not show"
     if any(isinstance(body, TurnEntry) and not ids.has_call_number(call) for call, body in view.entries):
         return "its agent runs outside the environment and sends its own requests"
-    if "~" in line.episode:
-        return "it is a branch or a child of another episode"
     return ""
 
 
@@ -152,22 +194,34 @@ def _resample(
     environment: type | str,
     factories: RunFactories | None,
     on_progress: Callable[[str, float], None],
-) -> dict[str, WhatIfEpisode]:
-    """Sample the rest of episodes from the first call that differs; returns the episodes by id."""
+) -> dict[tuple[str, int], WhatIfEpisode]:
+    """Sample the rest of episodes from the first call that differs; returns the episodes by id and attempt."""
+    found: dict[tuple[str, int], WhatIfEpisode] = {}
+    parents: list[tuple[WhatIfEpisode, ForkParent]] = []
     with contextlib.closing(RunReader(received.run)) as reader:
-        parents = [_parent(reader, episode) for episode in episodes]
+        for episode in episodes:
+            try:
+                parents.append((episode, _parent(reader, episode)))
+            except InputError as error:
+                found[episode.episode, episode.attempt] = msgspec.structs.replace(
+                    episode, outcome="left_out", text=str(error)
+                )
+    if not parents:
+        return found
     headers = fork_parents(
-        parents,
+        [parent for _, parent in parents],
         received=received,
         command=received.command("run whatif", environment=environment),
         environment=environment,
         factories=factories,
         on_progress=on_progress,
     )
-    return {
-        episode.episode: _resampled(episode, parent, header)
-        for episode, parent, header in zip(episodes, parents, headers, strict=True)
-    }
+    directory = received.run if received.run.name == FORKS else received.run / FORKS
+    with contextlib.closing(RunReader(directory)) as forks:
+        for (episode, parent), header in zip(parents, headers, strict=True):
+            detail = forks.lines([(header.episode_id, header.attempt)])[0].detail
+            found[episode.episode, episode.attempt] = _resampled(episode, parent, header, detail or "")
+    return found
 
 
 def _parent(reader: RunReader, episode: WhatIfEpisode) -> ForkParent:
@@ -177,7 +231,7 @@ def _parent(reader: RunReader, episode: WhatIfEpisode) -> ForkParent:
     return find_parent(reader.journal, episode.episode, episode.attempt, call)
 
 
-def _resampled(episode: WhatIfEpisode, parent: ForkParent, header: EpisodeHeader) -> WhatIfEpisode:
+def _resampled(episode: WhatIfEpisode, parent: ForkParent, header: EpisodeHeader, detail: str) -> WhatIfEpisode:
     inherited = sum(len(turn.sampled(plain=True)) for turn in parent.prefix if isinstance(turn, TurnEntry))
     sampled = msgspec.structs.replace(
         episode,
@@ -186,8 +240,12 @@ def _resampled(episode: WhatIfEpisode, parent: ForkParent, header: EpisodeHeader
         sampled=header.tokens,
         tokens=inherited + header.tokens,
     )
+    if header.drop_reason in ("nondeterminism", "resource_lost"):
+        reason = "calls made at the same time differ, so that no prefix of the record agrees"
+        return msgspec.structs.replace(sampled, outcome="left_out", text=reason)
     if not header.committed:
-        return msgspec.structs.replace(sampled, outcome="failed", text=f"dropped as {header.drop_reason}")
+        text = f"dropped as {header.drop_reason}" + (f": {detail}" if detail else "")
+        return msgspec.structs.replace(sampled, outcome="failed", text=text)
     rewards = {f"{unit.seat}[{unit.index}]": unit.reward for unit in header.trajectories}
     return msgspec.structs.replace(sampled, after=_of_seats(rewards))
 
@@ -216,8 +274,9 @@ def _effects(episodes: Sequence[WhatIfEpisode]) -> list[WhatIfEffect]:
             [statistics.fmean(pair[side] for pair in of_task) for of_task in pairs.values()] for side in (0, 1)
         )
         differences = [new - old for old, new in zip(before, after, strict=True)]
-        difference, error = statistics.fmean(differences), confidence_half_width(differences)
+        difference, error = statistics.fmean(differences), half_width_of_few(differences)
         interval = AnytimeInterval(difference - error, difference + error)
+        is_known = len(differences) >= MIN_TASKS or (error > 0 and len(differences) > 1)
         effects.append(
             WhatIfEffect(
                 seat=seat,
@@ -226,7 +285,7 @@ def _effects(episodes: Sequence[WhatIfEpisode]) -> list[WhatIfEffect]:
                 after=statistics.fmean(after),
                 difference=difference,
                 error=error,
-                verdict=verdict_words(interval) if len(differences) > 1 else "undecided",
+                verdict=verdict_words(interval) if is_known else "undecided",
             )
         )
     return effects

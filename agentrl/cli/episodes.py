@@ -206,6 +206,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run whatif [RUN] --environment REF [--where …]`."""
     from agentrl.app.whatif import newest_evaluation, whatif
+    from agentrl.inspection.comparisons import FORKS
     from agentrl.inspection.render_episode import whatif_page
 
     # a configuration names the environment this way
@@ -229,7 +230,8 @@ def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             factories=_factories(reader),
             on_progress=progress,
         )
-    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(reader.path)))
+    root = reader.path.parent if reader.path.name == FORKS else reader.path
+    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(root)))
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:

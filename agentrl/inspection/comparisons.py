@@ -365,6 +365,7 @@ class WhatIfEpisode(msgspec.Struct, frozen=True, kw_only=True):
     episode: str
     attempt: int
     task: str
+    """Environment, id and a digest of the data."""
     outcome: WhatIfOutcome
     """`identical`: the code does the same. `rescored`: only rewards differ. `resampled`: a fork sampled the rest.
     `failed`: the code fails now. `left_out`: it cannot be executed again; `text` says why."""
@@ -382,6 +383,8 @@ class WhatIfEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens that the fork sampled."""
     tokens: int = 0
     """Number of tokens of the whole episode under the changed code."""
+    has_effects: bool = False
+    """Whether the record has results of effects or external tools, whose code is not executed again."""
 
 
 class WhatIfEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -407,5 +410,5 @@ class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
     effects: list[WhatIfEffect]
     sampled: int
     """Number of tokens that were sampled."""
-    saved: float
-    """Share of the tokens of a full evaluation that were not sampled."""
+    saved: float | None
+    """Share of the tokens of a new evaluation of the judged episodes that were not sampled; None: none was judged."""

@@ -409,17 +409,31 @@ def whatif_page(result: WhatIfResult, *, run: str) -> TerminalPage:
         "failed": "failed under the change",
         "left_out": "were left out",
     }
-    page.line("; ".join(f"{outcomes[outcome]:,} {text}" for outcome, text in words.items() if outcomes[outcome]))
-    page.line(f"{result.sampled:,} tokens sampled, {result.saved:.0%} fewer than in a new evaluation")
     unjudged: tuple[WhatIfOutcome, ...] = ("failed", "left_out")
+    page.line("; ".join(f"{outcomes[outcome]:,} {text}" for outcome, text in words.items() if outcomes[outcome]))
+    saved = "" if result.saved is None else f", {result.saved:.0%} fewer than in a new evaluation"
+    page.line(f"{result.sampled:,} tokens sampled{saved}")
+    judged = [episode for episode in result.episodes if episode.outcome not in unjudged]
+    if recorded := sum(episode.has_effects for episode in judged):
+        page.line(
+            (f"{plural(recorded, 'episode')}: ", "bold"),
+            "the results of effects and external tools come from the record, so a change inside them does not show",
+        )
+    if without := sum(episode.before.keys() != episode.after.keys() for episode in judged):
+        page.line((f"{plural(without, 'episode')}: ", "bold"), "a seat has a reward only before or only after")
     for outcome in unjudged:
         reasons = Counter(episode.text for episode in result.episodes if episode.outcome == outcome)
         for reason, count in reasons.most_common(MAX_REASONS):
             page.line((f"{count:,} {words[outcome]}: ", "bold"), reason)
-    changes = [(sum(episode.after.values()) - sum(episode.before.values()), episode) for episode in result.episodes]
-    largest = sorted((change for change in changes if change[1].fork and change[0]), key=lambda change: -abs(change[0]))
-    for change, episode in largest[:MAX_REASONS]:
-        page.line(f"{change:+.3g}: agentrl episode diff {run} {episode.fork}")
+    changes = [
+        (episode.after[seat] - episode.before[seat], seat, episode)
+        for episode in judged
+        for seat in episode.after.keys() & episode.before.keys()
+        if episode.fork
+    ]
+    for change, seat, episode in sorted(changes, key=lambda change: -abs(change[0]))[:MAX_REASONS]:
+        if change:
+            page.line(f"{seat} {change:+.3g}: agentrl episode diff {run} {episode.fork}")
     return page
 
 

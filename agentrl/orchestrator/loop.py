@@ -440,6 +440,9 @@ class Orchestrator:
                 with self.activity.during(hold.kind):
                     await self.changed.wait_for(partial(self._is_held_otherwise, hold.kind))
                 waits[hold.kind] = AdmissionWait(self.clock.monotonic() - since, hold)
+        if self._is_over:  # what no step needs must not slow an evaluation down
+            for episode_id in list(self.dispatcher.in_flight.training()):
+                self.dispatcher.worker.park(episode_id)
 
     def _is_held_otherwise(self, kind: HoldKind) -> bool:
         """Whether the next root group may start, or another rule than `kind` holds it back."""

@@ -295,6 +295,8 @@ class Scheduler:
         """Whether groups may start that no step of these policies needs."""
         if self.phases.cycle:
             return False  # others may learn after them
+        if self._in_flight.waiting or self._in_flight.held_out():
+            return False  # an evaluation has better use for the permits
         left = {policy: steps for policy in policies if (steps := self.phases.left(policy))}
         if all(steps == 1 and policy in self.stepping for policy, steps in left.items()):
             return False  # the last steps have all their units
@@ -320,9 +322,11 @@ class Scheduler:
 
     def may_play(self) -> bool:
         running = len(self._in_flight)
-        if not self.is_training or all(map(self.phases.is_over, self._bounds)):
+        if not self.is_training:
             # Episodes that wait for a step hold no permit here: the first step waits for this evaluation.
             return running - self._in_flight.unresumed < self._max_in_flight
+        if all(map(self.phases.is_over, self._bounds)):
+            return self._in_flight.held_out() < self._max_in_flight  # training episodes are parked, and will be dropped
         if running >= self._max_in_flight or self._in_flight.held_out() >= self._evaluation_share():
             return False
         hold = self.why_not()

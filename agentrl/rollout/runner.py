@@ -230,8 +230,8 @@ class EpisodeRunner:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
         # Sorted by seat and index, as the journal returns them, so that the rows of a step have the same order after a
         # resume.
-        # A branch may end without a turn: its rewards still count for the turns that it inherited.
-        inherits = spec.branched_from is not None
+        # A fork may end without a turn of its own: its rewards still count for the turns that it inherited.
+        inherits = spec.fork is not None
         trajectories = tuple(agent.header() for agent in agents if agent.sampled_turns or (inherits and agent.turns))
         return EpisodeHeader(
             episode_id=spec.episode_id,

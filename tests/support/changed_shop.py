@@ -114,6 +114,63 @@ class TwoQuestions(OneQuestion):
     questions = 2
 
 
+class Duel(agentrl.Environment):
+    """Two buyers, one after the other; the second one's question may change."""
+
+    seats = ("first", "second")
+    question: ClassVar[str] = "Price?"
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[Task]:
+        return numbered(split, 64)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        first = await ctx.agent("first").act(agentrl.user("Price?"))
+        ctx.agent("first").reward(float(first.text >= "5"))
+        second = await ctx.agent("second").act(agentrl.user(self.question))
+        ctx.agent("second").reward(float(second.text >= "5"))
+
+
+class PoliteDuel(Duel):
+    """The second question has changed."""
+
+    question = "Price, please?"
+
+
+class Reserved(Duel):
+    """The second buyer is not asked any more."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        first = await ctx.agent("first").act(agentrl.user("Price?"))
+        ctx.agent("first").reward(float(first.text >= "5"))
+        ctx.agent("second").reward(0.0)
+
+
+class Idle(agentrl.Environment):
+    """Some tasks ask nobody anything; the price is looked up outside."""
+
+    price: ClassVar[str] = "seven"
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[Task]:
+        return numbered(split, 64)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        price = await ctx.effect("look up", self.look_up)
+        if ctx.task.data["number"] % 4:
+            turn = await ctx.agent("agent").act(agentrl.user(f"Is it {price}?"))
+            ctx.agent("agent").reward(float(turn.text >= "5"))
+
+    def look_up(self) -> str:
+        return self.price
+
+
+class OtherPrice(Idle):
+    """The effect has changed, which the record hides."""
+
+    price = "eight"
+
+
 def reply(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """Ask the tool now and then, or answer with a digit, depending on the request's seed."""
     draw = random.Random(request.seed)
@@ -154,7 +211,8 @@ def record(directory: Path, *, tasks: int, seed: int = 0, environment: type[agen
         "steps": 1,
         "environment": {"id": name_of(environment)},
         "model": {"path": "a script"},
-        "policies": {"buyer": {"step_size": 8, "max_staleness": 0}},
+        "policies": {"buyer": {"step_size": 4, "max_staleness": 0}},
+        "seats": dict.fromkeys(environment.seats, "buyer"),
         "credit": {"group_size": 4},
         "checkpoint": {"versions": 0},
         "evaluation": {"tasks": tasks},

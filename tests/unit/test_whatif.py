@@ -112,6 +112,28 @@ def test_the_code_may_go_on_where_the_record_ends(tmp_path: Path) -> None:
         assert episode.sampled == len(second.sampled(plain=True))
 
 
+def test_agents_that_act_before_the_difference_keep_their_rewards(tmp_path: Path) -> None:
+    run = shop.record(tmp_path, tasks=40, environment=shop.Duel)
+    result = shop.judged(run, shop.PoliteDuel)
+    assert outcomes(result) == {"resampled": 40}
+    assert all(episode.before["first"] == episode.after["first"] for episode in result.episodes)
+    assert [effect.seat for effect in result.effects] == ["first", "second"]
+    shorter = shop.judged(run, shop.Reserved)
+    assert outcomes(shorter) == {"resampled": 40}
+    assert shorter.sampled == 0
+    assert all(episode.after == {"first": episode.before["first"]} for episode in shorter.episodes)
+
+
+def test_episodes_without_turns_and_recorded_effects_are_said(tmp_path: Path) -> None:
+    run = shop.record(tmp_path, tasks=40, environment=shop.Idle)
+    result = shop.judged(run, shop.OtherPrice)
+    assert len(result.episodes) == 40, "those without turns belong to the evaluation"
+    assert outcomes(result) == {"identical": 40}
+    assert all(episode.has_effects for episode in result.episodes)
+    twice = [("v1", None), ("v1", 0), ("v1", None)]
+    assert len(whatif(run, twice, environment=shop.Idle, factories=shop.factories()).episodes) <= 2
+
+
 def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
     run = shop.record(tmp_path, tasks=40)
     for version in (run / "versions").glob("*/*"):
