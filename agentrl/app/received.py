@@ -425,7 +425,10 @@ class ReceivedRun:
             recorded = {_class_name(other) for other in (*references, *references.values(), name)}
             if is_child or environment.__name__ in recorded:
                 environment = _class_or_sibling(environment, references.get(name, name))
-            if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
+            remembered = _file_of(self.choices.environments.get(name, ""))
+            is_known = bool(remembered) and _source_hash(remembered) == code_hash
+            file = _file_of(chosen) if isinstance(chosen, str) and not is_known else ""
+            if isinstance(chosen, str) and file and _source_hash(file) == code_hash:
                 reference = os.path.abspath(file) + chosen.removeprefix(file)
                 environments = {**self.choices.environments, name: reference}
                 self.choices = replace(self.choices, environments=environments)

@@ -184,7 +184,10 @@ def _why_left_out(view: EpisodeView, result: ReplayResult, classes: Mapping[str,
     if any(isinstance(body, SpawnEntry) for _, body in view.entries):
         return "it has child episodes, in which the change would not show"
     if any(isinstance(body, TurnEntry) and not ids.has_call_number(call) for call, body in view.entries):
-        return "its agent runs outside the environment and sends its own requests"
+        return (
+            "its agent runs outside the environment and sends its own requests: evaluate both versions, or use "
+            "`agentrl episode fork`"
+        )
     return ""
 
 

@@ -204,7 +204,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 @make_run_command
 def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl run whatif [RUN] --environment REF [--where …]`."""
+    """`agentrl run whatif [RUN] --environment REF [--where …]`; exit code 1 if no episode could be judged."""
     from agentrl.app.whatif import newest_evaluation, whatif
     from agentrl.inspection.comparisons import FORKS
     from agentrl.inspection.render_episode import whatif_page
@@ -231,7 +231,8 @@ def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             on_progress=progress,
         )
     root = reader.path.parent if reader.path.name == FORKS else reader.path
-    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(root)))
+    code = 0 if any(episode.after for episode in result.episodes) else CheckFailedError.exit_code
+    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(root)), code)
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:

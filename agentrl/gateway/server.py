@@ -271,7 +271,7 @@ class Gateway:
                 attempt_endpoint.refusal = None
                 return response
         except RequestRefusedError as refusal:
-            if attempt_endpoint is not None and protocol is not None and refusal.kind in CLIENT_MISTAKES:
+            if attempt_endpoint is not None and request.method == "POST" and refusal.kind in CLIENT_MISTAKES:
                 attempt_endpoint.refusal = refusal
             return json_response(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
         except ConnectionResetError:

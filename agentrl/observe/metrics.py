@@ -41,6 +41,8 @@ ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
 TOOLS_OFFERED = "tools_offered"
+CALLS_OUTSIDE = "tool/outside"
+"""Metric of the calls in replies to external agents, which run their own tools."""
 FOREIGN_CALLS = "foreign_calls/"
 """Prefix of the metric of the turns that hold a call in a form that the run does not read."""
 HELD_OUT_FOREIGN_CALLS = f"evaluation/{FOREIGN_CALLS}"
@@ -314,8 +316,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tool/<outcome>",
         "calls",
-        "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool), and turns that call "
-        "tools although none is offered (not_offered)",
+        "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool); calls in replies to "
+        "external agents, which run their own tools (outside); and turns that call tools although none is offered "
+        "(not_offered)",
     ),
     Metric(TOOLS_OFFERED, "fraction", "share of episodes in which the policy was offered tools"),
     Metric(
@@ -676,7 +679,7 @@ def count_foreign_calls(values: Mapping[str, float], prefix: str = FOREIGN_CALLS
 
 def count_tool_calls(values: Mapping[str, float]) -> float:
     """Return the calls of tools per episode, whether or not they ran, in metrics of a step or an episode."""
-    outcomes = ("ok", "error", "timeout", "bad_arguments", "unknown_tool")
+    outcomes = ("ok", "error", "timeout", "bad_arguments", "unknown_tool", "outside")
     return sum(values.get(f"tool/{outcome}", 0.0) for outcome in outcomes) + sum(count_foreign_calls(values).values())
 
 

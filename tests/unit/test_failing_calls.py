@@ -70,6 +70,18 @@ class Command(agentrl.HarnessEnvironment):
         return 1.0
 
 
+class Lost(Crashing):
+    """Adds `/v1` to an address that ends in it, and hides the answer."""
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as client,
+            client.post(f"{endpoint.url}/v1/chat/completions", json={}) as response,
+        ):
+            await response.read()
+        raise RuntimeError("no answer after 4 attempts")
+
+
 def ended(played: Played) -> tuple[float | None, float, str]:
     return played.header.reward, played.metrics.get("program/failed", 0.0), played.told
 
@@ -221,3 +233,8 @@ def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
     for number in range(3 * MAX_CALLED):
         activity.count_call("name " + "x" * number, "error " + "y" * number, EFFECT_ERROR)
     assert len(failing_calls(activity.totals())) == MAX_CALLED
+
+
+def test_a_path_that_the_gateway_does_not_have_is_named_where_the_program_hides_it() -> None:
+    played = play(Lost, ["yes"])
+    assert "there is no POST '/v1/v1/chat/completions' here" in played.told

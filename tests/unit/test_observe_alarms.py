@@ -160,6 +160,7 @@ def test_tools_that_demonstrations_do_not_call_raise_no_alarm() -> None:
     offered = {"tools_offered": 1.0, "tool__bad_arguments": 0.0}
     assert names(a_run(5, **offered)) == ["unused_tools"]
     assert names(a_run(5, **offered, turns__demonstrated=2.0)) == []
+    assert names(a_run(5, **offered, tool__outside=0.5)) == [], "external agents run their own tools"
 
 
 def test_tool_errors_are_seen_past_steps_without_an_ended_episode() -> None:

@@ -54,7 +54,7 @@ from agentrl.gateway.calls import (
 )
 from agentrl.gateway.options import SAMPLING_FIELDS, ignored_fields_line, instructions, unsupported_reason
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
-from agentrl.observe.metrics import PROGRAM_FAILED, PROGRAM_OK
+from agentrl.observe.metrics import CALLS_OUTSIDE, PROGRAM_FAILED, PROGRAM_OK
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import count_call, perform_effect
@@ -391,6 +391,8 @@ class ExternalAgent(TurnRecorder):
         if isinstance(named, Message) and any(tool_call.form for tool_call in named.tool_calls):
             read = named
         self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
+        if tools and read.tool_calls and not read.tool_calls[0].form:
+            self._episode.metric(CALLS_OUTSIDE, float(len(read.tool_calls)), self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._append(call, _new(request, placement), message, completion)
