@@ -254,7 +254,7 @@ def put(tree: Any, place: Place, value: Any, model: Any) -> Any:
 
 ACTING = (
     *("episode replay", "episode rescore", "episode fork", "step replay", "train --resume"),
-    *("run mirror", "run prune", "evaluate"),
+    *("run whatif", "run mirror", "run prune", "evaluate"),
 )
 """Commands that do more than read a run and print."""
 READ_VALUES = ("directory", "journal", "column", "escape", "large", "hostile", "garbage", "deep", "link", "new link")
@@ -358,6 +358,8 @@ class ReceivedRun(NamedTuple):
     unfinished: str
     """An episode that a resume continues."""
     has_model: bool
+    environment: str
+    """The class of its episodes."""
     own: Mapping[str, Callable[[Path], int]]
     """Commands with this user's own configuration, by name, on the directory of a copy: those that resume the run or
     measure its policies."""
@@ -758,6 +760,7 @@ def commands(run: ReceivedRun, directory: Path) -> Iterator[tuple[str, Callable[
         "run export": [
             [path, "--to", name, "--out", f"{out}-{name}", "--where", f"episode = '{run.episode}'"] for name in EXPORTS
         ],
+        "run whatif": [[path, "--where", f"episode = '{run.episode}'", "--environment", run.environment]],
         "run mirror": [[path, "--once", "--to", f"{out}-mirror"]],
         "run prune": [[path, "--keep=0"]],
         "run serve": [],
@@ -938,7 +941,9 @@ def record_scripted_run(root: Path) -> ReceivedRun:
     edit_table(path, "admissions", partial(_interrupted, "episode"))
     edit_entries(path, partial(_interrupted, "episode"))
     own = {"train --resume": partial(play, steps=2, resume=True)}
-    return ReceivedRun(path, solved[0].episode, solved[1].episode, UNFINISHED, False, own)
+    return ReceivedRun(
+        path, solved[0].episode, solved[1].episode, UNFINISHED, False, "agentrl.testing.sample_environment:Solve", own
+    )
 
 
 def _interrupted(column: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -982,7 +987,7 @@ def record_model_run(root: Path) -> ReceivedRun:
     edit_table(path, "admissions", partial(_interrupted, "episode"))
     edit_entries(path, partial(_interrupted, "episode"))
     own = {"train --resume": lambda copy: play(copy, 2, "--resume"), "evaluate": evaluate}
-    return ReceivedRun(path, trained[0], trained[1], UNFINISHED, True, own)
+    return ReceivedRun(path, trained[0], trained[1], UNFINISHED, True, "calculator", own)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

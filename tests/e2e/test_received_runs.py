@@ -49,7 +49,8 @@ def test_the_unchanged_run_is_read_and_acted_on_without_harm(recorded: tuple[Rec
     run, watch = recorded
     verdict = attack(run, None, watch, place / "copy", strict=True)
     refused = [f"run {name}" for name in ("pause", "resume", "drain", "set")]  # it is not running
-    refused += [] if run.has_model else ["step replay"]  # its `model.path` is no directory, and only the run names it
+    # its `model.path` is no directory, and only the run names it; its episodes are children
+    refused += [] if run.has_model else ["step replay", "run whatif"]
     assert [fault for fault in verdict.faults if not any(f": {name}: " in fault for name in refused)] == []
     assert {*ACTING, "run list", "run serve"} - {*verdict.commands, "evaluate"} == set()
 
