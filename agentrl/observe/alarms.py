@@ -313,8 +313,8 @@ def _reward_template(state: RunState, policy: PolicyMetricHistory) -> Iterator[A
         yield Alarm(
             "reward_template",
             "",
-            f"the reply {reply!r} won {MIN_WON} tasks with different answers, in {episodes.replace(' ', ', ')}"
-            f"{others if len(replies) > 1 else ''}",
+            f"the reply {reply!r} contains the answers of {MIN_WON} tasks and won each, in "
+            f"{episodes.replace(' ', ', ')}{others if len(replies) > 1 else ''}",
             f"`agentrl episode show RUN` shows one of them, {episodes.partition(' ')[0]}; compare the whole reply with "
             "the task's answer in `reward`",
         )
@@ -878,8 +878,8 @@ RULES: tuple[Rule | MetricRule, ...] = (
     ),
     Rule(
         {
-            "reward_template": f"one reply earned 1 or more in {MIN_WON} training tasks whose data has different "
-            "answers (`answer`, `target`, `solution`, …)"
+            "reward_template": f"one reply contains the different answers of {MIN_WON} training tasks (`answer`, "
+            "`target`, `solution`, … in their data), and earned 1 or more in each"
         },
         _reward_template,
         of_run=True,

@@ -8,13 +8,15 @@ is in progress.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.core.holds import HoldKind
-from agentrl.core.text import plural
+from agentrl.core.text import escape_line, plural
 from agentrl.observe.metrics import RESOURCE_ERROR
 
 if TYPE_CHECKING:
@@ -62,12 +64,14 @@ metric, name and error on three lines; and of its failures since it last succeed
 MAX_CALLED = 100
 """Maximum number of such names, and of errors."""
 WON = "won/"
-"""Prefix of the number of different answers that one reply was right for, followed by the episodes and the reply on two
-lines; only of replies with `MIN_WON`."""
+"""Prefix of the number of different answers that one reply contains and won with, followed by the episodes and the
+reply on two lines; only of replies with `MIN_WON`."""
 MIN_WON = 4
 """Number of tasks with different answers that no single reply should win."""
 MAX_WON = 1000
 """Maximum number of replies that are remembered with the answers that they were right for."""
+MAX_REPLY = 60
+"""Maximum number of characters of such a reply that are shown."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
@@ -111,7 +115,7 @@ class ActivityClock:
         self._called = Counter[str]()
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
-        self._won: dict[str, dict[str, str]] = {}
+        self._won: dict[bytes, tuple[str, dict[str, str]]] = {}
         self._num_turns = 0
         self._passes = [0.0] * len(PASSES)
 
@@ -174,15 +178,23 @@ class ActivityClock:
             self._failed[metric, name, error] += 1
 
     def count_won(self, reply: str, answer: str, episode: str) -> None:
-        """Note that a reply won a task whose right answer is `answer`. The oldest replies are forgotten first, but not
-        those that won several."""
-        answers = self._won.pop(reply, {})
+        """Count a reply that won a task, if it contains the task's right answer as a whole word or phrase. The oldest
+        replies are forgotten first, those with `MIN_WON` answers last.
+
+        A reply without the answers may be right in each task, such as the letter of a shuffled choice, or a number
+        within a tolerance.
+        """
+        answer = answer.strip().casefold()
+        if not re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", reply.casefold()):
+            return
+        key = blake2b(reply.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        shown, answers = self._won.pop(key, (escape_line(reply[:MAX_REPLY])[:MAX_REPLY], {}))
         if len(answers) < MIN_WON:
             answers.setdefault(answer, episode)
         if len(self._won) >= MAX_WON:
-            oldest = next((each for each, won in self._won.items() if len(won) < MIN_WON), next(iter(self._won)))
+            oldest = next((each for each, won in self._won.items() if len(won[1]) < MIN_WON), next(iter(self._won)))
             del self._won[oldest]
-        self._won[reply] = answers
+        self._won[key] = shown, answers
 
     def turn_begins(self) -> tuple[float, float]:
         """Return what `turn_ended` needs of the beginning of a turn in the engine."""
@@ -233,7 +245,7 @@ class ActivityClock:
         totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
         totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
-        for reply, answers in self._won.items():
+        for reply, answers in self._won.values():
             if len(answers) >= MIN_WON:
                 totals[f"{WON}{' '.join(answers.values())}\n{reply}"] = float(len(answers))
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}

@@ -31,7 +31,7 @@ from agentrl.core.records import (
     StopReason,
     dropped_header,
 )
-from agentrl.core.text import escape_line, valid_unicode
+from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import AlarmGuard, as_episode_error
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.environment import Environment
@@ -58,9 +58,6 @@ from agentrl.rollout.turn_entries import EpisodePartialTurns
 CHECKED_EPISODES = 32
 """Number of new episodes of each environment whose steps a runner checks for draws from the global random generators.
 Re-executions are always checked, so that an undetected draw cannot cause a silent difference."""
-
-MAX_REPLY = 60
-"""Maximum number of characters of a reply that is remembered for winning."""
 
 
 class EpisodeRunner:
@@ -183,18 +180,16 @@ class EpisodeRunner:
         return header
 
     def _count_wins(self, context: LiveEpisodeContext, header: EpisodeHeader) -> None:
-        """Note what the agents of a training episode said that won, if the task's data has an answer."""
+        """Count the last reply of each agent that won a training episode, if the task's data has an answer."""
         answer = answer_of(context.episode.spec.task.data) if header.purpose == "train" else ""
         if not answer:
             return
         rewards = {(each.seat, each.index): each.reward for each in header.trajectories}
         for agent in context.agents:
-            if (rewards.get((agent.seat, agent.index)) or 0.0) >= 1.0:
-                said = " ".join(
-                    " ".join([turn.text, *(f"{call.name}({call.arguments})" for call in turn.tool_calls)])
-                    for turn in agent.turns
-                )
-                self.activity.count_won(escape_line(said)[:MAX_REPLY], answer, header.episode_id)
+            if agent.turns and (rewards.get((agent.seat, agent.index)) or 0.0) >= 1.0:
+                turn = agent.turns[-1]
+                reply = " ".join([turn.text, *(f"{call.name}({call.arguments})" for call in turn.tool_calls)])
+                self.activity.count_won(reply, answer, header.episode_id)
 
     def _open_attempt(
         self,
