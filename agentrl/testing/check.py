@@ -953,14 +953,23 @@ def check_answers(subject: Subject, result: CheckResult) -> None:
             environment, spec_of(environment, task, 0, subject.seed), script, max_tokens=size + MAX_TOKENS
         )
         outcome = event_loop.run(executing)
-        return None if isinstance(outcome, Failure) else outcome.header.reward
+        if isinstance(outcome, Failure):
+            return None
+        if task.id not in prompts:
+            turns = (body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry))
+            messages = next((turn.messages for turn in turns), ())
+            texts = [message.get("content") for message in messages if message.get("role") == "user"]
+            prompts[task.id] = "\n".join(text for text in texts if isinstance(text, str))
+        return outcome.header.reward
 
+    prompts: dict[str, str] = {}
     tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
     other_rewards = [*subject.rewards, *(episode.header.reward or 0.0 for episode in subject.format_episodes)]
     with contextlib.suppress(TimeoutError):
         faults = find_reward_faults(
             play,
             subject.tasks,
+            prompt=lambda task: prompts.get(task.id, ""),
             reward_code=getattr(environment, "reward", None),
             tools=[tool.spec for tool in tools],
             best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),

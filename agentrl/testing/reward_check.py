@@ -64,6 +64,7 @@ def find_reward_faults(
     play: Play,
     tasks: Sequence[Task],
     *,
+    prompt: Callable[[Task], str] = lambda task: "",
     reward_code: Callable[..., Any] | None = None,
     tools: Sequence[ToolSpec] = (),
     best_random: float = -math.inf,
@@ -73,6 +74,7 @@ def find_reward_faults(
     Args:
         play: plays one episode.
         tasks: tasks to play; only those whose data has an answer count, the first 8 of them with different answers.
+        prompt: returns the text that a played task shows first; "" if it shows none.
         reward_code: the function that computes rewards, whose texts are tried as replies; None if it is not known.
         tools: tools of the environment; those with one required parameter are called with the answer.
         best_random: the best reward of other episodes.
@@ -94,7 +96,7 @@ def find_reward_faults(
     if best <= max(blank):
         return RewardFaults(no_win="" if best_random > best else _no_win_text(*next(iter(played.items())), best))
     rightly = [(answer, task) for (answer, task), reward in zip(played.items(), right, strict=True) if reward >= best]
-    for name, reply in _replies(answers, form, tools, _literals(reward_code)):
+    for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
         won = _won(play, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
         if won:
             shown = reply(won[0])
@@ -136,7 +138,11 @@ def _call(name: str, parameter: str, is_text: bool, answer: str) -> str:
 
 
 def _replies(
-    answers: Mapping[str, Task], form: Form, tools: Sequence[ToolSpec], literals: Sequence[str]
+    answers: Mapping[str, Task],
+    form: Form,
+    prompt: Callable[[Task], str],
+    tools: Sequence[ToolSpec],
+    literals: Sequence[str],
 ) -> Iterator[tuple[str, Reply]]:
     """Yield replies that should not win, each with its name."""
     listed = list(answers)
@@ -148,8 +154,8 @@ def _replies(
             yield "a list of numbers", _always(form(" ".join(map(str, numbers))))
     for answer in listed[:2]:
         yield "the answer of another task", _always(form(answer))
-    yield "a list of the task's choices", lambda task: form(_choices(task.data))
-    yield "the task's own text", lambda task: _longest_text(task.data)
+    yield "a list of the task's choices", lambda task: form(choices) if (choices := _choices(task, prompt)) else ""
+    yield "the task's text", lambda task: _echo(task, prompt(task), listed)
     for text in literals:
         yield "a text in the code of the reward", _always(text)
     for tool in tools:
@@ -161,16 +167,26 @@ def _always(text: str) -> Reply:
     return lambda task: text
 
 
-def _choices(data: Mapping[str, Any]) -> str:
-    """Return the items of the first list in a task's data that has several texts or numbers; "" if there is none."""
-    for value in data.values():
+def _choices(task: Task, prompt: Callable[[Task], str]) -> str:
+    """Return the items of the first list in a task's data that has several texts or numbers, all of them shown to the
+    policy; "" if there is none. Lists that are not shown may be the right answers."""
+    shown = prompt(task)
+    for value in task.data.values():
         if isinstance(value, list) and len(value) > 1 and all(isinstance(item, str | int | float) for item in value):
-            return " ".join(map(str, value))[:10_000]
+            items = list(map(str, value))
+            if all(item in shown for item in items):
+                return " ".join(items)[:10_000]
     return ""
 
 
-def _longest_text(data: Mapping[str, Any]) -> str:
-    return max((value for value in data.values() if isinstance(value, str)), key=len, default="")[:10_000]
+def _echo(task: Task, shown: str, answers: Sequence[str]) -> str:
+    """Return the text that a task shows. If it contains the answer, it stands between two wrong answers, since a sound
+    reward may read the first or the last word of a reply."""
+    shown, answer = shown[:10_000], answer_of(task.data).strip()
+    if not shown or answer.casefold() not in shown.casefold():
+        return shown
+    wrong = next((each for each in answers if each.strip().casefold() != answer.casefold()), "")
+    return f"{wrong}\n{shown}\n{wrong}"
 
 
 def _self_serving_calls(tool: ToolSpec, literals: Sequence[str]) -> Iterator[str]:

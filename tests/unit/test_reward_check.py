@@ -131,7 +131,7 @@ class Choices(Doubling):
             agentrl.Task(
                 id=f"{n}",
                 data={
-                    "question": "Which?",
+                    "question": f"Which? a{n}, b{n} or c{n}",
                     "choices": [f"{letter}{n}" for letter in "abc"],
                     "answer": f"{'abc'[n % 3]}{n}",
                 },
@@ -346,6 +346,62 @@ class FewAnswers(Doubling):
         ]
 
 
+class WorkedSolution(Doubling):
+    """The data has a worked solution, which is not shown; the reward reads the last number."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [
+            agentrl.Task(
+                id=f"{n}",
+                data={
+                    "question": f"Double {n}.",
+                    "rationale": f"Adding {n} and {n}, digit by digit from the right, gives the number {2 * n}",
+                    "answer": str(2 * n),
+                },
+            )
+            for n in numbers
+        ]
+
+    def wins(self, reply: str, answer: str) -> bool:
+        return re.findall(r"\d+", reply)[-1:] == [answer]
+
+
+class Larger(LastNumber):
+    """Half of the questions end with their answer."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(10, 30) if split == "train" else range(30, 40)
+        return [
+            agentrl.Task(
+                id=f"{n}",
+                data={"question": f"Which is larger, {n} or {n + 1 - 2 * (n % 2)}?", "answer": str(n + (n % 2 == 0))},
+            )
+            for n in numbers
+        ]
+
+
+class Aliases(Doubling):
+    """Every word of the reply must be one of the task's right names, which are not shown."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [
+            agentrl.Task(
+                id=f"{n}",
+                data={"question": f"Double {n}.", "aliases": [f"{2 * n}", f"{2 * n}.0"], "answer": str(2 * n)},
+            )
+            for n in numbers
+        ]
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        words = episode.answer.split()
+        return float(bool(words) and set(words) <= set(task.data["aliases"]))
+
+
 PLANTED: dict[type[agentrl.Environment], str] = {
     **dict.fromkeys((Substring, AnyNumber, AnyBoxed, AnyTask, BackDoor), EASY),
     **dict.fromkeys((AnyLine, AnyItem, AnyColumn, AnyTagged, Roughly, Keyword, Choices, Echo), EASY),
@@ -358,6 +414,7 @@ PLANTED: dict[type[agentrl.Environment], str] = {
 SOUND = [
     *(Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers),
     *(IgnoringCase, Numeric, Json, LastLine, Tagged, SharedWords, Penalized, ChosenLetter, WrittenAnswer),
+    *(WorkedSolution, Larger, Aliases),
     *(Calculator, FrozenLake, TicTacToe, ProposeAndSolve),
 ]
 """Environments whose rewards are as they should be, the bundled ones among them."""
@@ -376,5 +433,5 @@ def test_sound(environment: type[agentrl.Environment]) -> None:
     assert NO_WIN not in report.text
 
 
-def test_there_are_twenty_of_each() -> None:
-    assert (len(PLANTED), len(SOUND)) == (20, 20)
+def test_none_is_missing() -> None:
+    assert (len(PLANTED), len(SOUND)) == (20, 23)
