@@ -25,6 +25,8 @@ from typing import Literal, NamedTuple
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.9)
 """Shares of the wealth at stake. The best share is about (μ − m) m / σ², which is unknown: a small one suits small
 effects, a large one decides clear cases within ten values."""
+MAX_ERROR = 0.05
+"""Probability with which any answer of a run, or of a comparison, may be wrong."""
 EACH_SIDE = (0.025, 0.025)
 """Errors of the two sides of a 95 % interval."""
 _HALVINGS = 45
@@ -58,7 +60,7 @@ def verdict_words(interval: AnytimeInterval, margin: float = 0.0) -> str:
     return f"not better{by}" if interval.high <= margin else "undecided"
 
 
-def budget_share(spent: float, remaining: int, error: float = 0.05) -> float:
+def budget_share(spent: float, remaining: int, error: float = MAX_ERROR) -> float:
     """Return the error of the next one of several questions, so that the errors of all add up to at most `error`,
     however many follow: all answers are right together with a probability of 1 − error.
 

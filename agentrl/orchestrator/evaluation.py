@@ -323,9 +323,7 @@ class Evaluator:
         if self.question is None:
             return False
         self._read_journal(versions, self.best.measured.versions)
-        weights = self._weights(versions)
-        measured = map(self._weights, self.best.measured.measured_versions)
-        return weights in self._played and bool(self._played[weights].roots) and weights not in measured
+        return self._is_unrecorded(versions)
 
     # --- playing ----------------------------------------------------------------------------------------------------
 
@@ -464,12 +462,24 @@ class Evaluator:
         # with the step: two steps may publish equal changes of different weights
         return f"{policy} {version.step} {version.lineage if weights is None else weights.sha256}"
 
-    def _read_journal(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
-        """Take over what some versions have played in earlier processes of the run. Their unfinished episodes were
-        dropped, and are played again."""
+    def _read_journal(self, versions: Mapping[str, PolicyVersion], best_versions: Mapping[str, PolicyVersion]) -> None:
+        """Take over what some versions have played in earlier processes of the run, and the errors of its verdicts.
+        Unfinished episodes were dropped, and are played again."""
         if self._has_read_journal:
             return
         self._has_read_journal = True
+        self._read_played(versions, best_versions)
+        rows = self.store.metric_rows(self.best.policy, VERDICT_ERROR)
+        if rows and rows[-1][0] == versions[self.best.policy].step and self._is_unrecorded(versions):
+            rows = rows[:-1]  # the same question is asked again, about the same episodes
+        self.best.restore_spent([value for _, value in rows])
+
+    def _is_unrecorded(self, versions: Mapping[str, PolicyVersion]) -> bool:
+        """Whether versions have played held-out tasks, and no checkpoint has the result."""
+        weights, measured = self._weights(versions), map(self._weights, self.best.measured.measured_versions)
+        return weights in self._played and bool(self._played[weights].roots) and weights not in measured
+
+    def _read_played(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
         parents, known = self.store.parents(), dict[PolicyVersion, str]()
         evaluated = tuple(filter(None, evaluated))
         records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]

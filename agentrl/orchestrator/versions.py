@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentrl.core.betting import MAX_ERROR
 from agentrl.core.errors import EngineError, VersionsRefusedError
 from agentrl.core.futures import retrieve_exception
 from agentrl.core.ports import Engine, Trainer
@@ -322,6 +323,9 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
     best = float(data["best"]) if versions else -math.inf
     if not all(map(math.isfinite, [*newest, best] if versions else newest)):
         raise ValueError("a measurement is not finite")
+    spent = float(data.get("spent", 0.0))
+    if not 0.0 <= spent <= MAX_ERROR + 1e-9:  # sums are rounded
+        raise ValueError(f"the errors of verdicts add up to {spent:g}")
     if len(measured_versions) != len(newest):
         newest = measured_versions = ()  # earlier checkpoints lack the versions: fill the window again
     return BestRunningMean(
@@ -330,7 +334,7 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
         measured_versions=measured_versions,
         best=best,
         versions=versions,
-        spent=float(data.get("spent", 0.0)),
+        spent=spent,
     )
 
 
@@ -403,6 +407,14 @@ class BestCheckpointTracker:
         if len(newest) == self.window and is_better:
             measured = replace(measured, best=mean, versions=measured_versions[measured.largest()])
         self.measured = measured
+
+    def restore_spent(self, errors: Sequence[Any]) -> None:
+        """Count the errors of all verdicts in the journal: a checkpoint lacks those recorded after it. An altered one
+        counts as all that may be spent."""
+        total = math.fsum(
+            error if isinstance(error, float) and 0.0 <= error <= MAX_ERROR else MAX_ERROR for error in errors
+        )
+        self.measured = replace(self.measured, spent=min(max(self.measured.spent, total), MAX_ERROR))
 
     def why_stop(self) -> str | None:
         """Return the reason to end the run, for the user; None if there is none."""

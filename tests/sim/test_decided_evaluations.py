@@ -336,3 +336,42 @@ def test_a_kill_during_evaluations_plays_and_counts_nothing_twice() -> None:
         assert set(committed.values()) == {1}, f"operation {operation}"
         cut += left % 16 > 0
     assert cut > 3, "few kills fell into an evaluation"
+
+
+def decided_scenario(**evaluation: Any) -> Evaluated:
+    """A run of three steps that is evaluated after each."""
+    changes: dict[str, Any] = {
+        "steps": 3,
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 0}},
+        "checkpoint": {"every": 1, "versions": 1},
+        "evaluation": {"tasks": NUM_TASKS, "every": 1, "stop": "decided", **evaluation},
+    }
+    return Evaluated(Answer, changes=changes, script=with_skills(5, 50, 95), held_out=held_out())
+
+
+def verdict_rows(log: RunLog) -> list[tuple[int, float]]:
+    return [
+        (step, value)
+        for step, name, value in log.rows("SELECT step, name, value FROM metrics ORDER BY id")
+        if name == "evaluation/verdict_error"
+    ]
+
+
+def test_verdicts_that_no_checkpoint_has_stay_in_the_budget() -> None:
+    scenario = decided_scenario()
+    scenario.config = scenario.config.model_copy(
+        update={"checkpoint": scenario.config.checkpoint.model_copy(update={"every": 0})}
+    )
+    machine = scenario.new_machine()
+    disk, journal = machine.disk, machine.journal
+    disk.before = lambda *_: len(verdict_rows(journal)) == 2 and disk.crash()
+    scenario.run(machine, seed=0)
+    machine = machine.after_crash("kill")
+    lost = verdict_rows(machine.journal)
+    assert len(lost) == 2
+    assert scenario.recovery(machine).manifest is None, "no checkpoint has them"
+    assert scenario.run(machine, seed=1) is None
+    rows = verdict_rows(machine.journal)
+    assert len(rows) > len(lost)
+    assert sum(error for _, error in rows) <= 0.05, "the verdicts of both processes share the budget"
+    assert scenario.orchestrator.best.measured.spent == pytest.approx(sum(error for _, error in rows))

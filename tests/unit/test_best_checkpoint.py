@@ -131,11 +131,21 @@ def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
         {"newest": [], "best": None, "versions": {"solver": [0, 1]}},
         {"newest": [], "best": 1.0, "versions": {"solver": [0]}},
         {"newest": 3, "best": None, "versions": {}},
+        {"newest": [], "best": None, "versions": {}, "spent": float("nan")},
+        {"newest": [], "best": None, "versions": {}, "spent": -1.0},
+        {"newest": [], "best": None, "versions": {}, "spent": 0.06},
     ],
 )
 def test_what_is_no_measurement_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        decode_best_running_mean(data)
+        decode_best_running_mean({"what": "", **data})
+
+
+@pytest.mark.parametrize("errors", [[None], ["0.01"], [-1.0], [float("inf")], [0.01, 7.0]])
+def test_an_altered_verdict_leaves_no_error_to_spend(errors: list[Any]) -> None:
+    best = tracker()
+    best.restore_spent(errors)
+    assert best.measured.spent == 0.05
 
 
 def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
