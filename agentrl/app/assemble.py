@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
-from agentrl.journal.run_log import RunJournal
+from agentrl.journal.run_log import RunJournal, RunStart
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 from agentrl.observe.run_directory import run_argument
@@ -77,6 +77,13 @@ from agentrl.sandbox.sandbox import choose_driver
 
 TURN_LOG = "0"
 """Name of the turn log of a worker in this process."""
+
+
+REWARD_SETTINGS = (
+    *("environment.options", "model", "sampling.", "evaluation.sampling", "seats", "scorers", "sandbox"),
+    "engine.max_context",
+)
+"""Starts of the names of settings, except those of policies, on which rewards depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +189,16 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     for name, controller in staleness.items():
         controller.restore(parts.past, name, board.step(name))
     buffer.on_group = partial(_record_group, curriculum, staleness.values(), size)
-    best = _best_checkpoint_tracker(config.best, config.evaluation, parts.held_out, trained, parts.running_best)
+    rewards_since = _rewards_since(parts.store.starts()) if config.evaluation.stop == "decided" else 0
+    best = _best_checkpoint_tracker(
+        config.best, config.evaluation, parts.held_out, trained, parts.running_best, rewards_since
+    )
     if parts.running_best.versions and not best.measured.versions and best.metric:
         chosen = ", ".join(map(str, parts.running_best.versions.values()))
-        parts.tell(f"the best version is chosen anew: {chosen} was chosen by another metric or on other held-out tasks")
+        parts.tell(
+            f"the best version is chosen again: {chosen} was chosen by another metric, on other held-out tasks, or with "
+            "other code or settings"
+        )
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
         curriculum=curriculum,
@@ -213,6 +226,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
             best=best,
             clock=parts.clock,
             tell=parts.tell,
+            rewards_since=rewards_since,
         ),
         retention=VersionRetention(
             keep=_kept_versions(config.checkpoint, trained, deterministic=config.deterministic), disk=parts.disk
@@ -457,6 +471,7 @@ def _best_checkpoint_tracker(
     held_out: Sequence[HeldOutSplit],
     trained: Mapping[str, PolicyConfig],
     running_mean: BestRunningMean,
+    rewards_since: int,
 ) -> BestCheckpointTracker:
     policy, metric = best.measured(trained)
     is_decided = evaluation.stop == "decided"
@@ -465,7 +480,9 @@ def _best_checkpoint_tracker(
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
-        over="" if is_of_steps or not metric else _held_out_of(evaluation, held_out),
+        over=""
+        if is_of_steps or not metric
+        else _held_out_of(evaluation, held_out) + (f", since start {rewards_since}" if rewards_since else ""),
         smallest=best.metric.startswith("-"),
         window=1 if is_decided else best.window,
         stop_at=best.stop_at,
@@ -475,6 +492,24 @@ def _best_checkpoint_tracker(
         lags={name: policy.largest_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
     )
+
+
+def _rewards_since(starts: Iterable[RunStart]) -> int:
+    """Return the lineage of the newest start with other code of environments than the start before it, or other
+    settings on which rewards depend: held-out rewards before and after it are not comparable."""
+    changed_starts = (
+        start.lineage
+        for start in starts
+        if any(":" not in place for place in start.code_changed)  # with a colon: losses and advantages
+        or any(_sets_rewards(change.path) for change in start.changed)
+    )
+    return max(changed_starts, default=0)
+
+
+def _sets_rewards(path: Sequence[str]) -> bool:
+    if path[0] == "policies":
+        return bool({"model", "sampling", "kind", "url", "path"}.intersection(path[2:]))
+    return ".".join(path).startswith(REWARD_SETTINGS)
 
 
 def _question(evaluation: EvaluationConfig, seed: int) -> Question | None:

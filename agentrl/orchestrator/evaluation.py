@@ -217,6 +217,8 @@ class Evaluator:
     clock: Clock
     tell: Callable[[str], None]
     """Receives a line for the user."""
+    rewards_since: int = 0
+    """First lineage whose episodes were played by the present code and settings; earlier ones are played again."""
     questions_left: Callable[[PolicyVersion], int] = lambda version: 1
     """Returns the number of evaluations that are planned, with that of a version."""
     _busy: bool = False
@@ -492,6 +494,7 @@ class Evaluator:
             if (
                 spec.parent_id is not None
                 or place is None
+                or max((each.lineage for each in header.trajectories), default=0) < self.rewards_since
                 or task_digest(spec.task) != task_digest(self._order.task(place // self.attempts))
             ):
                 continue

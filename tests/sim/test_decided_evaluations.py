@@ -15,7 +15,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.journal.port import Admission, EpisodeEnd
-from agentrl.journal.run_log import RunLog
+from agentrl.journal.run_log import RunLog, RunStart, SettingChange
 from agentrl.observe.metrics import VERDICT
 from agentrl.orchestrator.evaluation import HeldOutSplit, looks
 from agentrl.orchestrator.loop import Orchestrator
@@ -375,3 +375,33 @@ def test_verdicts_that_no_checkpoint_has_stay_in_the_budget() -> None:
     assert len(rows) > len(lost)
     assert sum(error for _, error in rows) <= 0.05, "the verdicts of both processes share the budget"
     assert scenario.orchestrator.best.measured.spent == pytest.approx(sum(error for _, error in rows))
+
+
+@pytest.mark.parametrize(
+    ("differences", "is_again"),
+    [
+        ({"code_changed": ("env.py",)}, True),
+        ({"changed": (SettingChange(("environment", "options"), {}, {"hard": True}),)}, True),
+        ({"changed": (SettingChange(("policies", "guesser", "sampling", "temperature"), 1.0, 0.5),)}, True),
+        ({"code_changed": ("losses.py:my_loss",)}, False),
+        ({"changed": (SettingChange(("steps",), 2, 3),)}, False),
+        ({}, False),
+    ],
+)
+def test_rewards_of_other_code_or_options_are_not_paired(differences: dict[str, Any], is_again: bool) -> None:
+    scenario = decided_scenario()
+    machine = scenario.new_machine()
+    disk, journal = machine.disk, machine.journal
+    disk.before = lambda *_: len(verdict_rows(journal)) == 2 and disk.crash()
+    scenario.run(machine, seed=0)
+    machine = machine.after_crash("kill")
+    start = RunStart(lineage=1, began_at=0.0, **differences)
+    machine.journal.starts = lambda: [start]  # type: ignore[method-assign]
+    assert scenario.run(machine, seed=1) is None
+    (last,) = (values for step, values in what_was_decided(machine.journal).items() if step == 3)
+    if is_again:
+        assert VERDICT not in last, "the first version of the new rewards is what later ones are compared with"
+        assert last["evaluation/played"] == NUM_TASKS
+        assert scenario.orchestrator.best.measured.versions["guesser"].step == 3
+    else:
+        assert VERDICT in last
