@@ -196,8 +196,8 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     if parts.running_best.versions and not best.measured.versions and best.metric:
         chosen = ", ".join(map(str, parts.running_best.versions.values()))
         parts.tell(
-            f"the best version is chosen again: {chosen} was chosen by another metric, on other held-out tasks, or with "
-            "other code or settings"
+            f"the best version is chosen again: {chosen} was chosen by another metric, on other held-out tasks, or "
+            "with other code or settings"
         )
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),

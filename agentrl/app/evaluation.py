@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from agentrl.app.assemble import make_local_worker
@@ -203,13 +204,22 @@ class Evaluation(dict[str, float]):
         interval = AnytimeInterval(differences["difference/reward_low"], differences["difference/reward_high"])
         return verdict_words(interval, self._section.margin)
 
-    def rewards_by_task(self) -> dict[str, float]:
-        """Return the mean reward of the root episodes, by the id of their task."""
-        rewards: dict[str, list[float]] = {}
-        for episode in self.episodes:
-            if episode.parent_id is None:
-                rewards.setdefault(episode.task_id, []).append(episode.reward or 0.0)
-        return {task: statistics.mean(values) for task, values in rewards.items()}
+    def rewards_by_task(self) -> dict[bytes, float]:
+        """Return the mean reward of the root episodes, by the id and data of their task as JSON."""
+        roots = [episode for episode in self.episodes if episode.parent_id is None]
+        return _means_by_task((_task_key(each.task_id, each.task), each.reward or 0.0) for each in roots)
+
+
+def _task_key(task_id: str, data: Any) -> bytes:
+    """Identify a task: tasks of different splits may have equal ids. The id of another environment's task names it."""
+    return msgspec.json.encode([task_id, data], order="deterministic")
+
+
+def _means_by_task(rewards: Iterable[tuple[bytes, float]]) -> dict[bytes, float]:
+    values_by_task: dict[bytes, list[float]] = {}
+    for task, reward in rewards:
+        values_by_task.setdefault(task, []).append(reward)
+    return {task: statistics.mean(values) for task, values in values_by_task.items()}
 
 
 @outside_event_loop
@@ -364,7 +374,10 @@ def _is_decided(order: TaskOrder, played: PlayedTasks, against: Evaluation, sect
     """Whether the tasks played so far show if these weights are better than others; never if a reward is outside its
     bounds."""
     others = against.rewards_by_task()
-    rewards = {order.task(number).id: reward for number, reward in order.rewards(played, None).items()}
+    rewards = _means_by_task(
+        (_task_key((task := order.task(number)).id, task.data), reward)
+        for number, reward in order.rewards(played, None).items()
+    )
     low, high = section.reward_bounds
     pairs = [(reward, others[task]) for task, reward in rewards.items() if task in others]
     if not all(low <= reward <= high for pair in pairs for reward in pair):

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
+from agentrl.app.evaluation import EvaluatedEpisode, Evaluation, _is_decided
+from agentrl.config.sections import EvaluationConfig
 from agentrl.core.betting import anytime_interval
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.intervals import confidence_half_width
-from agentrl.core.records import EpisodeHeader
+from agentrl.core.records import EpisodeHeader, Task
 from agentrl.observe.metrics import with_unset_metrics
-from agentrl.orchestrator.evaluation import IntervalRule, evaluation_metrics
+from agentrl.orchestrator.evaluation import HeldOutSplit, IntervalRule, PlayedTasks, TaskOrder, evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
 
@@ -125,6 +126,34 @@ def test_a_paired_difference_leaves_out_how_hard_the_tasks_are() -> None:
     assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 0.0, 20.0)
     with pytest.raises(InputError, match="different tasks"):
         evaluation(better).compared_with(evaluation({"other": 1.0}))
+
+
+def test_tasks_of_different_splits_with_equal_ids_are_paired_with_themselves() -> None:
+    def of_splits(held_out: float, hard: float) -> Evaluation:
+        episodes = [
+            replace(episode, task={"split": number % 2}, reward=(held_out, hard)[number % 2])
+            for number, episode in enumerate(evaluation({f"t{number}": 0.0 for number in range(40)}).episodes)
+        ]
+        return Evaluation({}, [replace(each, task_id=f"t{number // 2}") for number, each in enumerate(episodes)])
+
+    found = of_splits(0.9, 0.1).compared_with(of_splits(0.1, 0.9))
+    assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 20.0, 40.0)
+
+
+def test_a_decision_pairs_tasks_by_id_and_data() -> None:
+    splits = [HeldOutSplit(name, [Task(id=f"t{n}", data={"of": name}) for n in range(40)]) for name in ("easy", "hard")]
+    order, played = TaskOrder(splits, 1, None), PlayedTasks()
+    episodes = [
+        replace(each, id=f"o{at}", task_id=order.task(at).id, task=order.task(at).data, reward=float(at < 40))
+        for at, each in enumerate(evaluation({f"{at}": 0.0 for at in range(80)}).episodes)
+    ]
+    places = range(80)
+    played.add(places, headers([[float(at < 40)] for at in places]))
+    against = Evaluation({}, episodes)
+    assert not _is_decided(order, played, against, EvaluationConfig()), "equal rewards of each task"
+    played = PlayedTasks()
+    played.add(places, headers([[1.0] for at in places]))
+    assert _is_decided(order, played, against, EvaluationConfig())
 
 
 def test_a_reward_outside_its_bounds_leaves_an_interval_of_a_fixed_size_and_says_so() -> None:
