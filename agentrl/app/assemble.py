@@ -217,7 +217,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         evaluator=Evaluator(
             held_out=parts.held_out,
             attempts=config.evaluation.attempts,
-            question=_question(config.evaluation, config.seed),
+            question=_question(config.evaluation),
             dispatcher=dispatcher,
             versions=parts.served,
             store=parts.store,
@@ -512,8 +512,8 @@ def _sets_rewards(path: Sequence[str]) -> bool:
     return ".".join(path).startswith(REWARD_SETTINGS)
 
 
-def _question(evaluation: EvaluationConfig, seed: int) -> Question | None:
-    return Question(evaluation.margin, evaluation.bounds, seed) if evaluation.stop == "decided" else None
+def _question(evaluation: EvaluationConfig) -> Question | None:
+    return Question(evaluation.margin, evaluation.bounds) if evaluation.stop == "decided" else None
 
 
 def _held_out_of(evaluation: EvaluationConfig, held_out: Sequence[HeldOutSplit]) -> str:

@@ -287,7 +287,7 @@ def evaluate(
             warnings.warn(line, stacklevel=1)
         attempts = config.evaluation.attempts
         section = config.evaluation
-        order = TaskOrder(splits, attempts, config.seed if section.stop == "decided" else None)
+        order = TaskOrder(splits, attempts, is_mixed=section.stop == "decided")
         played = PlayedTasks()
 
         play = _player(order, played, against, section, on_progress)

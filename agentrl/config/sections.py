@@ -491,7 +491,7 @@ class EvaluationConfig(Section):
     every: Live[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     stop: Free[Literal["tasks", "decided"]] = "tasks"
-    """When an evaluation ends: `tasks`, all tasks are played; `decided`, tasks are played in random order until the
+    """When an evaluation ends: `tasks`, all tasks are played; `decided`, tasks are played in a mixed order until the
     version is shown to be better than the best one so far by more than `margin`, or not to be; `tasks` is then the
     maximum (docs/how-to/evaluation.md)."""
     margin: Free[Annotated[float, Field(ge=0, lt=1e9)]] = 0.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -89,8 +88,6 @@ class Question(NamedTuple):
     """Difference in mean reward by which it must be better."""
     bounds: tuple[float, float] | None
     """Smallest and largest reward of a task; None: 0 and 1, as long as no reward is outside."""
-    seed: int
-    """Seed of the order of the tasks."""
 
     @property
     def reward_bounds(self) -> tuple[float, float]:
@@ -134,21 +131,27 @@ class PlayedTasks:
         self.children += headers[len(places) :]
 
 
+def _digest(task: Task) -> bytes:
+    name = f"held-out task {task.id} ".encode("utf-8", "surrogatepass")
+    return blake2b(name + task_digest(task), digest_size=16).digest()
+
+
 class TaskOrder:
     """The order in which an evaluation plays its tasks; each task has `attempts` places in a row.
 
     Args:
         held_out: the splits.
         attempts: number of root episodes per task.
-        seed: seed of a random order; None: one split after another.
+        is_mixed: whether tasks are ordered by a digest of their ids and data, so that runs with different seeds, and
+            with other tasks beside these, play the same ones first; else one split follows another.
     """
 
-    def __init__(self, held_out: Sequence[HeldOutSplit], attempts: int, seed: int | None) -> None:
+    def __init__(self, held_out: Sequence[HeldOutSplit], attempts: int, *, is_mixed: bool) -> None:
         self.held_out = held_out
         self.attempts = attempts
         self._tasks = [(at, index) for at, split in enumerate(held_out) for index in range(len(split.tasks))]
-        if seed is not None:
-            random.Random(f"order of held-out tasks {seed}").shuffle(self._tasks)
+        if is_mixed:
+            self._tasks.sort(key=lambda place: _digest(held_out[place[0]].tasks[place[1]]))
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -232,7 +235,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._task_digest = held_out_digest(self.held_out)
-        self._order = TaskOrder(self.held_out, self.attempts, self.question and self.question.seed)
+        self._order = TaskOrder(self.held_out, self.attempts, is_mixed=self.question is not None)
 
     @property
     def tasks(self) -> int:

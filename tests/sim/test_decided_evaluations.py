@@ -17,7 +17,7 @@ from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.journal.run_log import RunLog, RunStart, SettingChange
 from agentrl.observe.metrics import VERDICT
-from agentrl.orchestrator.evaluation import HeldOutSplit, looks
+from agentrl.orchestrator.evaluation import HeldOutSplit, TaskOrder, looks
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
@@ -120,9 +120,16 @@ def test_a_margin_ends_the_evaluations_of_equal_versions(simulated_loop: SeededS
     simulated_loop.run(main)
 
 
-def test_all_evaluations_play_one_random_order(simulated_loop: SeededSimulation) -> None:
+def test_all_evaluations_of_all_seeds_play_one_mixed_order(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        run = decided_run(5, 95, 5)
+        starts = []
+        for seed in (0, 1):
+            run = decided_run(5, 95, 5)
+            run.config = run.config.model_copy(update={"seed": seed})
+            starts.append(await first_tasks(run))
+        assert starts[0] == starts[1]
+
+    async def first_tasks(run: SmallRun) -> list[str]:
         await run.run()
         names = [task.id for task in run.held_out]
         admitted = [
@@ -134,8 +141,18 @@ def test_all_evaluations_play_one_random_order(simulated_loop: SeededSimulation)
         assert sorted(first) == sorted(names)
         assert first != names
         assert second == first[:16]
+        return first
 
     simulated_loop.run(main, seeds=1)
+
+
+def test_other_tasks_do_not_change_the_order_of_the_common_ones() -> None:
+    hard = [Task(id=f"hard-{number}", data={"hard": number}) for number in range(NUM_TASKS)]
+    one = TaskOrder([HeldOutSplit("held_out", held_out())], 1, is_mixed=True)
+    both = TaskOrder([HeldOutSplit("hard", hard), HeldOutSplit("held_out", held_out()[::-1])], 1, is_mixed=True)
+    names = [[order.task(number).id for number in range(len(order))] for order in (one, both)]
+    assert names[0] == [name for name in names[1] if name.startswith("held-out")]
+    assert 30 < sum(name.startswith("hard") for name in names[1][:NUM_TASKS]) < 66, "the splits are mixed"
 
 
 @pytest.mark.parametrize("bounds", [None, [0.0, 2.0]])

@@ -142,7 +142,7 @@ def test_tasks_of_different_splits_with_equal_ids_are_paired_with_themselves() -
 
 def test_a_decision_pairs_tasks_by_id_and_data() -> None:
     splits = [HeldOutSplit(name, [Task(id=f"t{n}", data={"of": name}) for n in range(40)]) for name in ("easy", "hard")]
-    order, played = TaskOrder(splits, 1, None), PlayedTasks()
+    order, played = TaskOrder(splits, 1, is_mixed=False), PlayedTasks()
     episodes = [
         replace(each, id=f"o{at}", task_id=order.task(at).id, task=order.task(at).data, reward=float(at < 40))
         for at, each in enumerate(evaluation({f"{at}": 0.0 for at in range(80)}).episodes)
