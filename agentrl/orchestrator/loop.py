@@ -381,7 +381,8 @@ class Orchestrator:
 
     async def _main(self) -> None:
         self._phase = EVALUATING[0]
-        if self.evaluator.tasks and max(map(self.board.step, self.board.trainable), default=0) == 0:
+        is_at_start = max(map(self.board.step, self.board.trainable), default=0) == 0
+        if self.evaluator.tasks and is_at_start:
             await self.evaluator.now(self._versions(), self._is_stopping)
         self._phase = TRAINING
         self._metrics.start()
@@ -396,7 +397,7 @@ class Orchestrator:
                     loops.create_task(self._adjust_limit(), name="adjust the limit")
                     for policy in self.board.trainable:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
-                    if not self._finished() and self.evaluator.was_cut(self._versions()):
+                    if not (is_at_start or self._finished()) and self.evaluator.was_cut(self._versions()):
                         for policy in self.board.trainable:
                             self._evaluate(policy, loops)
         except BaseExceptionGroup as group:

@@ -296,6 +296,31 @@ def test_the_question_is_about_one_of_several_policies(simulated_loop: SeededSim
     simulated_loop.run(main, seeds=1)
 
 
+class WithoutHeldOut(Answer):
+    """Held-out episodes fail."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.task.id.startswith("held-out"):
+            raise RuntimeError("no data")
+        await super().run(ctx)
+
+
+def test_an_evaluation_without_a_result_is_not_repeated_in_the_same_process(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run, told = decided_run(5, every=0), list[str]()
+        run.environment = WithoutHeldOut
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.evaluator.tell = told.append
+
+        run.during = listen
+        await run.run()
+        results = [line for line in told if "has no result" in line]
+        assert len(results) == 2, "before the first step, and after the last"
+
+    simulated_loop.run(main, seeds=1)
+
+
 def test_looks_grow_up_to_all_tasks() -> None:
     assert list(looks(10)) == [10]
     assert list(looks(512))[:4] == [16, 24, 36, 54]
