@@ -34,6 +34,7 @@ from agentrl.config.fields import (
     check_function_name,
     resolve_package_directory,
 )
+from agentrl.core.betting import MAX_REWARD
 from agentrl.core.custom_functions import Kind
 from agentrl.core.json_data import copy_json
 
@@ -502,8 +503,11 @@ class EvaluationConfig(Section):
 
     def check(self) -> None:
         low, high = self.reward_bounds
-        if not -math.inf < low < high < math.inf:
-            raise ValueError(f"bounds = [{low:g}, {high:g}]: the smallest and the largest reward are expected")
+        if not -MAX_REWARD <= low < high <= MAX_REWARD:
+            raise ValueError(
+                f"bounds = [{low:g}, {high:g}]: the smallest and the largest reward are expected, between "
+                f"{-MAX_REWARD:g} and {MAX_REWARD:g}"
+            )
         if self.margin >= high - low:
             raise ValueError(
                 f"margin = {self.margin:g}: no difference of rewards between {low:g} and {high:g} exceeds it; set it "

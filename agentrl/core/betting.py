@@ -32,6 +32,8 @@ EACH_SIDE = (0.025, 0.025)
 _HALVINGS = 45
 """Halvings of [0, 1] with which the end of an interval is found."""
 
+MAX_REWARD = 1e9
+"""Largest bound of rewards, in either direction; far larger ones overflow."""
 Verdict = Literal["not better", "undecided", "better"]
 VERDICTS: tuple[Verdict, ...] = ("not better", "undecided", "better")
 

@@ -17,7 +17,7 @@ import msgspec
 from agentrl.config.policies import LocalPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
-from agentrl.core.betting import AnytimeInterval, verdict_words
+from agentrl.core.betting import MAX_REWARD, AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width, difference_interval, half_width_of_few
 from agentrl.core.masking import mask_secrets
@@ -110,7 +110,8 @@ class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Reward of the first group over these tasks."""
     difference: float
     low: float
-    """Lower end of the interval of the difference: the intervals of a comparison are right together with 95 %."""
+    """Lower end of the interval of the difference. Intervals that may be read at any time are all right with 95 %; each
+    one of a fixed size is right with 95 %."""
     high: float
     is_anytime: bool
     """Whether the interval may be read at any time. Else it is of a fixed size: it covers the seeds of a group too, or
@@ -469,7 +470,7 @@ def _reward_bounds(readers: Sequence[RunReader]) -> tuple[float, float]:
     for reader in readers:
         evaluation = reader.config().get("evaluation")
         match evaluation.get("bounds") if isinstance(evaluation, dict) else None:
-            case [int() | float() as low, int() | float() as high] if -math.inf < low < high < math.inf:
+            case [int() | float() as low, int() | float() as high] if -MAX_REWARD <= low < high <= MAX_REWARD:
                 declared.append((float(low), float(high)))
             case _:
                 declared.append((0.0, 1.0))

@@ -224,6 +224,7 @@ def test_mistakes_are_named_with_the_mend(tmp_path: Path, override: str, message
         (["evaluation.margin=1"], "margin = 1: no difference of rewards between 0 and 1 exceeds it; set it below 1"),
         (["evaluation.margin=2", "evaluation.bounds=[-1, 1]"], "margin = 2: no difference of rewards between -1 and 1"),
         (["evaluation.margin=-0.1"], "evaluation.margin = -0.1: expected greater than or equal to 0"),
+        (["evaluation.bounds=[-1e308, 1e308]"], "bounds = [-1e+308, 1e+308]: the smallest and the largest reward are"),
         (["evaluation.bounds=[1, 0]"], "bounds = [1, 0]: the smallest and the largest reward are expected"),
         (["evaluation.tasks=0"], "stop = 'decided' plays held-out tasks until it is decided: set tasks to 1 or more"),
         (["best.metric=reward/mean"], "evaluation.stop = 'decided' chooses the best version by 'evaluation/reward'"),

@@ -76,7 +76,9 @@ def test_an_evaluation_that_a_resume_undid_is_not_compared(pair: tuple[Path, Pat
     assert line.difference == pytest.approx(sum(at / 100 + 0.2 for at in range(80)) / 80 - 0.5)
 
 
-@pytest.mark.parametrize("bounds", [None, [0, 4], [4, 0], ["0", "4"], [0.0, float("inf")], 4])
+@pytest.mark.parametrize(
+    "bounds", [None, [0, 4], [4, 0], ["0", "4"], [0.0, float("inf")], [0, 10**400], [-1e308, 1e308], 4]
+)
 def test_rewards_outside_their_bounds_leave_an_interval_of_a_fixed_size(tmp_path: Path, bounds: object) -> None:
     """What a run of others declares is used only if it makes sense."""
     config = {**CONFIG, "evaluation": {"bounds": bounds}}
