@@ -524,6 +524,11 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(takes_overrides=True, opening="reading {file}")
 
 
+class _ReplacedByAgainst(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error("--compare was replaced by --against, which shows whether the policy is better than other weights")
+
+
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     _add_endpoint_options(parser)
@@ -535,6 +540,7 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         help="other weights, or `base` for the base model, on the same tasks and seeds: shows whether the policy is "
         "better by more than evaluation.margin, with an interval that may be read at any time",
     )
+    parser.add_argument("--compare", action=_ReplacedByAgainst, help=argparse.SUPPRESS)
     parser.add_argument("--tasks", type=_bounded_int, help="number of held-out tasks, instead of evaluation.tasks")
 
 

@@ -122,8 +122,9 @@ def test_02_any_metric_is_found_by_search_also_an_environments_own(tab: Tab, sam
 
 
 @pytest.mark.damages_journal
-def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
-    for name, best in (("a", 0.4), ("b", 0.8)):
+@pytest.mark.parametrize("better", [0.8, 1.4], ids=["within the bounds", "outside"])
+def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path, better: float) -> None:
+    for name, best in (("a", 0.4), ("b", better)):
         write_compared_run(tmp_path / name, {"t0": best, "t1": best}, config={"steps": best}, curve=[0.1, 0.2, best])
 
     async def look() -> None:
@@ -138,7 +139,8 @@ def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
         tab.evaluate("document.querySelector('form.query button').click()")
         tab.wait(chart("Reward of training"))
         assert count(tab, "Reward of training", "path.curve") == 2
-        assert re.search(r"\+0\.400 \[[+−]0\.\d{3}, \+0\.\d{3}\]", text(tab))
+        assert re.search(rf"\+{better - 0.4:.3f} \[[+−]\d\.\d{{3}}, \+\d\.\d{{3}}\]", text(tab))
+        assert ("are right together" in text(tab)) == (better <= 1), "intervals of a fixed size are not"
         assert "steps" in text(tab)
         tab.evaluate("location.hash = '#/runs?find=b'")
         tab.wait("document.querySelectorAll('table.runs tbody tr').length === 1")
