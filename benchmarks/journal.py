@@ -190,8 +190,8 @@ class SimulatedRun:
                 error = budget_share(best.measured.spent, len(self.rewards) - step)
                 verdict, stop = play_until_decided(differences, looks(RUN_TASKS), (error, MISSED), margin)
                 metrics |= {VERDICT: float(VERDICTS.index(verdict) - 1), VERDICT_ERROR: error}
-                played[at] = max(played[at], stop)
-            played[step] = max(played[step], stop)
+                stop = RUN_TASKS if verdict == "better" else stop
+            played[step] = stop
             metrics["evaluation/reward"] = statistics.fmean(rewards[:stop])
             best.record_metrics("policy", metrics, {"policy": PolicyVersion("policy", 0, step)})
         return self.means[best.measured.versions["policy"].step], sum(played)

@@ -6,8 +6,8 @@ would begin meanwhile is skipped; its versions stay pinned until its last episod
 counted, never scored as 0; an evaluation without a committed episode has no result, and the run continues.
 
 With a `Question`, an evaluation plays growing parts of the tasks, in one order for all evaluations of the run, until it
-is decided whether the version is better than the best one so far. The best version catches up where it has played fewer
-tasks. What versions have played is in the journal, so a resumed run plays and counts nothing twice.
+is decided whether the version is better than the best one so far. A better version plays all tasks, since later ones
+are compared with it. What versions have played is in the journal, so a resumed run plays and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from agentrl.core import ids
 from agentrl.core.betting import VERDICTS, anytime_interval, budget_share, decide
 from agentrl.core.clock import Clock
-from agentrl.core.errors import CheckFailedError, EngineError
+from agentrl.core.errors import CheckFailedError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
@@ -49,8 +49,6 @@ from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
 """Holder that pins the versions of the running evaluation in `ServedVersions`."""
-_BEST_HOLDER = "best versions, for an evaluation"
-"""Holder that pins the best versions while they play tasks that they have not played yet."""
 FIRST_LOOK = 16
 """Number of tasks after which an evaluation with a question is first judged."""
 LOOK_GROWTH = 1.5
@@ -168,10 +166,6 @@ class TaskOrder:
     def tasks_at(self, places: Iterable[int]) -> list[Task]:
         """Return the tasks at some places."""
         return [self.task(place // self.attempts) for place in places]
-
-    def goes_on(self, played: PlayedTasks, stop: int) -> bool:
-        """Whether tasks behind the first `stop` were played."""
-        return any(place >= stop * self.attempts for place in played.roots)
 
     def in_order(self, played: PlayedTasks) -> tuple[list[EpisodeHeader], list[HeldOutSplit]]:
         """Return headers as `evaluation_metrics` expects them, and the splits with the tasks that were played."""
@@ -374,22 +368,17 @@ class Evaluator:
         """
         (played, versions, pins), (best, best_versions) = new, old
         low, high = question.reward_bounds
-        can_play, is_pinned = True, False
         for stop in looks(self.tasks):
-            if can_play and self._order.missing(best, stop):
-                can_play = is_pinned = is_pinned or await self._pin_best(best_versions)
-                if can_play:
-                    await self._play_until(best, stop, best_versions, best_versions)
             await self._play_until(played, stop, versions, pins)
             if not (self._is_bounded(played) and self._is_bounded(best)):
                 break
             before, now = (self._order.rewards(each, self.best.policy, stop) for each in (best, played))
             differences = [now[task] - before[task] for task in now.keys() & before.keys()]
             verdict = decide(differences, question.margin, high - low, (error, MISSED))
-            if verdict != "undecided" or (not can_play and not self._order.goes_on(best, stop)):
+            if verdict == "better":  # later versions are compared with it, when the engine may not serve it any more
+                await self._play_until(played, self.tasks, versions, pins)
+            if verdict != "undecided":
                 break
-        if is_pinned:
-            self.versions.unpin(_BEST_HOLDER, *best_versions.values())
         if not (self._is_bounded(played) and self._is_bounded(best)):
             return {}
         interval = anytime_interval(differences, (low - high, high - low), (error, MISSED))
@@ -414,23 +403,6 @@ class Evaluator:
         played.add(places, await self.dispatcher.evaluate(self._order.tasks_at(places), pins, places))
         for policy in versions:
             played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
-
-    async def _pin_best(self, versions: Mapping[str, PolicyVersion]) -> bool:
-        """Serve the best versions again; returns False, and says why, if that is impossible."""
-        try:
-            for version in versions.values():
-                weights = self.versions.find(version) or self.store.published(version, outside=True)
-                if weights is None:
-                    raise EngineError(f"{version} was never published")
-                await self.versions.pin(_BEST_HOLDER, weights)
-        except EngineError as error:
-            self.versions.unpin(_BEST_HOLDER, *versions.values())
-            self.tell(
-                f"the best versions, {', '.join(map(str, versions.values()))}, cannot play further held-out tasks: "
-                f"{error}. The evaluation compares the tasks that they have played"
-            )
-            return False
-        return True
 
     # --- what was played --------------------------------------------------------------------------------------------
 
