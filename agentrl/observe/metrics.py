@@ -172,7 +172,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/difference",
         "reward",
-        "mean reward minus that of the best version before, over the tasks that both have played",
+        "mean reward minus that of the best version before, over the tasks that decided the verdict",
     ),
     Metric(
         "evaluation/difference_low",
@@ -190,7 +190,9 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "probability with which a verdict of 1 is wrong: this evaluation's share of the run's 5%",
     ),
-    Metric("evaluation/difference_tasks", "tasks", "tasks that both versions have played"),
+    Metric(
+        "evaluation/difference_tasks", "tasks", "tasks that decided the verdict; a better version plays the others too"
+    ),
     Metric("evaluation/best_step", "steps", "step of the best version before"),
     Metric("evaluation/margin", "reward", "`evaluation.margin` at the time"),
     Metric(

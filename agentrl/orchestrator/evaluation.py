@@ -177,7 +177,7 @@ class TaskOrder:
             for place in range(number * self.attempts, (number + 1) * self.attempts):
                 roots[played.roots[place].episode_id] = played.roots[place]
         children = [child for child in played.children if ids.root_episode_id(child.episode_id) in roots]
-        splits = [split._replace(tasks=own) for split, own in zip(self.held_out, tasks, strict=True)]
+        splits = [split._replace(tasks=part) for split, part in zip(self.held_out, tasks, strict=True)]
         return [*roots.values(), *children], splits
 
     def rewards(self, played: PlayedTasks, policy: str | None, stop: int | None = None) -> dict[int, float]:
@@ -457,10 +457,10 @@ class Evaluator:
         return weights in self._played and bool(self._played[weights].roots) and weights not in measured
 
     def _read_played(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
-        parents, known = self.store.parents(), dict[PolicyVersion, str]()
+        parents, weights_by_version = self.store.parents(), dict[PolicyVersion, str]()
         evaluated = tuple(filter(None, evaluated))
         records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]
-        wanted = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
+        requested = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
         places = {self.dispatcher.specs.evaluation_seed(place): place for place in range(self.tasks * self.attempts)}
         recorded = list(self.store.members(purpose="evaluate"))
         record_of: dict[str, PlayedTasks] = {}
@@ -477,12 +477,16 @@ class Evaluator:
                 each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories
             } | dict(spec.pins)
             for version in sampled_by.values():
-                if version not in known:
-                    known[version] = self._weights_of(version, parents)
-            weights = {name: known[version] for name, version in sampled_by.items()}
-            for record, own in zip(records, wanted, strict=True):
-                shared = weights.keys() & own.keys()
-                if shared and all(weights[name] == own[name] for name in shared) and place not in record.roots:
+                if version not in weights_by_version:
+                    weights_by_version[version] = self._weights_of(version, parents)
+            weights = {name: weights_by_version[version] for name, version in sampled_by.items()}
+            for record, evaluated_weights in zip(records, requested, strict=True):
+                policies = weights.keys() & evaluated_weights.keys()
+                if (
+                    policies
+                    and all(weights[name] == evaluated_weights[name] for name in policies)
+                    and place not in record.roots
+                ):
                     record.roots[place] = header
                     record_of[spec.episode_id] = record
         for spec, header in recorded:
