@@ -1,7 +1,7 @@
 """Take the pictures of the viewer in the docs, of the sample run and another, in a headless Chromium.
 
     agentrl demo --journal-only
-    agentrl train examples/01_tool_use.toml --name=decided --steps=30 --evaluation.tasks=256 --evaluation.every=6 \\
+    agentrl train examples/01_tool_use.toml --name=decided --evaluation.tasks=256 --evaluation.every=6 \\
         --evaluation.stop=decided
     PYTHONPATH=. python docs/img/viewer.py runs/sample runs/decided docs/img
 

@@ -401,3 +401,9 @@ def test_a_reader_that_leaves_ends_a_listing_well_and_a_change_badly(directory: 
         else:
             assert done.stderr.endswith(f"{code}\n"), command
             assert "output was closed" in done.stderr
+
+
+def test_the_option_that_against_replaced_is_answered_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", "run.toml", "--compare", "base"])
+    assert "--compare was replaced by --against" in capsys.readouterr().err
