@@ -163,6 +163,7 @@ OTHER_REFUSALS: Mapping[str, str] = {
     "agentrl.config.run:RunConfig._check_models": "a policy without a model",
     "agentrl.config.run:RunConfig._check_sampling": "a temperature at which nothing is learned",
     "agentrl.config.run:RunConfig.check_turns_fit": "turns longer than a context",
+    "agentrl.config.run:_check_best_decided": "a metric or a mean by which verdicts choose nothing",
     "agentrl.config.run:_check_scorers": "a table that lacks a name of another",
 }
 """Functions whose errors name settings of two sections, and what they refuse instead of a combination."""

@@ -146,7 +146,7 @@ def test_a_sequence_mean_gives_the_same_step_however_it_is_split(model: Path, tm
         step(model, tmp_path / f"s{tokens}", "ppo", section={"normalizer": "sequences"}, micro_batch_tokens=tokens)
         for tokens in (8192, 40)
     ]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-7)  # the loss is near 0
 
 
 def test_options_reach_the_loss_and_are_checked(model: Path, tmp_path: Path) -> None:
