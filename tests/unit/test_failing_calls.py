@@ -175,10 +175,7 @@ ADVICE = {
     "a side effect in reward": (lambda: checked(Writing), "changes files"),
     "a seat without a reward": (lambda: checked(Unpaid), "was given no reward"),
     "calls where no tool is offered": (alarm_of_calls_without_tools, "requests of the program offer no tool"),
-    "tasks left out": (
-        tasks_left_out,
-        "3 tasks",
-    ),
+    "tasks left out": (tasks_left_out, "Left out, because the check plays for about 0 s of an idle machine"),
 }
 
 
