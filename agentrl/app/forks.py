@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -211,7 +212,7 @@ def fork_parents(
 
     config = received.config(recorded_settings, use, command, choose_code)
     check_models_unchanged(model_paths(config), info.get("models"), ignored=use.ignored)
-    directory = path if info.get("forks") else path / FORKS
+    directory = forks_directory(path, info)
     refuse_links(directory)
     info_fields = {"name": f"forks of {directory.parent.name}", "forks": True, "code": info.get("code", {})}
     groups: dict[str, tuple[type[Environment], ForkPolicies, list[int]]] = {}
@@ -232,12 +233,21 @@ def fork_parents(
             _fork(
                 *(config, environment_class, [known_parents[number] for number in numbers], directory, n, chosen),
                 *(factories or RunFactories(), info_fields),
-                lambda part, share, prefix=prefix: on_progress(prefix + part, share),  # type: ignore[misc]
+                partial(_report_group, on_progress, prefix),
             )
         )
         for place, number in enumerate(numbers):
             headers[number] = played[place * n : (place + 1) * n]
     return [header for number in range(len(parents)) for header in headers[number]]
+
+
+def forks_directory(run: Path, info: Mapping[str, Any]) -> Path:
+    """Return the directory of a run's forks; forks of forks are written beside them."""
+    return run if info.get("forks") else run / FORKS
+
+
+def _report_group(on_progress: Callable[[str, float], None], prefix: str, part: str, share: float) -> None:
+    on_progress(prefix + part, share)
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: ForkStart) -> ForkParent:

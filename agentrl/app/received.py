@@ -422,7 +422,7 @@ class ReceivedRun:
         """
         if chosen is not None:
             environment = resolve(chosen)
-            recorded = {_class_name(other) for other in (*references, *references.values(), name)}
+            recorded = {class_name(other) for other in (*references, *references.values(), name)}
             if is_child or environment.__name__ in recorded:
                 environment = _class_or_sibling(environment, references.get(name, name))
             remembered = _file_of(self.choices.environments.get(name, ""))
@@ -559,14 +559,14 @@ def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     )
 
 
-def _class_name(name: str) -> str:
+def class_name(name: str) -> str:
     """Return the name of the class in an environment's name."""
     return name.rpartition(":")[2].rpartition(".")[2]
 
 
 def _class_or_sibling(environment: type[Environment], name: str) -> type[Environment]:
     """Return the class, or the one of its module that the journal names: its child environment."""
-    sibling = getattr(sys.modules.get(environment.__module__), _class_name(name), None)
+    sibling = getattr(sys.modules.get(environment.__module__), class_name(name), None)
     if not isinstance(sibling, type) or sibling.__module__ != environment.__module__:
         return environment
     if not (issubclass(sibling, Environment) or is_trl_class(sibling)):

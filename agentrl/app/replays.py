@@ -63,7 +63,7 @@ from agentrl.credit.samples import (
     unit_samples,
     without_stale_tokens,
 )
-from agentrl.inspection.comparisons import Outcome, ReplayResult
+from agentrl.inspection.comparisons import Outcome, ReplayResult, agent_rewards
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_rows
@@ -261,8 +261,8 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     )
     environment.load()
     outcome, call, text, header = await _run(runner, spec, environment, entries, turns, line)
-    before = {f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents}
-    after = _rewards(header)
+    before = agent_rewards(view.agents)
+    after = agent_rewards(() if header is None else header.trajectories)
     if outcome == "identical" and header is not None and not request.rescoring:
         outcome, text = _compare(header, line, before, after)
     return msgspec.structs.replace(
@@ -338,11 +338,6 @@ def _compare(
         if then != now:
             return "departed", f"every call is the same, but the {part} differ: recorded {then}, now {now}"
     return "identical", ""
-
-
-def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
-    units = () if header is None else header.trajectories
-    return {f"{unit.seat}[{unit.index}]": unit.reward for unit in units}
 
 
 async def _rescored_child(reader: RunReader, entry: JournalEntry, request: _ReplayRequest) -> JournalEntry:

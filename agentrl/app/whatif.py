@@ -9,7 +9,6 @@ tokens, and each episode is compared with itself.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import statistics
 import sys
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agentrl.app.forks import ForkParent, find_parent, fork_parents
-from agentrl.app.received import ReceivedRun, recorded_environment_code
+from agentrl.app.forks import ForkParent, find_parent, fork_parents, forks_directory
+from agentrl.app.received import ReceivedRun, class_name, recorded_environment_code
 from agentrl.app.replays import replay
 from agentrl.core import ids
 from agentrl.core.betting import AnytimeInterval, verdict_words
@@ -29,8 +28,10 @@ from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
 from agentrl.core.intervals import half_width_of_few
 from agentrl.core.own_loop import outside_event_loop
+from agentrl.core.records import Task
 from agentrl.environment.registry import resolve
-from agentrl.inspection.comparisons import FORKS, WhatIfEffect, WhatIfEpisode, WhatIfResult
+from agentrl.environment.task_contents import task_digest
+from agentrl.inspection.comparisons import FORKS, WhatIfEffect, WhatIfEpisode, WhatIfResult, agent_rewards
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, EffectEntry, SpawnEntry, ToolEntry, TurnEntry
 from agentrl.journal.reader import AT_END
@@ -127,8 +128,8 @@ def _recorded_classes(reader: RunReader, environment: type | str) -> Mapping[str
     references = recorded_environment_code(reader.info())
     changed = resolve(environment)
     module = sys.modules.get(changed.__module__)
-    names = {name: (references.get(name, name)).rpartition(":")[2].rpartition(".")[2] for name in references}
-    has_class = {name: isinstance(getattr(module, class_name, None), type) for name, class_name in names.items()}
+    names = {name: class_name(reference) for name, reference in references.items()}
+    has_class = {name: isinstance(getattr(module, recorded, None), type) for name, recorded in names.items()}
     return has_class if changed.__name__ in names.values() else {}
 
 
@@ -138,7 +139,7 @@ def _judged(
     """Return what replays say of an episode; `resampled` if a fork must sample its rest."""
     view = reader.episode(result.episode, result.attempt)
     line = view.summary
-    before = _of_seats({f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents})
+    before = _of_seats(agent_rewards(view.agents))
     found = WhatIfEpisode(
         episode=line.episode,
         attempt=line.attempt,
@@ -164,8 +165,8 @@ def _judged(
 def _task_key(view: EpisodeView) -> str:
     """Return a key of an episode's task: tasks of several splits may have the same id."""
     begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
-    data = msgspec.json.encode(begin.task, order="deterministic") if begin is not None else b""
-    return f"{view.summary.environment} {view.summary.task} {hashlib.sha256(data).hexdigest()[:12]}"
+    digest = "" if begin is None else task_digest(Task(id=begin.task_id, data=begin.task)).hex()
+    return f"{view.summary.environment} {view.summary.task} {digest}"
 
 
 def _why_left_out(view: EpisodeView, result: ReplayResult, classes: Mapping[str, bool]) -> str:
@@ -177,7 +178,7 @@ def _why_left_out(view: EpisodeView, result: ReplayResult, classes: Mapping[str,
         return f"it was dropped as {line.drop_reason}" if line.drop_reason else "it has not ended"
     if line.status == "repeated":
         return "a later attempt replaced it"
-    if "~" in line.episode:
+    if line.parent is not None:
         return "it is a branch or a child of another episode"
     if not classes.get(line.environment, True):
         return f"the changed code has no class for {line.environment}"
@@ -202,6 +203,7 @@ def _resample(
     found: dict[tuple[str, int], WhatIfEpisode] = {}
     parents: list[tuple[WhatIfEpisode, ForkParent]] = []
     with contextlib.closing(RunReader(received.run)) as reader:
+        directory = forks_directory(received.run, reader.info())
         for episode in episodes:
             try:
                 parents.append((episode, _parent(reader, episode)))
@@ -219,7 +221,6 @@ def _resample(
         factories=factories,
         on_progress=on_progress,
     )
-    directory = received.run if received.run.name == FORKS else received.run / FORKS
     with contextlib.closing(RunReader(directory)) as forks:
         for (episode, parent), header in zip(parents, headers, strict=True):
             detail = forks.lines([(header.episode_id, header.attempt)])[0].detail
@@ -249,12 +250,11 @@ def _resampled(episode: WhatIfEpisode, parent: ForkParent, header: EpisodeHeader
     if not header.committed:
         text = f"dropped as {header.drop_reason}" + (f": {detail}" if detail else "")
         return msgspec.structs.replace(sampled, outcome="failed", text=text)
-    rewards = {f"{unit.seat}[{unit.index}]": unit.reward for unit in header.trajectories}
-    return msgspec.structs.replace(sampled, after=_of_seats(rewards))
+    return msgspec.structs.replace(sampled, after=_of_seats(agent_rewards(header.trajectories)))
 
 
 def _of_seats(rewards: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the reward of each rewarded seat from those of its agents, `SEAT[INDEX]`."""
+    """Return the reward of each rewarded seat from the rewards of its agents, such as `solver[0]`."""
     seats: dict[str, float] = {}
     for agent, reward in rewards.items():
         if reward is not None:

@@ -16,10 +16,10 @@ from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntr
 from agentrl.journal.reader import referred_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from agentrl.core.records import ForkPoint
-    from agentrl.inspection.reader import EpisodeView
+    from agentrl.core.records import ForkPoint, TrajectoryHeader
+    from agentrl.inspection.reader import AgentLine, EpisodeView
 
 FORKS = "forks"
 """Directory of a run's forks, inside the run directory."""
@@ -291,8 +291,13 @@ def _comparable(body: EntryBody) -> list[Any]:
     return [type(body).__name__, *((name, getattr(body, name)) for name in names)]
 
 
+def agent_rewards(agents: Iterable[AgentLine | TrajectoryHeader]) -> dict[str, float | None]:
+    """Return the reward of each agent by its name, such as `solver[0]`."""
+    return {f"{agent.seat}[{agent.index}]": agent.reward for agent in agents}
+
+
 def _rewards(left: EpisodeView, right: EpisodeView) -> dict[str, tuple[float | None, float | None]]:
-    rewards = [{f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents} for view in (left, right)]
+    rewards = [agent_rewards(view.agents) for view in (left, right)]
     return {
         agent: (rewards[0].get(agent), rewards[1].get(agent)) for agent in dict.fromkeys([*rewards[0], *rewards[1]])
     }

@@ -173,8 +173,8 @@ class OwnScore(Doubling):
         return max(float(episode.answer == task.data["answer"]), min(self.score, 1.0))
 
 
-class OwnVerdict(Doubling):
-    """A tool writes the file that the reward reads."""
+class Writing(Doubling):
+    """A tool writes files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +185,10 @@ class OwnVerdict(Doubling):
         """Write a file."""
         self.files[path] = content
         return "written"
+
+
+class OwnVerdict(Writing):
+    """A tool writes the file that the reward reads."""
 
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
         return float(episode.answer == task.data["answer"] or self.files.get("verdict.txt") == "passed")
@@ -307,18 +311,8 @@ class ChosenLetter(Doubling):
         ]
 
 
-class WrittenAnswer(Doubling):
+class WrittenAnswer(Writing):
     """A tool writes a file, and the reward reads the answer in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.files: dict[str, str] = {}
-
-    @agentrl.tool
-    def write(self, path: str, content: str) -> str:
-        """Write a file."""
-        self.files[path] = content
-        return "written"
 
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
         return float(episode.answer == task.data["answer"] or self.files.get("answer.txt") == task.data["answer"])
