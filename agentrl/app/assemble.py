@@ -83,7 +83,7 @@ REWARD_SETTINGS = (
     *("environment.options", "model", "sampling.", "evaluation.sampling", "seats", "scorers", "sandbox"),
     "engine.max_context",
 )
-"""Starts of the names of settings, except those of policies, on which rewards depend."""
+"""Prefixes of settings on which rewards depend; policies have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

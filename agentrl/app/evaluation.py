@@ -340,7 +340,7 @@ def outside_bounds(rewards: Iterable[float], section: EvaluationConfig) -> str:
 
 
 def _interval_rule(order: TaskOrder, played: PlayedTasks, section: EvaluationConfig) -> IntervalRule:
-    """Return how wide intervals are: those of an evaluation that may end early hold at any time."""
+    """Return the rule for intervals: if the evaluation may end early, they hold at any time."""
     low, high = section.reward_bounds
     is_bounded = all(low <= reward <= high for reward in order.rewards(played, None).values())
     return IntervalRule(section.reward_bounds, 0.05) if section.stop == "decided" and is_bounded else FIXED_SIZE

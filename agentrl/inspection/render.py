@@ -288,7 +288,7 @@ def metric_curves_page(
         metric: name of the metric.
         values: its values by policy and step.
         breaks: steps of each policy before which the curve has a gap, because the held-out tasks changed.
-        answers: for each policy, what is said about some steps: intervals and verdicts of evaluations.
+        answers: intervals and verdicts of evaluations as text, by policy and step.
     """
     page = TerminalPage()
     for policy, points in values.items():

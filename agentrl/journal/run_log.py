@@ -352,8 +352,8 @@ class RunLog:
         return None if not rows else rows[0][0]
 
     def metric_rows(self, policy: str, name: str) -> list[tuple[int, Any]]:
-        """Return step and value of all records of a policy's metric, in the order in which they were made; those that a
-        resume has undone are included."""
+        """Return step and value of all records of a policy's metric, oldest first, records that a resume has undone
+        included."""
         return self.rows("SELECT step, value FROM metrics WHERE policy = ? AND name = ? ORDER BY id", policy, name)
 
     def episode_metrics(self, episode_ids: Collection[str]) -> dict[str, dict[str, float]]:

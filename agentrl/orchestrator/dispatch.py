@@ -226,8 +226,8 @@ class Dispatcher:
     ) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
-        Returns when the last child has ended, whether or not its parent waited for it. `places` are those of the tasks
-        in the evaluation; None: they are all of it.
+        Returns when the last child has ended, whether or not its parent waited for it. `places` are the positions of
+        the tasks in the evaluation; None: the tasks are the whole evaluation.
         """
         specs = self.specs.evaluation(tasks, pins, range(len(tasks)) if places is None else places)
         roots = await self._play(specs, self.evaluated.begin(len(specs)))

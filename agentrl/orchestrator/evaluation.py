@@ -396,7 +396,7 @@ class Evaluator:
     async def _play_until(
         self, played: PlayedTasks, stop: int, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
     ) -> None:
-        """Play those of the first `stop` tasks that were not played yet."""
+        """Play the unplayed tasks among the first `stop`."""
         places = self._order.missing(played, stop)
         if not places:
             return

@@ -180,7 +180,7 @@ class _Layout:
     slots: Slots
     adapters: NDArray[np.int64]
     versions: NDArray[np.int64]
-    """See `ForwardPassPlan.versions`."""
+    """Numbers that are equal for slots whose keys and values one version computed."""
 
     def decode(self, rows: NDArray[np.bool_]) -> ForwardPassPlan:
         """Plan one token for each of these rows."""
@@ -455,7 +455,7 @@ class Batcher:
         ]
 
     def _kv_version(self, slot: int) -> int:
-        """Return a number of the version that computed the slot's keys and values; if several did, one of its own."""
+        """Return a number for the version that computed the slot's keys and values; if several did, a unique one."""
         computed_by = self._table.computed_by[slot]
         return -1 - slot if computed_by is None else id(computed_by)
 

@@ -225,7 +225,7 @@ class ForwardPassPlan:
     fixed: bool = False
     """Whether each row computes one token over the whole capacity, so that all passes have equal shapes."""
     copies: Sequence[PrefixCopy] = ()
-    """Positions that slots take from those that this pass computes, or from others."""
+    """Positions that slots copy from other slots, which may compute them in this pass."""
     versions: Sequence[int] = ()
     """In a pass of one token per row: numbers that are equal for rows whose keys and values one version computed. Of
     such rows with the same tokens one is computed, for all. Empty: every row is computed."""

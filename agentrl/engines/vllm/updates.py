@@ -538,7 +538,7 @@ class VllmControl:
                     await self._llm.resume_generation()
 
     async def load_full(self, files: WeightsRef | None, label: str) -> None:
-        """Replace the weights by those of a version; tokens that vLLM samples from then on bear the label.
+        """Replace the weights by a version's; tokens that vLLM samples afterward bear the label.
 
         Args:
             files: a private copy of full weights or of an adapter; None: the weights with which vLLM was started.
