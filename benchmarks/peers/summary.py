@@ -32,6 +32,7 @@ PAIRS = {
     "trl_async": ("agentrl_vllm_adapter", "trl_async"),
     "trl_async_merged": ("agentrl_vllm", "trl_async_merged"),
     "trl_async_unbounded": ("agentrl_vllm_unbounded", "trl_async_merged"),
+    "trl_async_masked": ("agentrl_vllm_masked", "trl_async_merged"),
     "trl_sync": ("agentrl_embedded", "trl_sync"),
     "trl_sync_lockstep": ("agentrl_lockstep", "trl_sync"),
     "naive": ("agentrl_embedded", "naive"),

