@@ -1,6 +1,7 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
-    python -m benchmarks.pace [--quick] [--part predict|auto|end|calculator|stale|growth|limit|start|publication]
+    python -m benchmarks.pace [--quick]
+        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -13,6 +14,8 @@
 * `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
   whose predictions are those that the run with "auto" recorded. Runs take turns, and figures are medians over steps; a
   machine with other work makes them meaningless. Not in `--quick`.
+* `smollm2`. `smollm2_error`, `smollm2_auto_over_best`: the same for `examples/07_smollm2.toml` with steps of 32
+  episodes, in one round.
 * `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
   largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
   (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
@@ -39,7 +42,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -60,14 +63,14 @@ from tests.simulation.pace import (
     timings_of,
 )
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONTROL = "trainer"
 """Workload whose engine and trainer are exchanged: the trainer takes most of a step."""
 QUICK = ("engine and trainer", CONTROL)
 STEPS, QUICK_STEPS = 80, 24
 """Steps of a run in virtual time."""
-ROUNDS, FIRST_STEPS = 3, 4
-"""Rounds of real runs, and their first steps, which are not measured."""
+FIRST_STEPS = 4
+"""First steps of real runs, which are not measured."""
 
 
 def predict(quick: bool) -> dict[str, float]:
@@ -106,20 +109,28 @@ def end(quick: bool) -> dict[str, float]:
 
 def calculator(quick: bool) -> dict[str, float]:
     """Compare both in real time."""
-    if quick:
-        return {}
+    return {} if quick else _in_real_time("calculator", "01_tool_use.toml", rounds=3, settings=("--steps=16",))
+
+
+def smollm2(quick: bool) -> dict[str, float]:
+    """The same with a pretrained model."""
+    settings = ("--steps=10", "--policies.solver.step_size=32")
+    return {} if quick else _in_real_time("smollm2", "07_smollm2.toml", rounds=1, settings=settings)
+
+
+def _in_real_time(name: str, example: str, *, rounds: int, settings: Sequence[str]) -> dict[str, float]:
     steps: dict[Any, list[Mapping[str, float]]] = {bound: [] for bound in (*BOUNDS, "auto")}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for bound in steps:
-            steps[bound] += _train(bound, number)[FIRST_STEPS:]
+            steps[bound] += _train(EXAMPLES / example, bound, number, settings)[FIRST_STEPS:]
     seconds = {bound: median(values["step/seconds"] for values in steps[bound]) for bound in steps}
     predictions = {bound: median(v[f"{PREDICTED_STEP}{bound}"] for v in steps["auto"]) for bound in BOUNDS}
     for bound in BOUNDS:
         print(f"  staleness {bound}: {predictions[bound]:.3f} s predicted, {seconds[bound]:.3f} s seen", flush=True)
     best = min(seconds[bound] for bound in BOUNDS)
     return {
-        "calculator_error": max(abs(predictions[bound] / seconds[bound] - 1) for bound in BOUNDS),
-        "calculator_auto_over_best": seconds["auto"] / best,
+        f"{name}_error": max(abs(predictions[bound] / seconds[bound] - 1) for bound in BOUNDS),
+        f"{name}_auto_over_best": seconds["auto"] / best,
     }
 
 
@@ -127,14 +138,14 @@ def _workloads(quick: bool) -> tuple[str, ...]:
     return QUICK if quick else tuple(WORKLOADS)
 
 
-def _train(max_staleness: Any, seed: int) -> list[Mapping[str, float]]:
+def _train(example: Path, max_staleness: Any, seed: int, settings: Sequence[str]) -> list[Mapping[str, float]]:
     """Train for a few steps in a process; returns the metrics of each."""
     with tempfile.TemporaryDirectory() as directory:
         settings = (
-            *(f"--directory={directory}", "--name=run", f"--seed={seed}", "--steps=16", "--evaluation.tasks=0"),
-            *("--evaluation.every=0", f"--policies.solver.max_staleness={json.dumps(max_staleness)}"),
+            *(f"--directory={directory}", "--name=run", f"--seed={seed}", "--evaluation.tasks=0"),
+            *("--evaluation.every=0", f"--policies.solver.max_staleness={json.dumps(max_staleness)}", *settings),
         )
-        command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE), *settings]
+        command = [sys.executable, "-m", "agentrl", "train", str(example), *settings]
         subprocess.run(command, check=True, capture_output=True)
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -145,6 +156,7 @@ PARTS: Mapping[str, Figures] = {
     "auto": auto,
     "end": end,
     "calculator": calculator,
+    "smollm2": smollm2,
     "stale": stale_data.figures,
     "growth": pace_growth.figures,
     "limit": pace_limit.figures,
@@ -154,7 +166,7 @@ PARTS: Mapping[str, Figures] = {
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
     *("end_over_waiting", "end_dropped", "end_wait_error"),
-    *("calculator_error", "calculator_auto_over_best"),
+    *("calculator_error", "calculator_auto_over_best", "smollm2_error", "smollm2_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
     *("calculator_first_token_s", "smollm2_first_token_s", "imports_s"),
