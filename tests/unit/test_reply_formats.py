@@ -331,6 +331,12 @@ UNTYPED = {
     '<parameter name="{}">{}</parameter>',
 }
 """Formats whose values have no types: a call, and one of its arguments."""
+OTHERS = ("deepseek_v32", "deepseek_v4", "functiongemma", "gemma4", "lfm2", "llama4_pythonic", "muse_glimmer", "olmo3")
+"""Formats of models whose values have the format's own types, or Python's."""
+
+
+def test_each_format_has_a_call_in_the_list_of_its_kind() -> None:
+    assert REPLY_FORMATS.keys() == {*WRITTEN_CALLS, *UNTYPED, *OTHERS, "json", "python"}
 
 
 @pytest.mark.parametrize("name", UNTYPED)
