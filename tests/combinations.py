@@ -19,6 +19,7 @@ import agentrl
 from agentrl.app.plan import resolve
 from agentrl.app.policies import check_engine_capabilities
 from agentrl.app.user_functions import load_user_functions
+from agentrl.config.algorithms import ADVANTAGES, LOSSES
 from agentrl.config.combinations import COMPILED, CONTEXT_RANKS, DISPATCHED, OFFLOADED, SHARDED, WHOLE_ROWS
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import find_function
@@ -114,23 +115,10 @@ SETTINGS: Mapping[str, Changes] = {
     "engine without adapters": {"policies": {"solver": FULL}},
     # algorithms
     "one member": {"credit": {"group_size": 1, "advantage": {"name": "none"}}},
-    "advantage leave_one_out": _advantage("leave_one_out"),
-    **{
-        f"advantage {name}": _advantage(name)
-        for name in (
-            *("group_mean", "group_std", "role_mean", "none", "max_rl", "pass_at_k", "best_of_n", "gigpo", "gdpo"),
-            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"),
-        )
-    },
+    **{f"advantage {name}": _advantage(name) for name in ADVANTAGES},
     "advantage gae by values": _advantage("gae", trace_decay=0.9),
     **{f"advantage {name}": _advantage(f"{FUNCTIONS}:{name}") for name in ("by_group", "by_step", "by_tree")},
-    **{
-        f"loss {name}": _loss(name)
-        for name in (
-            *("ppo", "reinforce", "cispo", "sapo", "decoupled_ppo", "importance_sampling", "geometric_mask", "topr"),
-            *("off_policy_mask", "vespo", "gspo", "m2po", "kl_cov", "clip_cov", "distillation", "dpo"),
-        )
-    },
+    **{f"loss {name}": _loss(name) for name in LOSSES},
     "loss importance_sampling of agents": _loss("importance_sampling", level="agent"),
     **{
         f"loss {name}": _loss(f"{FUNCTIONS}:{name}")

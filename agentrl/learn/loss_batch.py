@@ -50,8 +50,6 @@ class LossBatch:
         device_arrays = device_tensors(arrays, logprobs.device)
         self.weights = device_arrays.pop("weights", None)
         """Factor on each token's loss, from the normalizer, if the trainer evaluates the loss per micro-batch."""
-        for name, column in device_arrays.items():
-            setattr(self, name, column)
         self.reference_logprobs = reference_logprobs
         """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
         with `reference`."""
@@ -63,6 +61,9 @@ class LossBatch:
         """Always True: these columns hold trained tokens only, none of prompts and tools."""
         self.seats: Sequence[str] = columns.names["seat"]
         """Names of the seats, indexed by the ids in `seat`."""
+        for name, column in device_arrays.items():
+            assert not hasattr(self, name), f"{name} is taken: choose another in_loss for that column"
+            setattr(self, name, column)
 
     @staticmethod
     def of(

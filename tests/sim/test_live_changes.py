@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.app.assemble import change_orchestrator
 from agentrl.app.plan import resolve
-from agentrl.config.load import changed_config
+from agentrl.config.load import changed_config, live_settings
 from agentrl.core.ports import Trainer
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import DRAIN_S, Orchestrator
@@ -51,6 +51,28 @@ class ChangingObserver(Seen):
             run.config, differences = changed_config(run.config, tuple(key.split(".")), value)
             assert [difference.rule.is_live for difference in differences] == [True]
             change_orchestrator(run.orchestrator, resolve(run.config, run.environment))
+
+
+def of_loop(orchestrator: Orchestrator) -> str:
+    """What the loop goes by."""
+    scheduler = orchestrator.scheduler
+    numbers = {name: value for name, value in vars(scheduler).items() if isinstance(value, int)}
+    return repr((orchestrator.plan, numbers, scheduler.phases.steps))
+
+
+@pytest.mark.parametrize("setting", live_settings())
+def test_each_setting_reaches_the_loop(simulated_loop: SeededSimulation, setting: str) -> None:
+    seen = []
+
+    async def main() -> None:
+        run = ChangedRun(config=config_for(steps=2), changes={("guesser", 1): {setting: 17}})
+        run.during = lambda orchestrator: seen.append(of_loop(orchestrator))
+        async with asyncio.timeout(10_000):
+            await run.run()
+        seen.append(of_loop(run.orchestrator))
+
+    simulated_loop.run(main)
+    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
