@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import ModelError
+from agentrl.core.limited_process import MAX_MEMORY_BYTES
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.chat_template import AddedToken, ChatTemplate, ControlTokens
-from agentrl.rollout.chat.template_process import MAX_MEMORY_BYTES, TemplateError, TemplateProcess
+from agentrl.rollout.chat.template_process import TemplateError, TemplateProcess
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 
 
@@ -87,13 +88,13 @@ def test_the_time_of_a_template_is_bounded(template: str) -> None:
 def test_signals_to_every_process_of_a_job_change_no_rendering(number: signal.Signals) -> None:
     process = TemplateProcess()
     process.compile("{{ a }}")
-    child = process._process
+    child = process._process._process
     assert child is not None
     os.kill(child.pid, number)
     if number == signal.SIGKILL:  # by a lack of memory, for example
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert process.render("{{ a }}", {"a": 1}) == "1"
-    assert (process._process is child) == (number != signal.SIGKILL)
+    assert (process._process._process is child) == (number != signal.SIGKILL)
     process.close()
 
 
