@@ -328,7 +328,8 @@ class _Judge:
                 self.say("entries", f"{where}: {len(columns[name])} bytes of {name} for {count} tokens")
         if "kept" in columns:
             counts = [c for (c,) in struct.iter_unpack("<i", columns["kept"][: 4 * count])]
-            if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(columns["kept"]) - 4 * count:
+            ids = sum(c if c > 0 else -1 - c for c in counts if c)
+            if len(counts) != count or ids * 4 != len(columns["kept"]) - 4 * count:
                 self.say("entries", f"{where}: kept sets of {len(counts)} of {count} tokens")
         if len(body) > 20 and body[20] is not None:
             self.read_routing(*body[20], where)

@@ -22,7 +22,7 @@ from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.custom_functions import loss
 from agentrl.core.files import read_bytes
 from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit
-from agentrl.core.tokens import ExpertRouting, KeptCount, KeptSets, TrajectoryRow
+from agentrl.core.tokens import ExcludedTokens, ExpertRouting, KeptCount, KeptSets, TrajectoryRow
 from agentrl.engines.experts import find_experts
 from agentrl.learn import context, experts, forward
 from agentrl.learn.exchange import exchange_rows
@@ -266,7 +266,13 @@ def _in_turns(row: TrajectoryRow) -> TrajectoryRow:
     """Make each run of sampled tokens a turn; half of the tokens were sampled from kept sets."""
     starts = np.diff(row.loss_mask.astype(np.int32), prepend=0) == 1
     ids = row.token_ids.astype(np.int32)
-    sets = [np.arange(token % 5, 48, 5, dtype=np.int32) if at % 2 else KeptCount.NONE for at, token in enumerate(ids)]
+    sets: list[Any] = [KeptCount.NONE for _ in ids]
+    for at, token in enumerate(ids):
+        residues = np.arange(48, dtype=np.int32) % 5
+        if at % 4 == 1:
+            sets[at] = np.flatnonzero(residues == token % 5).astype(np.int32)
+        if at % 4 == 3:
+            sets[at] = ExcludedTokens(np.flatnonzero(residues == (token + 1) % 5).astype(np.int32))
     turns = np.where(row.loss_mask, starts.cumsum() - 1, -1).astype(np.int32)
     return row.with_column("turn_index", turns).with_column("kept", KeptSets.of(sets))
 

@@ -83,23 +83,48 @@ class KeptCount(enum.IntEnum):
     """Count of a token from a distribution that is not recorded, as of a lost call: it must not be trained."""
 
 
-class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The kept set of each token after top-k, top-p and min-p, as a ragged array.
+class ExcludedTokens(NamedTuple):
+    """A kept set, as the tokens that it lacks: within a string, a grammar of JSON excludes few tokens."""
 
-    `counts[t]` of `ids` belong to token t; a forced token has the set `{token}` (count 1); see `KeptCount`.
+    ids: Int32Array
+    """At least one."""
+
+
+class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The kept set of each token after a grammar, top-k, top-p and min-p, as a ragged array.
+
+    `counts[t]` of `ids` belong to token t; a forced token has the set `{token}` (count 1); see `KeptCount`. A count of
+    −1 − n has n of `ids`, the tokens that the set lacks; see `ExcludedTokens`.
     """
 
     counts: Int32Array  # [n]
-    ids: Int32Array  # [sum of the positive counts]
+    ids: Int32Array  # [sum of the sizes]
 
     @staticmethod
-    def of(sets: Sequence[Int32Array | KeptCount]) -> KeptSets:
+    def of(sets: Sequence[Int32Array | ExcludedTokens | KeptCount]) -> KeptSets:
         """Make the ragged array of a set per token, or of the reason why it has none."""
         import numpy as np
 
-        parts = [part for part in sets if not isinstance(part, KeptCount)]
-        counts = np.array([part if isinstance(part, KeptCount) else len(part) for part in sets], np.int32)
-        return KeptSets(counts, np.concatenate(parts) if parts else np.zeros(0, np.int32))
+        parts: list[Int32Array] = []
+        counts: list[int] = []
+        for part in sets:
+            match part:
+                case KeptCount():
+                    counts.append(part)
+                case ExcludedTokens(ids):
+                    counts.append(KeptCount.MISSING - len(ids))
+                    parts.append(ids)
+                case _:
+                    counts.append(len(part))
+                    parts.append(part)
+        return KeptSets(np.array(counts, np.int32), np.concatenate(parts) if parts else np.zeros(0, np.int32))
+
+    @staticmethod
+    def sizes_of(counts: NDArray[Any]) -> NDArray[Any]:
+        """Return the number of ids of each token, given `counts`."""
+        import numpy as np
+
+        return np.where(counts < 0, KeptCount.MISSING - counts, counts).astype(np.int64)
 
     @staticmethod
     def missing(count: int) -> KeptSets:
@@ -123,9 +148,9 @@ class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def slice(self, start: int, stop: int) -> KeptSets:
         """Return the sets of tokens `[start, stop)`."""
-        before, inside = self.counts[:start], self.counts[start:stop]
-        first = int(before[before > 0].sum())
-        return KeptSets(inside, self.ids[first : first + int(inside[inside > 0].sum())])
+        first = int(self.sizes_of(self.counts[:start]).sum())
+        inside = self.counts[start:stop]
+        return KeptSets(inside, self.ids[first : first + int(self.sizes_of(inside).sum())])
 
     def take(self, at: NDArray[Any]) -> KeptSets:
         """Return the sets of tokens at ascending positions."""
@@ -133,7 +158,7 @@ class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
 
         is_taken = np.zeros(len(self.counts), np.bool_)
         is_taken[at] = True
-        return KeptSets(self.counts[at], self.ids[np.repeat(is_taken, np.maximum(self.counts, 0))])
+        return KeptSets(self.counts[at], self.ids[np.repeat(is_taken, self.sizes_of(self.counts))])
 
     def encode(self) -> bytes:
         """Serialize the counts, then the ids."""
@@ -148,9 +173,8 @@ class KeptSets(msgspec.Struct, frozen=True, gc=False, eq=False):
         """
         numbers = _decode_column(data, "<i4", plain=plain)
         counts, sets = numbers[:count], numbers[count:]
-        sizes = counts.tolist()
-        is_valid = len(sizes) == count and min(sizes, default=0) >= KeptCount.MISSING and _least(sets) >= 0
-        if not is_valid or sum(size for size in sizes if size > 0) != len(sets):
+        sizes = [KeptCount.MISSING - size if size < 0 else size for size in counts.tolist()]
+        if len(sizes) != count or _least(sets) < 0 or sum(sizes) != len(sets):
             raise ValueError("the kept sets and their sizes differ")
         return KeptSets(counts, sets)
 

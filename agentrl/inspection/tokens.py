@@ -198,7 +198,8 @@ class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     version: str | None = None
     kept: int | None = None
-    """Size of the kept set; None if nothing was filtered, or it was not recorded."""
+    """Size of the kept set, or minus the number of tokens that it lacks; None if nothing was filtered, or it was not
+    recorded."""
     entropy: float | None = None
     """Entropy over the kept set, in nats: 0 if the set had one member, else as the trainer computed it."""
     routing: str | None = None
@@ -463,7 +464,7 @@ def _tokens(
                 loss_mask=turn.turn >= token_row.first,
                 logprob=_finite(logprob),
                 version=version,
-                kept=count if count > 0 else None,
+                kept=count + (count < 0) or None,
                 routing=digests.get(position),
                 **_training(step_values, position, is_forced=count == 1),
             )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.core.tokens import KeptSets
 from agentrl.learn.exchange import exchange_rows, gather_rows
 from agentrl.learn.packing import MicroBatch
 
@@ -63,7 +64,7 @@ class ContextSlice:
         kept_counts, kept_ids = batch.kept_counts, batch.kept_ids
         if kept_counts is not None and kept_ids is not None:
             is_here = np.isin(np.arange(len(kept_counts)), here)
-            kept_ids = kept_ids[np.repeat(is_here, kept_counts)]
+            kept_ids = kept_ids[np.repeat(is_here, KeptSets.sizes_of(kept_counts))]
             kept_counts = kept_counts[here]
         return replace(
             batch.with_min_tokens(self._group.size),

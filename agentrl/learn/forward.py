@@ -45,6 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.core.errors import ModelError
+from agentrl.core.tokens import KeptSets
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.context import ContextGroup, ContextSlice
 from agentrl.learn.device_copies import device_tensors
@@ -130,8 +131,8 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     if batch.expert_routing is not None:
         arrays["expert_routing"] = batch.expert_routing
     if batch.kept_counts is not None and batch.kept_ids is not None:
-        arrays["unmasked"] = batch.kept_counts == 0
-        arrays["kept_rows"] = np.repeat(np.arange(len(batch.kept_counts)), batch.kept_counts)
+        arrays["fully_kept"] = batch.kept_counts <= 0
+        arrays["kept_rows"] = np.repeat(np.arange(len(batch.kept_counts)), KeptSets.sizes_of(batch.kept_counts))
         arrays["kept_ids"] = batch.kept_ids
     return device_tensors(arrays, device)
 
@@ -252,17 +253,17 @@ class SamplerDistributions(NamedTuple):
 class KeptVocabularySets(NamedTuple):
     """The kept set K_t of each of n tokens, ragged."""
 
-    unmasked: Tensor  # bool [n], whether the full vocabulary was kept
+    fully_kept: Tensor  # bool [n], whether all tokens were kept, but those in `token_ids`
     rows: Tensor  # int64 [sum of the sets' sizes], the token of each id, ascending
     token_ids: Tensor  # int64 [sum of the sets' sizes]
     starts: NDArray[np.int64]  # [n + 1], the first id of each token; on the host, so that it need not wait
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
         """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
-        mask = self.unmasked[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
+        mask = self.fully_kept[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
         ids = slice(*self.starts[[start, stop]].tolist())
-        # Assigning True would copy it to the device.
-        return mask.index_put_((self.rows[ids] - start, self.token_ids[ids]), self.unmasked.new_ones(()))
+        rows = self.rows[ids]
+        return mask.index_put_((rows - start, self.token_ids[ids]), ~self.fully_kept[rows])
 
 
 def logprobs_from_logits(
@@ -483,8 +484,8 @@ def token_logprobs(  # noqa: PLR0913
         hidden = _padded_hidden(model, batch, inputs, replay)
     kept_sets = None
     if batch.kept_counts is not None:
-        starts = np.cumsum([0, *batch.kept_counts])
-        kept_sets = KeptVocabularySets(inputs["unmasked"], inputs["kept_rows"], inputs["kept_ids"], starts)
+        starts = np.cumsum([0, *KeptSets.sizes_of(batch.kept_counts)])
+        kept_sets = KeptVocabularySets(inputs["fully_kept"], inputs["kept_rows"], inputs["kept_ids"], starts)
     predicting = inputs["hidden_index"]
     if value_head is None and len(set(batch.hidden_index.tolist())) == 1:
         predicting = predicting[:1]  # a canary's tokens follow one context: its logits are computed once

@@ -44,8 +44,8 @@ class MicroBatch:
     position: Int64Array  # [n], position of the trained token in its row
     end_index: Int64Array | None = None  # [m], the hidden states at the ends of conversations that a limit cut
     end_sample: Int64Array | None = None  # [m], their samples
-    kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
-    kept_ids: Int64Array | None = None  # [sum of kept_counts]
+    kept_counts: Int64Array | None = None  # [n], as in `KeptSets`
+    kept_ids: Int64Array | None = None  # [sum of the sets' sizes]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
     is_tree: bool = True
     """Whether it is forwarded as a prefix tree, or else row by row."""
@@ -212,7 +212,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         position=np.concatenate([row.positions for row in members]),
         end_index=np.array([at for _, at in cut], np.int64) if cut else None,
         end_sample=np.array([index for index, _ in cut], np.int64) if cut else None,
-        kept_counts=None if trained.kept is None else np.maximum(trained.kept.counts, 0).astype(np.int64),
+        kept_counts=None if trained.kept is None else trained.kept.counts.astype(np.int64),
         kept_ids=None if trained.kept is None else trained.kept.ids.astype(np.int64),
         expert_routing=_routing(rows),
         is_tree=is_tree,

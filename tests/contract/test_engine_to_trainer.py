@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +28,14 @@ from agentrl.core.records import (
     Unit,
     WeightsRef,
 )
-from agentrl.core.tokens import KeptCount, KeptSets, TrainingSample, TrajectoryRow
+from agentrl.core.tokens import ExcludedTokens, KeptCount, KeptSets, TrainingSample, TrajectoryRow
 from agentrl.credit.samples import unit_samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.publish import Publisher
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, load_engine, prompt, request, version
+from tests.contract.scripted_program import VOCABULARY
 
 PROMPT, TOKENS = 12, 40
 
@@ -123,6 +125,16 @@ def test_a_set_may_be_none_forced_or_missing(zoo: ModelZoo) -> None:
     assert found[13] == 0.0
     assert 14 not in found
     assert max(abs(found[at]) for at in range(15, PROMPT + TOKENS)) < 1e-4
+
+
+def test_a_set_by_the_tokens_that_it_lacks_is_the_same_set(zoo: ModelZoo) -> None:
+    model, row = model_of(zoo, "mixtral"), sampled(zoo, "mixtral", "float32")
+    assert row.kept is not None
+    sets: list[Any] = np.split(row.kept.ids, np.cumsum(row.kept.counts)[:-1])
+    for at in range(PROMPT, PROMPT + TOKENS, 2):
+        sets[at] = ExcludedTokens(np.setdiff1d(np.arange(VOCABULARY, dtype=np.int32), sets[at]))
+    mixed = row.with_column("kept", KeptSets.of([*[KeptCount.NONE] * PROMPT, *sets[PROMPT:]]))
+    assert difference(model, trained(mixed)) == difference(model, trained(row))
 
 
 def test_a_bf16_engine_s_experts_are_replayed(zoo: ModelZoo) -> None:

@@ -58,10 +58,15 @@ def tables(draw: st.DrawFn, *, with_routing: bool = False) -> Tokens:
     columns = {name: numbers(kind) for name, kind in KINDS.items() if name == "logprobs" or draw(st.booleans())}
     kept = None
     if draw(st.booleans()):
-        counts = np.array([draw(st.integers(-1, 3)) for _ in range(count)], np.int32)
-        kept = KeptSets(counts, np.arange(counts[counts > 0].sum(), dtype=np.int32))
+        counts = np.array([draw(st.integers(-4, 3)) for _ in range(count)], np.int32)
+        kept = KeptSets(counts, np.arange(sum(map(_size, counts.tolist())), dtype=np.int32))
     experts = draw(routings()) if with_routing else None
     return Tokens(token_ids=numbers(np.int32), spans=spans, kept=kept, experts=experts, **columns)
+
+
+def _size(count: int) -> int:
+    """Number of ids of a count of kept sets, as docs/reference/journal_format.md defines it."""
+    return count if count >= 0 else -1 - count
 
 
 def content(table: Tokens) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def test_any_bytes_are_a_valid_table_or_a_value_error(
     assert all(token >= 0 for token in table.token_ids)
     assert all(0 <= start < stop <= count for start, stop, _ in table.spans)
     if table.kept is not None:
-        assert sum(size for size in table.kept.counts.tolist() if size > 0) == len(table.kept.ids)
+        assert sum(map(_size, table.kept.counts.tolist())) == len(table.kept.ids)
     if table.experts is not None:
         assert sum(len(rows) for _, rows in table.experts.stretches()) == len(table.experts.rows)
     assert table.encode() == encoded

@@ -84,10 +84,11 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int, str]]
     """Spans (start, stop, version): the version that sampled the tokens from start to stop."""
     kept_counts: list[int]
-    """Number of tokens that the sampling filters kept at each position; 0: all, -1: not trained, since the
-    distribution is not recorded, a penalty applied, or the temperature was 0. Empty if there was no filter."""
+    """Number of tokens that filters or a grammar kept at each position; 0: all, -1: not trained, since the
+    distribution is not recorded, a penalty applied, or the temperature was 0; -1 - n: all but n. Empty if there was
+    neither."""
     kept_ids: list[int]
-    """Ids of the kept tokens, one set after another."""
+    """Ids of the kept tokens, or of those not kept, one set after another."""
     temperatures: list[float]
     """Temperature at which each token was sampled, 1 where the mask is 0; 0: the likeliest token was taken. Empty if
     all turns have the first one's."""
