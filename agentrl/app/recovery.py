@@ -16,8 +16,9 @@ import contextlib
 import inspect
 import os
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -324,7 +325,12 @@ def describe_start(
     sentences += _contexts_beyond(changed, past.unfinished, store.directory)
     for function in sorted(changed_code & code.functions.keys()):
         sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
-    if files := sorted(changed_code - code.functions.keys()):
+    if files := sorted(changed_code & set(code.imported)):
+        sentences.append(
+            f"the code changed in {', '.join(files)}, imported beside the environment's file; unfinished episodes "
+            "continue with it, and are dropped (nondeterminism) if they no longer agree with their recorded calls"
+        )
+    if files := sorted(changed_code - code.functions.keys() - set(code.imported)):
         sentences.append(
             f"the code changed in {', '.join(files)}; `on_code_change` of its environment decides how unfinished "
             "episodes continue"
@@ -427,6 +433,8 @@ class UserCodeDigests(NamedTuple):
     """File and digest of each environment, by name."""
     functions: Mapping[str, str]
     """Kind and name of the user's functions, such as "loss sapo", by reference."""
+    imported: Collection[str] = ()
+    """Files in `digests` of imported modules that define no environment and no bot."""
 
     @staticmethod
     def of(bots: Mapping[str, BotPolicy], environment: type[Environment], functions: UserFunctions) -> UserCodeDigests:
@@ -438,6 +446,9 @@ class UserCodeDigests(NamedTuple):
                 code_digest(environment_class.source()),
             )
         digests = dict(environments.values())
+        imported: dict[str, str] = {}
+        for file in digests:
+            imported |= imported_digests(file)
         digests |= {code.reference: code.digest for _, code in functions.codes}
         for name, bot in bots.items():
             try:
@@ -446,7 +457,23 @@ class UserCodeDigests(NamedTuple):
             except (OSError, TypeError):
                 continue  # its code is in no file, for example typed in a shell
         labels = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
-        return UserCodeDigests(digests, environments, labels)
+        return UserCodeDigests(imported | digests, environments, labels, imported.keys() - digests.keys())
+
+
+def imported_digests(file: str) -> dict[str, str]:
+    """Return the digest of each imported module whose file is in the directory of a file or below, without installed
+    ones."""
+    directory, digests = os.path.dirname(file), dict[str, str]()
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        is_users = isinstance(path, str) and path.endswith(".py") and not module.__name__.startswith("agentrl.")
+        if not is_users or not directory or "site-packages" in path:
+            continue
+        path = os.path.abspath(path)
+        if path.startswith(os.path.join(directory, "")):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                digests[path] = code_digest(Path(path).read_text(encoding="utf-8"))
+    return digests
 
 
 def _file_of(definition: Any) -> str:

@@ -295,7 +295,8 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
     for which, factor in (("first", "1.0"), ("second", "2.0" if edited else "1.0")):
         code = tmp_path / which
         code.mkdir()
-        (code / "env.py").write_text(CODE.replace("REWARD", factor))
+        (code / "env.py").write_text(f"import words\n{CODE.replace('REWARD', factor)}")
+        (code / "words.py").write_text(f"FACTOR = {factor}")
         (code / "mine.py").write_text(FUNCTIONS.replace("FACTOR", factor))
         said = _life(
             tmp_path,
@@ -310,6 +311,8 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
     env = tmp_path / "second" / "env.py"
     assert (f"The code changed in {env}" in said) == edited
     assert "mine.py; `on_code_change`" not in said, "only an environment has it"
+    imported = re.search(r"code changed in ([^;]*), imported beside the environment's file", said)
+    assert (imported is not None and str(tmp_path / "second" / "words.py") in imported[1]) == edited
     assert "esuming from checkpoint" in said or "no checkpoint yet" in said
 
 

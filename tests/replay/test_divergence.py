@@ -71,7 +71,7 @@ def test_a_mismatch_names_call_and_both_values_and_the_code(version: str, words:
     Edited.version = version
     again = Stage(environment=Edited).play(entries)
     assert isinstance(again.error, ReplayMismatchError)
-    for word in [*words, "The code has changed since"]:
+    for word in [*words, "The environment's file has changed since"]:
         assert word in str(again.error).replace('"', "'"), str(again.error)
     assert again.error.begin_again
     assert again.engine_calls == 0
@@ -86,7 +86,7 @@ def test_without_a_change_of_code_it_is_nondeterminism() -> None:
     assert isinstance(error, ReplayMismatchError)
     assert not error.begin_again
     assert error.reason == "nondeterminism"
-    assert "The code is the same" in str(error)
+    assert "The environment's file is the same" in str(error)
     assert "ctx.rng" in str(error)
 
 

@@ -93,7 +93,7 @@ def test_a_planted_difference_is_found_at_its_exact_call(
     place = [call for call, _ in before.acts].index(expected)
     assert found.acts[:place] == before.acts[:place]
     assert len(found.acts) <= place + 1, "a tool's observation is compared once the call has come back"
-    assert "code has changed" in found.text
+    assert "file has changed" in found.text
 
 
 def test_nothing_is_performed(sample_run: Path, solved: EpisodeLine, tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def replay_mismatch(
     `then` and `now` are clauses, `code` holds the code's hashes then and now.
     """
     changed = code[0] != code[1]
-    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
-    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
+    why = f"The environment's file has changed since ({code[0]} then, {code[1]} now)"
+    same = f"The environment's file is the same ({code[1]}), perhaps not a module that it imports"
+    text = why if changed else f"{same}: {REMEDY}"
     message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
     return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
 
