@@ -31,7 +31,8 @@ from agentrl.app.policies import (
     split_group_warnings,
     tree_parts,
 )
-from agentrl.app.user_functions import load_declarations
+from agentrl.app.run_parts import environment_of
+from agentrl.app.user_functions import load_declarations, load_user_functions
 from agentrl.config.devices import device_plan
 from agentrl.config.plans import EnginePlan, RolloutPlan, TrainerPlan
 from agentrl.config.policies import PolicyConfig
@@ -183,6 +184,16 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
             "credit.group_size"
         )
     return RunPlan(settings=config, environment=environment, seats=seats, demands=demands, staleness=staleness)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse settings that `agentrl train` would refuse before it loads a model. Imports the environment.
+
+    Raises:
+        InputError: the message suggests a change.
+    """
+    load_user_functions(config.trainer, config.credit, config.scorers, config.trained)
+    resolve(config, environment_of(config))
 
 
 def _possible_staleness(

@@ -90,6 +90,12 @@ def env_check(options: argparse.Namespace) -> int:
         with contextlib.closing(progress):
             report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
         if config is not None:
+            from agentrl.app.plan import check_settings
+
+            try:
+                check_settings(config)
+            except InputError as error:
+                report.begin("settings").fault(str(error))
             learners = report.begin("learners")
             for seat, task_id in report.figures.get("unrewarded_seats", {}).items():
                 if not config.seat_assignment.policies_of([seat]).isdisjoint(config.trained):

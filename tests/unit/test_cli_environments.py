@@ -245,5 +245,11 @@ def test_a_check_of_a_configuration_knows_which_seats_it_trains(
     assert "Never rewarded: checker, which nr.toml trains" in capsys.readouterr().out
     assert main(["env", "check", "frozen.toml"]) == 0
     assert main(["env", "check", "nr.toml", "--environment.id=pair.py:Both"]) == 0
+    capsys.readouterr()
+    assert main(["env", "check", "frozen.toml", "--max_in_flight=2", "--credit.group_size=4"]) == 1
+    refusal = "credit.group_size = 4 is larger than max_in_flight = 2, so no group could start"
+    assert refusal in " ".join(capsys.readouterr().out.split()), "train refuses it, too"
+    assert main(["train", "frozen.toml", "--max_in_flight=2", "--credit.group_size=4"]) == InputError.exit_code
+    assert refusal in capsys.readouterr().err
     assert main(["env", "check", "pair.py:Both", "--steps=3"]) == InputError.exit_code
     assert "only a run's FILE.toml has settings" in capsys.readouterr().err
