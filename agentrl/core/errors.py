@@ -126,6 +126,10 @@ class VersionNotServedError(EngineError):
     """A session asks for a version that the engine does not serve, or no longer serves."""
 
 
+class GrammarRefusedError(EngineError):
+    """The engine cannot enforce the grammar of a call; other calls are not affected."""
+
+
 class EngineStorageError(EngineError):
     """The disk of an engine's machine cannot take a version; engines on other machines may."""
 

@@ -72,6 +72,8 @@ class EngineCapabilities:
     reopened for such a conversation must be pinned to that version."""
     shares_prefixes: bool = False
     """Whether shared prefixes are stored once."""
+    grammars: bool = False
+    """Whether the engine enforces the grammar of a call."""
     places: int = 0
     """Number of turns that the engine samples at once; 0: unknown. Further calls wait in it."""
 
@@ -102,6 +104,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides the logits of the tokens in the context or the turn that are above 0, and multiplies the others
     (arXiv:1909.05858)."""
+    grammar: str = ""
+    """What the turn's text must fit, as a structural tag of xgrammar in JSON, for engines with `grammars`; "":
+    anything. Only tokens that it allows are sampled, and the kept sets say which."""
 
     @property
     def is_greedy(self) -> bool:
@@ -312,6 +317,11 @@ class ChatFormat(Protocol):
     """Whether a rewritten history begins a new row; if not, the model keeps seeing the tokens it saw and sampled."""
     shows_tools: bool
     """Whether the prompt describes the tools that an environment offers. Many chat templates ignore them."""
+
+    @property
+    def call_frame(self) -> tuple[str, ...] | None:
+        """See `ReplyFormat.call_frame`; None: a reply may begin with thinking, so no grammar of its content fits it."""
+        ...
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation, up to the start of the assistant's turn."""

@@ -905,6 +905,9 @@ class ReplyFormat:
     """Tokens that end a reply, if they differ from the token after a message in the template."""
     example: str = ""
     """How a call is written, if the marks do not show it."""
+    call_frame: tuple[str, ...] | None = ()
+    """Text before a call's name, between its name and its arguments, and after them, both in JSON; (): calls are
+    written otherwise; None: content is not written as plain text."""
     needs_marks: bool = True
     """Whether a call of another model is recognized by the marks alone."""
 
@@ -979,6 +982,7 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             parse_hermes,
             (OPEN, CLOSE),
             example=f'{OPEN}{{"name": …, "arguments": {{…}}}}{CLOSE}',
+            call_frame=(f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}"),
         ),
         ReplyFormat(
             "qwen3_coder",
@@ -1017,6 +1021,7 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             _HARMONY,
             ("<|return|>", "<|call|>"),
             example="<|channel|>commentary to=functions.…<|message|>{…}<|call|>",
+            call_frame=None,
         ),
         _format(
             "kimi_k2",
@@ -1062,6 +1067,7 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             _without_marks(_json_calls, _JSON_LINE),
             ("```",),
             example='{"name": …, "arguments": {…}}, alone, after text or in a code fence',
+            call_frame=('{"name": ', ', "arguments": ', "}"),
             needs_marks=False,
         ),
         ReplyFormat(

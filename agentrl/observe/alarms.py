@@ -864,6 +864,10 @@ _UNTRAINED = {
         "with top_k, top_p or min_p, whose kept sets the engine does not record",
         "write the agent's filters into [sampling], so that the engine records their kept sets",
     ),
+    "grammar": (
+        "with a response_format or tool_choice whose kept sets were lost, or too large",
+        "shorten the replies (max_tokens), or remove it from the agent, which then checks the reply itself",
+    ),
 }
 """How an agent's calls were sampled that cannot be trained, and what to change, by cause."""
 

@@ -392,7 +392,8 @@ METRICS: tuple[Metric, ...] = (
         "untrained/<cause>",
         "turns",
         "turns per episode of outside agents whose tokens are not trained: `greedy` at temperature 0, `penalty` with a "
-        "penalty, `filter` with a filter whose kept sets the engine does not record (docs/reference/gateway.md)",
+        "penalty, `filter` with a filter whose kept sets the engine does not record, `grammar` with an enforced format "
+        "whose kept sets were not recorded for some tokens (docs/reference/gateway.md)",
     ),
     Metric("replies/recalled", "turns", "turns per episode that an outside agent got from an earlier attempt"),
     Metric("win_rate/<policy>", "fraction", "share of games won against this `past` policy; a draw counts half"),

@@ -785,8 +785,8 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
     unenforced = {name for name, value in asked if name in ("tool_choice", "response_format") and value != "none"}
     if unenforced:
         result.remarks.append(
-            f"The prompt asks for {' and '.join(sorted(unenforced))}, but nothing enforces it: the agent must check "
-            "replies."
+            f"The prompt asks for {' and '.join(sorted(unenforced))}. vLLM enforces it if the model does not think "
+            "first; otherwise nothing does, so the agent must check replies."
         )
     penalties = [[name for name, least in NO_PENALTIES.items() if r.asked.get(name, least) != least] for r in requests]
     for cause, number in (

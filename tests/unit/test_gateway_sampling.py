@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 import agentrl
+from agentrl.core.errors import GrammarRefusedError
+from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.tokens import KeptCount, TrajectoryRow
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, RequestRefusedError, TokenLogprob, openai_logprobs
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
@@ -20,7 +23,7 @@ from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 from agentrl.gateway.options import MAX_SCHEMA_CHARACTERS
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import ExecutedEpisode, execute_episode, spec_of
@@ -29,6 +32,8 @@ from tests.unit.test_gateway import CALL, TOOLS, Loop, user
 
 if TYPE_CHECKING:
     import aiohttp
+
+    from agentrl.core.ports import GenerateRequest
 
 PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages"}
 RESPONSES_TOOL = {"type": "function", **TOOLS[0]["function"]}
@@ -430,7 +435,7 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
     assert report.passed
     assert "4 requests asked for temperature = 0.0 (1 time), " in report.text
     assert "Fields without effect: seed (1 time), logit_bias (1 time)" in report.text
-    assert "The prompt asks for response_format and tool_choice, but nothing enforces it" in report.text
+    assert "The prompt asks for response_format and tool_choice. vLLM enforces it" in report.text
     report = check_environment(own, gateway_sampling="run")
     assert report.passed
     assert "not trained" not in report.text
@@ -448,3 +453,81 @@ def test_env_check_accuses_no_request_that_changes_nothing() -> None:
         report = check_environment(Neutral, gateway_sampling=mode)
         assert report.passed
         assert "not trained" not in report.text
+
+
+TALLY = {"type": "object", "properties": {"tally": {"type": "integer"}}}
+REFUSED = {"type": "object", "properties": {"refused": {"type": "string"}}}
+
+
+@pytest.fixture
+def enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine enforces grammars, all but those that mention the property `refused`."""
+    make = ScriptedEngine.__init__
+
+    def with_grammars(engine: ScriptedEngine, script: Any, **options: Any) -> None:
+        def checked(request: GenerateRequest, *more: Any) -> Any:
+            if "refused" in request.sampling.grammar:
+                raise GrammarRefusedError("the grammar of the reply does not compile: it is refused")
+            return script(request, *more)
+
+        make(engine, checked, **options)
+        engine.capabilities = replace(engine.capabilities, grammars=True)
+
+    monkeypatch.setattr(ScriptedEngine, "__init__", with_grammars)
+    monkeypatch.setattr(PlainChatFormat, "call_frame", REPLY_FORMATS["hermes"].call_frame)
+
+
+def grammars(played: Played) -> list[Any]:
+    return [json.loads(each.grammar)["format"] if each.grammar else None for each in played.sampling]
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+
+
+@pytest.mark.usefixtures("enforced")
+def test_an_engine_gets_the_grammar_of_each_call() -> None:
+    both = {"tools": TOOLS, "response_format": schema_format(TALLY)}
+    played = play(
+        asks(
+            ("chat", {"response_format": {"type": "json_object"}}),
+            ("responses", {"text": {"format": {"type": "json_schema", "name": "p", "schema": PLAN}}}),
+            ("messages", {"output_config": {"format": {"type": "json_schema", "schema": PLAN}}}),
+            ("chat", {"tools": TOOLS, "tool_choice": "required"}),
+            ("chat", both),
+            ("chat", {**both, "tool_choice": "none"}),
+            ("chat", {"tools": TOOLS}),
+            ("chat", {}),
+        ),
+        ["{}"] * 8,
+    )
+    first, second, third, call, either, answer, *free = grammars(played)
+    assert first["json_schema"] == {"type": "object"}
+    assert second["json_schema"] == third["json_schema"] == PLAN
+    (tag,) = call["tags"]
+    assert call["at_least_one"]
+    assert tag["begin"] == '<tool_call>\n{"name": "add", "arguments": '
+    assert tag["content"]["json_schema"] == TOOLS[0]["function"]["parameters"]
+    assert tag["end"] == "}\n</tool_call>"
+    assert either == {"type": "or", "elements": [answer, call]}
+    assert answer["json_schema"] == TALLY
+    assert free == [None, None]
+    assert "Reply with a JSON object" in bytes(t for t in played.seen[0] if t < 256).decode(), "the model reads it, too"
+
+
+@pytest.mark.usefixtures("enforced")
+def test_a_schema_that_the_engine_refuses_harms_no_other_call() -> None:
+    environment = asks(
+        ("chat", {"response_format": schema_format(REFUSED)}), ("chat", {"response_format": schema_format(PLAN)})
+    )
+    played = play(environment, ["{}"])
+    (status, body), (second, _) = environment.answers
+    assert (status, second) == (400, 200)
+    assert body["error"]["message"] == "response_format: the grammar of the reply does not compile: it is refused"
+    assert body["error"]["param"] == "response_format"
+    assert played.header.drop_reason is None
+    assert len(turns(played)) == 1
+
+
+def test_without_an_engine_for_grammars_the_prompt_alone_asks() -> None:
+    assert grammars(play(asks(("chat", {"response_format": schema_format(REFUSED)})), ["x"])) == [None]

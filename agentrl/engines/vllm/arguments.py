@@ -49,6 +49,9 @@ _OTHER_MODEL = "vLLM would serve another model than the one that is trained"
 _OTHER_CODE = "it names code to run inside vLLM, which nothing here has checked"
 _OTHER_KEYS = "keys and values from outside were computed by weights that no span records"
 
+_TOKENIZER = "token ids go in and come out; only grammars of replies need a tokenizer, the model's own"
+_GRAMMARS = "recorded kept sets are those of xgrammar, from the reply's first token"
+
 _REFUSAL_REASONS = {
     "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from "
     "(processed_logprobs)",
@@ -56,7 +59,10 @@ _REFUSAL_REASONS = {
     "load_format": "other loaders unpickle files, or load nothing; weights are read from safetensors",
     "model_loader_extra_config": "it configures loaders other than that of safetensors files",
     "skip_tokenizer_init": "token ids go in and come out; vLLM must never tokenize a text again",
-    "tokenizer": "token ids go in and come out; vLLM needs no tokenizer",
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "structured_outputs_config": _GRAMMARS,
+    "reasoning_parser": _GRAMMARS,
     "enable_sleep_mode": "a vLLM that sleeps drops weights and adapters that it says it serves (vLLM issue 29341)",
     "scheduling_policy": "the canary check of new weights goes before all that waits, by priority",
     "enable_log_requests": "it writes the tokens of conversations into a log",
@@ -203,5 +209,3 @@ def _code_problems(name: str, value: Any) -> Iterator[str]:
         for key in ("backend", "inductor_passes"):
             if value.get(key) and (key != "backend" or value[key] not in ("inductor", "eager")):
                 yield f"{key} = {value[key]!r} is refused: {_OTHER_CODE}"
-    if name == "structured_outputs_config" and isinstance(value, Mapping) and value.get("reasoning_parser_plugin"):
-        yield f"reasoning_parser_plugin = {value['reasoning_parser_plugin']!r} is refused: {_OTHER_CODE}"

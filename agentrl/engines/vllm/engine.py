@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError, GrammarRefusedError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import VersionSpan
@@ -34,6 +35,7 @@ from agentrl.engines.version_table import (
     refresh_mode_needing_adapters,
 )
 from agentrl.engines.vllm.capture import CallRouting, RoutedContext, expert_layers, top_k_without_filter
+from agentrl.engines.vllm.grammars import Grammars
 from agentrl.engines.vllm.startup import (
     VllmSettings,
     kv_cache_capacity,
@@ -43,12 +45,13 @@ from agentrl.engines.vllm.startup import (
 )
 from agentrl.engines.vllm.updates import VllmVersion, VllmVersionTable
 from agentrl.engines.weights.receiver import WeightReceiver
+from agentrl.engines.weights.vllm_worker import SAMPLED_BEFORE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.clock import Clock
@@ -203,6 +206,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             prefill_rate=prefill_rate,
             shares_prefixes=True,
             places=settings.slots,
+            grammars=not llm.vllm_config.model_config.skip_tokenizer_init,
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
         self._routing_by_call: dict[str, RoutedContext | None] = {}
@@ -217,6 +221,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             recall=self._recall_calls,
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
+        self._grammars = Grammars(model_path, llm.vllm_config.model_config.get_vocab_size())
         self._top_k_without_filter = top_k_without_filter(llm.vllm_config)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}
@@ -320,12 +325,19 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._check_call(session, request, self._calls)
         if self._samples_nothing(request):
             return empty_completion("length")
+        sampling = request.sampling
+        grammar = await self._grammars.compile(sampling.grammar) if sampling.grammar else None
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
         call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
         self._calls[request.request_id], session.request = call, request
         try:
             completion = call.complete(await self._sample(call))
+            if grammar is not None and not (sampling.is_filtered or sampling.is_greedy):
+                before = request.sampled_before
+                reply = [*request.token_ids[len(request.token_ids) - before :].tolist(), *call.tokens]
+                kept = await asyncio.to_thread(grammar.kept_sets, reply, before, self._stops(request))
+                completion = msgspec.structs.replace(completion, kept=kept)
             if self._expert_layers:
                 self._routing_by_call[session.session_id] = routing.after(
                     np.concatenate([request.token_ids, completion.token_ids])
@@ -388,7 +400,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             routed_experts_prompt_start=routing_start,
             max_tokens=limit,
             seed=(stable_hash64(request.seed, num_sampled) if num_sampled else request.seed) & (2**63 - 1),
-            stop_token_ids=[stop_id for stop_id in request.sampling.stop_token_ids if stop_id < self._vocabulary],
+            stop_token_ids=self._stops(request),
+            structured_outputs=StructuredOutputsParams(structural_tag=filters.grammar) if filters.grammar else None,
+            extra_args={SAMPLED_BEFORE: num_sampled} if filters.grammar and num_sampled else None,
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -404,7 +418,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
         )
-        async for output in outputs:
+        async for output in _with_grammar_checked(outputs):
             delta = output.outputs[0]
             is_discarded = call.moving and not self.versions.places  # new weights may have continued an old prefix
             if not is_discarded:
@@ -429,6 +443,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         if reason == "abort" and not call.ending:
             call.deliver()
         return reason
+
+    def _stops(self, request: GenerateRequest) -> list[int]:
+        return [stop_id for stop_id in request.sampling.stop_token_ids if stop_id < self._vocabulary]
 
     def _work(self, change: int) -> None:
         now = self._clock.monotonic()
@@ -530,7 +547,21 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             self._abort(call.name)
         self.inbox.close()
         self.versions.close()
+        self._grammars.close()
         self._llm.shutdown()
+
+
+async def _with_grammar_checked(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+    """Yield the outputs of a request.
+
+    Raises:
+        GrammarRefusedError: vLLM refuses the request. All but its grammar has been checked.
+    """
+    try:
+        async for output in outputs:
+            yield output
+    except VLLMValidationError as error:
+        raise GrammarRefusedError(f"vLLM refuses the grammar of the reply: {error}") from error
 
 
 def _reason(output: CompletionOutput, request: GenerateRequest) -> FinishReason:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
-from vllm.config import WeightTransferConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -140,7 +140,9 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
     shapes = read_engine_meta_model(model_path, settings)
     return {
         "model": model_path,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not Path(model_path, "tokenizer.json").is_file(),  # only grammars need it
+        "tokenizer_mode": "hf",
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),  # "auto" may take one without masks
         "load_format": "safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
         "dtype": dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
         "max_model_len": settings.max_context,

@@ -30,6 +30,7 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.structured_output import StructuredOutputManager
 
 from agentrl.core.records import WeightsRef
 from agentrl.engines.weights.merging import CheckpointMerger
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
     from agentrl.engines.weights.transports import TransportReceiver
 
 BACKEND = "agentrl"
+SAMPLED_BEFORE = "agentrl_sampled_before"
+"""Extra argument of a request with a grammar: number of tokens at the end of its context that belong to the reply."""
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -255,5 +260,18 @@ class WorkerExtension:
                 module.punica_wrapper = _NoAdapter()  # type: ignore[assignment]
 
 
+def _create_grammar(manager: StructuredOutputManager, request: Request) -> StructuredOutputGrammar:
+    """Compile the grammar of a request, and continue it where the turn's earlier request stopped, whose tokens are the
+    end of this one's context."""
+    grammar = _create(manager, request)
+    parameters = request.sampling_params
+    count = (parameters.extra_args or {}).get(SAMPLED_BEFORE, 0) if parameters is not None else 0
+    if count and request.prompt_token_ids is not None:
+        grammar.accept_tokens(request.request_id, request.prompt_token_ids[-count:])
+    return grammar
+
+
+_create = StructuredOutputManager._create_grammar
+StructuredOutputManager._create_grammar = _create_grammar  # type: ignore[method-assign, assignment]
 if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
     WeightTransferEngineFactory.register_engine(BACKEND, VersionTransferEngine)

@@ -50,6 +50,7 @@ class PlainChatFormat:
     rewrites: tuple[str, ...] = ()
     forks = False
     shows_tools = True
+    call_frame: tuple[str, ...] | None = None
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation; tools become a first message that lists name and argument
@@ -143,6 +144,7 @@ class JsonChatFormat:
     rewrites: tuple[str, ...] = ()
     forks = False
     shows_tools = True
+    call_frame: tuple[str, ...] | None = None
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         tool_objects = [{"type": "function", "function": _tool_object(tool)} for tool in tools]

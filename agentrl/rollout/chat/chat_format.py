@@ -247,6 +247,10 @@ class TemplateChatFormat:
         chat_format._join(with_tools)
         return chat_format
 
+    @property
+    def call_frame(self) -> tuple[str, ...] | None:
+        return self.reply_format.call_frame if self._thinking is None else None
+
     def _join(self, with_tools: TemplateChatFormat) -> None:
         """Use another format of the same tokenizer for conversations that offer tools."""
         self._with_tools = with_tools

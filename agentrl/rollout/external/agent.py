@@ -32,6 +32,7 @@ from agentrl.core.errors import (
     EngineError,
     EnvironmentDefinitionError,
     EpisodeError,
+    GrammarRefusedError,
     InfrastructureError,
     ModelError,
     describe_user_code_error,
@@ -40,7 +41,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Message, is_cut
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import common_prefix_length, plural, shorten_lines
-from agentrl.core.tokens import Completion, Tokens
+from agentrl.core.tokens import Completion, KeptCount, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import (
     ChatReply,
@@ -58,6 +59,7 @@ from agentrl.observe.metrics import CALLS_OUTSIDE, PROGRAM_FAILED, PROGRAM_OK
 from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import count_call, perform_effect
+from agentrl.rollout.external.reply_grammar import reply_grammar
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.turn.recorder import TurnRecorder
@@ -269,6 +271,9 @@ class ExternalAgent(TurnRecorder):
             self._note_difference(call, request, placement, sampling)
             if len(placement.row.tokens) >= self._settings.limits.max_context:
                 self._refuse_context(len(placement.row.tokens))
+            if self._episode.services.engine.capabilities.grammars:
+                grammar = reply_grammar(request, self._settings.chat_format.call_frame)
+                sampling = dataclasses.replace(sampling, grammar=grammar)
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
             answer = self._parse(completion, _callable_tools(request))
@@ -287,6 +292,10 @@ class ExternalAgent(TurnRecorder):
                 entry, temperature=sampling.temperature, request=_request_entry(request, placement, sampling)
             )
             self._record(call, entry)
+        except GrammarRefusedError as error:
+            self._tree.withdraw(placement)
+            location = "tools" if request.tool_choice.mode == "required" else "response_format"
+            raise RequestRefusedError(f"{location}: {error}", "invalid", location) from None
         except EngineError as error:
             self._episode.journal.fail(error)
             raise
@@ -309,15 +318,21 @@ class ExternalAgent(TurnRecorder):
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
             completion = self._cut(await sample(sampling=sampling), stops)
-            return completion.lost(masked=self._count_untrained(sampling))
+            is_partial = completion.kept is not None and KeptCount.MISSING in completion.kept.counts
+            return completion.lost(masked=self._count_untrained(sampling, lacks_sets=is_partial))
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
         return _completion_of_text(str(edits[-1]["content"]), completion, self._settings.chat_format)
 
-    def _count_untrained(self, sampling: SamplingParams) -> bool:
-        """Count a turn whose tokens cannot be trained, because of how they are sampled; returns whether it is one.
+    def _count_untrained(self, sampling: SamplingParams, *, lacks_sets: bool = False) -> bool:
+        """Count a turn with tokens that cannot be trained, because of how they are sampled; returns whether that is all
+        of them.
 
         At temperature 0 a token has no gradient. Training computes no penalties, and needs the kept sets of filters.
+
+        Args:
+            sampling: how the turn is sampled.
+            lacks_sets: whether some of its tokens have no kept sets.
         """
         if self._settings.is_external:  # no policy of a remote endpoint is trained
             return False
@@ -328,6 +343,8 @@ class ExternalAgent(TurnRecorder):
             cause = "penalty"
         elif sampling.is_filtered and not self._episode.services.engine.capabilities.sampling_mask:
             cause = "filter"
+        if lacks_sets and sampling.grammar and cause is None and self._episode.spec.purpose == "train":
+            self._episode.metric("untrained/grammar", 1.0, self)
         if cause is not None and self._episode.spec.purpose == "train":
             self._episode.metric(f"untrained/{cause}", 1.0, self)
         return cause is not None

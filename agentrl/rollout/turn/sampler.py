@@ -119,11 +119,11 @@ class TurnSampler:
         episode, services = self._episode, self._episode.services
         priority = call_priority(episode.spec, sampled_before)
         capabilities = services.engine.capabilities
-        has_mask, has_routing = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
+        has_mask = sampling.grammar != "" or (capabilities.sampling_mask and sampling.is_filtered)
         turn = self._partial = episode.partials.turn(call, masked=has_mask)
         self.pauses = ()
         budget: RetryBudget | None = None
-        completion = turn.completion(sampling, routed=has_routing) if turn.pieces else None
+        completion = turn.completion(sampling, routed=capabilities.expert_routing) if turn.pieces else None
         try:
             while completion is None:
                 if episode.spec.episode_id in services.parking.waiting:
@@ -137,7 +137,7 @@ class TurnSampler:
                     self._keep_version(sample)
                     if turn.pieces or sample.finish_reason == "abort":
                         turn.call_returned(sample)
-                        completion = turn.completion(sampling, routed=has_routing)
+                        completion = turn.completion(sampling, routed=capabilities.expert_routing)
                     else:
                         completion = sample
                 except NoRoomError:

@@ -1,0 +1,149 @@
+"""Real vLLM under grammars, with a real tokenizer: replies fit them, and are trained within what they allow."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig, ModelConfig
+from agentrl.core.errors import GrammarRefusedError
+from agentrl.core.records import PolicyVersion
+from agentrl.core.tokens import Completion, KeptCount, KeptSets, TrajectoryRow
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.learn.models import load_models
+from tests.contract.engine_kinds import request
+from tests.contract.test_engine_to_trainer import difference, trained
+from tests.contract.vllm_suite import MISSING
+
+MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
+START = {"solver": PolicyVersion("solver", 0, 0)}
+END = 2
+"""`<|im_end|>` of SmolLM2."""
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="models/SmolLM2-135M-Instruct is missing: make smollm2"),
+]
+
+
+def grammar(schema: dict[str, Any]) -> str:
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 2}
+    return json.dumps({"type": "structural_tag", "format": content})
+
+
+def row_of(context: Any, completion: Completion) -> TrajectoryRow:
+    size, count = len(context), len(completion.token_ids)
+    blank = np.zeros(size, np.int32)
+    assert completion.kept is not None
+    return TrajectoryRow(
+        token_ids=np.concatenate([context, completion.token_ids]),
+        loss_mask=np.arange(size + count) >= size,
+        logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
+        turn_index=np.concatenate([blank - 1, np.zeros(count, np.int32)]),
+        spans=(),
+        kept=KeptSets(counts=np.concatenate([blank, completion.kept.counts]), ids=completion.kept.ids),
+    )
+
+
+def contains_each_token(completion: Completion) -> bool:
+    """Whether each token is in its own kept set, by the definition in the journal's format."""
+    assert completion.kept is not None
+    at, found = 0, []
+    for token, count in zip(completion.token_ids.tolist(), completion.kept.counts.tolist(), strict=True):
+        size = count if count > 0 else -1 - count if count else 0
+        ids, at = completion.kept.ids[at : at + size].tolist(), at + size
+        found.append(count == 0 or (token in ids) == (count > 0))
+    return all(found)
+
+
+def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    prompt = "<|im_start|>user\nTell me about the weather.<|im_end|>\n<|im_start|>assistant\n"
+    context = np.array(tokenizer.encode(prompt).ids, np.int32)
+    options = {"model_path": str(MODEL), "adapter_slots": 0, "slots": 4, "dtype": "float32", "max_context": 256}
+    arguments = {**options, "refresh": "turn"}
+    program = ChildProgram(
+        "agentrl.engines.vllm.engine:VllmEngine.load", arguments, module="agentrl.engines.vllm.process"
+    )
+    end = {"stop_token_ids": (END,)}
+
+    def text(ids: Any) -> str:
+        return str(tokenizer.decode([token for token in ids.tolist() if token != END], skip_special_tokens=False))
+
+    async def main() -> list[Completion]:
+        engine = await ProcessEngine(program, START).ready()
+        assert engine.capabilities.grammars
+
+        def ask(name: str, schema: dict[str, Any] | None, tokens: int = 120, **more: Any) -> Any:
+            enforced = {} if schema is None else {"grammar": grammar(schema)}
+            call = request(name, more.pop("context", context), max_tokens=tokens, **end, **enforced, **more)
+            return engine.open(name, "solver").generate(call)
+
+        # At temperature 2 the model writes nonsense, in which each value has the type of the schema.
+        hostile = {
+            "a reference to nothing": {"$ref": "#/$defs/nothing"},
+            "a bad pattern": {"type": "string", "pattern": "(((a"},
+            "an unknown type": {"type": "nonsense"},
+            "endless": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(9000)}},
+        }
+        refused = [asyncio.ensure_future(ask(name, schema)) for name, schema in hostile.items()]
+        free = asyncio.ensure_future(ask("free", None, 30))
+        completions = await asyncio.gather(*[ask(f"r{n}", PERSON, seed=n, temperature=2.0 - n / 4) for n in range(4)])
+        for completion in completions:
+            assert completion.finish_reason == "stop"
+            jsonschema.validate(json.loads(text(completion.token_ids)), PERSON)
+        for call in refused:
+            with pytest.raises(GrammarRefusedError, match="does not compile: "):
+                await call
+        with pytest.raises(GrammarRefusedError, match="CPU time"):
+            await refused[-1]
+        assert (await free).kept is None
+        # A turn that is cut and continues is in the middle of its grammar.
+        first = await ask("cut", PERSON, 5, seed=8)
+        whole = np.concatenate([context, first.token_ids])
+        second = await ask("rest", PERSON, 100, seed=8, context=whole, sampled_before=5)
+        jsonschema.validate(json.loads(text(np.concatenate([first.token_ids, second.token_ids]))), PERSON)
+        assert not np.isin(second.kept.counts, (KeptCount.NONE, KeptCount.MISSING)).any()
+        await engine.close()
+        return [*completions, first]
+
+    completions = asyncio.run(main())
+    assert all(map(contains_each_token, completions))
+    config = RunConfig(
+        environment=EnvironmentConfig(id="test"),
+        model=ModelConfig(path=str(MODEL), dtype="float32"),
+        policies={"solver": PolicyConfig()},
+    )
+    model = load_models(config.trainer_plan, torch.device("cpu"))["solver"]
+    for number, completion in enumerate(completions):
+        temperature = 2.0 - number / 4 if number < 4 else 1.0
+        row = row_of(context, completion)
+        row = row.with_column("temperatures", np.full(len(row.token_ids), temperature))
+        found = difference(model, trained(row))
+        assert len(found) == len(completion.token_ids)
+        assert max(map(abs, found.values())) < 1e-3
+        without = difference(model, trained(row.with_column("kept", None)))
+        assert min(without.values()) < -1, "the grammar removed next to nothing"
