@@ -465,12 +465,10 @@ def imported_digests(file: str) -> dict[str, str]:
     ones."""
     directory, digests = os.path.dirname(file), dict[str, str]()
     for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        is_users = isinstance(path, str) and path.endswith(".py") and not module.__name__.startswith("agentrl.")
-        if not is_users or not directory or "site-packages" in path:
-            continue
-        path = os.path.abspath(path)
-        if path.startswith(os.path.join(directory, "")):
+        file_of_module = getattr(module, "__file__", None) or ""
+        path = os.path.abspath(file_of_module) if str(file_of_module).endswith(".py") else ""
+        is_installed = module.__name__.startswith("agentrl.") or "site-packages" in path
+        if directory and path.startswith(os.path.join(directory, "")) and not is_installed:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 digests[path] = code_digest(Path(path).read_text(encoding="utf-8"))
     return digests
