@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.errors import GrammarRefusedError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, ToolSpec
+from agentrl.core.reply_formats import REPLY_FORMATS, parse_hermes
 from agentrl.core.tokens import Completion, KeptCount, KeptSets, TrajectoryRow
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
+from agentrl.gateway.calls import ChatRequest, ReplyForm, ToolChoice
 from agentrl.learn.models import load_models
+from agentrl.rollout.external.reply_grammar import reply_grammar
 from tests.contract.engine_kinds import request
 from tests.contract.test_engine_to_trainer import difference, trained
 from tests.contract.vllm_suite import MISSING
@@ -31,6 +35,7 @@ MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 START = {"solver": PolicyVersion("solver", 0, 0)}
 END = 2
 """`<|im_end|>` of SmolLM2."""
+END_OF_TURN: dict[str, Any] = {"stop_token_ids": (END,)}
 PERSON = {
     "type": "object",
     "properties": {
@@ -41,6 +46,11 @@ PERSON = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+TOOLS = [
+    ToolSpec(name="weather", description="", parameters={**CITY, "additionalProperties": False}),
+    ToolSpec(name="age", description="", parameters=PERSON),
+]
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
@@ -79,6 +89,23 @@ def contains_each_token(completion: Completion) -> bool:
     return all(found)
 
 
+async def check_forced_calls(engine: ProcessEngine, context: Any, text: Callable[[Any], str]) -> None:
+    """Of either tool, as a request of an agent asks for them."""
+    forced = ChatRequest(
+        model="m", messages=[], tools=TOOLS, tool_choice=ToolChoice("required"), reply_form=ReplyForm("json_object")
+    )
+    tag = reply_grammar(forced, REPLY_FORMATS["hermes"].call_frame)
+    for seed in range(3):
+        call = request(f"call{seed}", context, max_tokens=150, seed=seed, temperature=0.6, grammar=tag, **END_OF_TURN)
+        completion = await engine.open(f"call{seed}", "solver").generate(call)
+        content, calls = parse_hermes(text(completion.token_ids))
+        assert content == ""
+        assert calls
+        for each in calls if completion.finish_reason == "stop" else ():
+            (tool,) = (tool for tool in TOOLS if tool.name == each.name)
+            jsonschema.validate(each.arguments, tool.parameters)
+
+
 def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     prompt = "<|im_start|>user\nTell me about the weather.<|im_end|>\n<|im_start|>assistant\n"
@@ -88,7 +115,6 @@ def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
     program = ChildProgram(
         "agentrl.engines.vllm.engine:VllmEngine.load", arguments, module="agentrl.engines.vllm.process"
     )
-    end = {"stop_token_ids": (END,)}
 
     def text(ids: Any) -> str:
         return str(tokenizer.decode([token for token in ids.tolist() if token != END], skip_special_tokens=False))
@@ -99,7 +125,7 @@ def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
 
         def ask(name: str, schema: dict[str, Any] | None, tokens: int = 120, **more: Any) -> Any:
             enforced = {} if schema is None else {"grammar": grammar(schema)}
-            call = request(name, more.pop("context", context), max_tokens=tokens, **end, **enforced, **more)
+            call = request(name, more.pop("context", context), max_tokens=tokens, **END_OF_TURN, **enforced, **more)
             return engine.open(name, "solver").generate(call)
 
         # At temperature 2 the model writes nonsense, in which each value has the type of the schema.
@@ -121,6 +147,7 @@ def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
         with pytest.raises(GrammarRefusedError, match="CPU time"):
             await refused[-1]
         assert (await free).kept is None
+        await check_forced_calls(engine, context, text)
         # A turn that is cut and continues is in the middle of its grammar.
         first = await ask("cut", PERSON, 5, seed=8)
         whole = np.concatenate([context, first.token_ids])

@@ -322,11 +322,11 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self, session: VllmSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
+        sampling = request.sampling
+        grammar = await self._grammars.compile(sampling.grammar) if sampling.grammar else None
         self._check_call(session, request, self._calls)
         if self._samples_nothing(request):
             return empty_completion("length")
-        sampling = request.sampling
-        grammar = await self._grammars.compile(sampling.grammar) if sampling.grammar else None
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
         call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
@@ -418,7 +418,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
         )
-        async for output in _with_grammar_checked(outputs):
+        async for output in _with_grammar_checked(outputs) if filters.grammar else outputs:
             delta = output.outputs[0]
             is_discarded = call.moving and not self.versions.places  # new weights may have continued an old prefix
             if not is_discarded:
