@@ -285,7 +285,7 @@ class Bottleneck(NamedTuple):
         return f"{PARTS[self.part]}: {self.detail}"
 
 
-PARTS = {
+PARTS: Mapping[str, str] = {
     "engine": "the engine",
     "memory": "the engine's memory",
     "lost_engine": "the engine's restart",
