@@ -27,11 +27,11 @@ rewards that are attacked before training.
 * `reuse`. Slow tools, and a trainer that waits for them: what it gains if it trains each episode K times, in K steps,
   each of which has a K-th of the new episodes. `reuse_K_over_once`: seconds to a mean reward of .9, over those of a run
   that trains each episode once; `reuse_K_over_small_steps`: over those of such a run with the same number of new
-  episodes in a step; `…_high_rate`: at the learning rate that is fastest; medians of five seeds in virtual time.
-  `whole_steps_reuse_over_once`: if the new episodes of a step are as many as without reuse.
+  episodes in a step; `…_high_rate`, `…_highest_rate`: at four and eight times the learning rate; medians of five seeds
+  in virtual time. `whole_steps_reuse_over_once`: if the new episodes of a step are as many as without reuse.
   `reuse_4_over_once_same_rate`: for K = 4, with a quarter of the learning rate. `busy_trainer_reuse_over_once`, the
-  control: K = 2 in lockstep, where the trainer has no time to spare. `real_…`: the calculator, three seeds; not in
-  `--quick`.
+  control: K = 2 in lockstep, where the trainer has no time to spare. `real_…`: the calculator, until the episodes that
+  begin reach a mean reward of .85 and .9; not in `--quick`.
 """
 
 from __future__ import annotations

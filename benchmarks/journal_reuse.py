@@ -7,8 +7,10 @@ the settings of agentrl's embedded engine in `benchmarks.peers`, part `tools`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import agentrl
 from agentrl.config.load import load
@@ -27,15 +29,19 @@ from agentrl.learn import trainer
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS
 from benchmarks.peers.contestants.progress import MEDIAN_S, P90_S
 from benchmarks.peers.trainings import TOOLS
-from benchmarks.processes import ProcessTree
 from benchmarks.report import ROOT
 from tests.simulation.reuse import STEP_SIZE, Curve, Plan, curve
 
-LOW_RATE, HIGH_RATE = 0.2, 0.8
-"""Learning rates of the simulated runs: one that takes about as many steps as the calculator, and the fastest."""
+LOW_RATE, HIGH_RATE, HIGHEST_RATE = 0.2, 0.8, 1.6
+"""Learning rates of the simulated runs. With the lowest, they take about as many steps as the calculator; with the
+highest, a run that trains each episode once gains nothing from smaller steps."""
 SEEDS, REAL_SEEDS = 5, 3
-REAL_S = 45.0
-"""Seconds that a real run trains."""
+SIZES = ((2, "twice", "half"), (4, "four times", "quarter"))
+"""How often an episode is trained, in words too, and the size of the steps."""
+REAL_S, LATE_S, UNFINISHED_S = 45.0, 20.0, 8.0
+"""Seconds that a real run trains; before its end, episodes begin that count as late, and some that do not end."""
+GOALS = (0.85, 0.9)
+"""Mean rewards of the episodes that a real run begins."""
 
 
 # --- virtual time -----------------------------------------------------------------------------------------------------
@@ -49,6 +55,7 @@ def plans(rate: float, limit_s: float) -> Mapping[str, Plan]:
         "once": plan,
         "once, half steps": half,
         "twice, half steps": replace(half, uses=2),
+        "once, half steps, exact weights": replace(half, exact=True),
         "twice, half steps, exact weights": replace(half, uses=2, exact=True),
         "once, quarter steps": quarter,
         "four times, quarter steps": replace(quarter, uses=4),
@@ -78,7 +85,7 @@ def simulated(quick: bool) -> dict[str, float | None]:
     for suffix, rate, limit_s in (("", LOW_RATE, 36.0), ("_high_rate", HIGH_RATE, 18.0))[quick:]:
         seeds = 1 if quick else SEEDS
         seconds = {name: seconds_to_goal(name, plan, seeds) for name, plan in plans(rate, limit_s).items()}
-        for count, uses, size in ((2, "twice", "half"), (4, "four times", "quarter")):
+        for count, uses, size in SIZES:
             again = seconds[f"{uses}, {size} steps"]
             figures[f"reuse_{count}_over_once{suffix}"] = again / seconds["once"]
             figures[f"reuse_{count}_over_small_steps{suffix}"] = again / seconds[f"once, {size} steps"]
@@ -89,7 +96,15 @@ def simulated(quick: bool) -> dict[str, float | None]:
     seeds = 1 if quick else SEEDS
     once = seconds_to_goal("lockstep with a busy trainer, once", busy, seeds)
     again = seconds_to_goal("the same, twice, half steps", replace(busy, fresh=STEP_SIZE // 2, uses=2), seeds)
-    return {**figures, "busy_trainer_reuse_over_once": again / once}
+    figures["busy_trainer_reuse_over_once"] = again / once
+    fastest = plans(HIGHEST_RATE, 14.0)
+    names = ("once", "once, quarter steps", "four times, quarter steps")
+    once, small, again = (seconds_to_goal(name, fastest[name], seeds) for name in names)
+    return {
+        **figures,
+        "reuse_4_over_once_highest_rate": again / once,
+        "reuse_4_over_small_steps_highest_rate": again / small,
+    }
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
@@ -149,25 +164,27 @@ class ReusingTrainer(trainer.InProcessTrainer):
         self.older.appendleft(batch)
 
 
-class Recorder:
-    """Keeps the metrics of the steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[Mapping[str, float]] = []
-
-    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        self.steps.append(metrics)
-
-    def on_evaluation(self, *_: Any) -> None:
-        pass
+def rewards(run: Path) -> list[tuple[float, float]]:
+    """When the episodes of a run began, in seconds since the first, and their rewards."""
+    query = "SELECT committed_at - seconds, reward FROM episodes WHERE reward IS NOT NULL ORDER BY 1"
+    with contextlib.closing(sqlite3.connect(run / "journal" / "control.db")) as connection:
+        rows = connection.execute(query).fetchall()
+    return [(began - rows[0][0], reward) for began, reward in rows if began - rows[0][0] < REAL_S - UNFINISHED_S]
 
 
-def train(contestant: Contestant, seed: int, directory: Path) -> dict[str, float | None]:
-    """Train in this process, and look for the first version that reaches the goal, by bisection."""
-    from agentrl.rollout.chat.chat_format import TemplateChatFormat
-    from benchmarks.naive_loop import evaluate
-    from benchmarks.peers.scoring import load as load_weights
+def reached_at(goal: float, rows: Sequence[tuple[float, float]]) -> float:
+    """When the mean reward of the episodes that begin reaches a goal: in the least-squares fit that never falls."""
+    blocks = list[tuple[float, float, int]]()  # when each begins, sum and number of its rewards
+    for block in ((began, reward, 1) for began, reward in rows):
+        while blocks and blocks[-1][1] * block[2] >= block[1] * blocks[-1][2]:
+            began, total, count = blocks.pop()
+            block = (began, total + block[1], count + block[2])
+        blocks.append(block)
+    return next((began for began, total, count in blocks if total >= goal * count), math.inf)
 
+
+def train(contestant: Contestant, seed: int, directory: Path) -> dict[str, float]:
+    """Train in this process."""
     if contestant.uses > 1:
         ReusingTrainer.older = deque(maxlen=contestant.uses - 1)
         trainer.InProcessTrainer = ReusingTrainer  # type: ignore[misc]
@@ -187,39 +204,21 @@ def train(contestant: Contestant, seed: int, directory: Path) -> dict[str, float
         "max_in_flight": round(in_flight * TOOLS.step_size),
         "engine.slots": round(slots * TOOLS.step_size),
         "checkpoint.every": 0,
-        "checkpoint.versions": 0,  # all of them stay, to be scored
     }
     overrides = [f"--{name}={value}" for name, value in settings.items()]
     config = load(SCRIPTS / CONTENDERS["agentrl_embedded"].config, overrides)
-    recorder, tree = Recorder(), ProcessTree()
-    run = agentrl.train(config, environment=SlowCalculator, quiet=True, observers=[recorder])
-    cpu_s, steps = tree.cpu_seconds(), recorder.steps
-    chat, scores = TemplateChatFormat.load(TOOLS.model), dict[int, float]()
-
-    def reaches_goal(step: int) -> bool:
-        weights = load_weights(TOOLS.model, run.path / "versions" / "solver" / f"0.{step}")
-        scores[step] = evaluate(weights, chat, count=TOOLS.held_out, game=TOOLS.game)
-        return scores[step] >= TOOLS.goal
-
-    low, high = 0, len(steps)
-    is_reached = reaches_goal(high)
-    while is_reached and high - low > max(1, TOOLS.step_size // contestant.fresh // 2):
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches_goal(middle) else (middle, high)
-    return {
-        "to_goal_s": steps[high - 1]["run/seconds"] if is_reached else math.inf,
-        "final": scores[len(steps)],
-        "steps": float(len(steps)),
-        "trainer_busy": statistics.fmean(step.get("trainer/busy_share", 0.0) for step in steps),
-        "cpu_s": cpu_s,
-    }
+    run = agentrl.train(config, environment=SlowCalculator, quiet=True)
+    rows = rewards(run.path)
+    late = [reward for began, reward in rows if began > REAL_S - LATE_S]
+    goals = {f"to_{goal:g}": reached_at(goal, rows) for goal in GOALS}
+    return {**goals, "late": statistics.fmean(late), "trainer_busy": run.summary["trainer_busy_share"]}
 
 
 def real(quick: bool) -> dict[str, float | None]:
     """Compare in real time; contestants take turns, each in its own process."""
     if quick:
         return {}
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in CONTESTANTS}
+    found: dict[str, list[dict[str, float]]] = {contestant.name: [] for contestant in CONTESTANTS}
     for seed in range(REAL_SEEDS):
         for contestant in CONTESTANTS:
             with tempfile.TemporaryDirectory(prefix="agentrl-reuse-") as directory:
@@ -227,16 +226,17 @@ def real(quick: bool) -> dict[str, float | None]:
                 command = [sys.executable, "-m", "benchmarks.journal_reuse", request]
                 printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
             measured = json.loads(printed.splitlines()[-1])
-            seconds[contestant.name].append(measured["to_goal_s"])
+            found[contestant.name].append(measured)
             values = ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
             print(f"  {contestant.name}, seed {seed}: {values}", flush=True)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "real_reuse_2_over_once": medians["twice, half steps"] / medians["once"],
-        "real_reuse_2_over_small_steps": medians["twice, half steps"] / medians["once, half steps"],
-        "real_reuse_4_over_once": medians["four times, quarter steps"] / medians["once"],
-        "real_reuse_4_over_small_steps": medians["four times, quarter steps"] / medians["once, quarter steps"],
-    }
+    figures: dict[str, float | None] = {}
+    for goal in GOALS:
+        seconds = {name: statistics.median(each[f"to_{goal:g}"] for each in runs) for name, runs in found.items()}
+        for count, uses, size in SIZES:
+            again, suffix = seconds[f"{uses}, {size} steps"], f"_to_{goal:g}"
+            figures[f"real_reuse_{count}_over_once{suffix}"] = again / seconds["once"]
+            figures[f"real_reuse_{count}_over_small_steps{suffix}"] = again / seconds[f"once, {size} steps"]
+    return figures
 
 
 def figures(quick: bool) -> Mapping[str, float | None]:
@@ -252,8 +252,14 @@ FIGURES: Sequence[str] = (
         for other in ("once", "small_steps")
     ),
     *("whole_steps_reuse_over_once", "whole_steps_reuse_over_once_high_rate"),
+    *("reuse_4_over_once_highest_rate", "reuse_4_over_small_steps_highest_rate"),
     *("reuse_4_over_once_same_rate", "reuse_4_over_once_same_rate_high_rate", "busy_trainer_reuse_over_once"),
-    *(f"real_reuse_{uses}_over_{other}" for uses in (2, 4) for other in ("once", "small_steps")),
+    *(
+        f"real_reuse_{uses}_over_{other}_to_{goal:g}"
+        for goal in GOALS
+        for uses in (2, 4)
+        for other in ("once", "small_steps")
+    ),
 )
 
 if __name__ == "__main__":

@@ -94,8 +94,9 @@ Row = Sequence[Decision]
 
 
 def log_softmax(logits: Logits) -> Logits:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    shifted: Logits = logits - logits.max(axis=-1, keepdims=True)
+    normalized: Logits = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return normalized
 
 
 def success(logits: Logits) -> float:
@@ -267,7 +268,7 @@ def play(plan: Plan, seed: int) -> tuple[TabularTrainer, float]:
     tables: dict[int, Logits] = {0: start}
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        weights = np.exp(log_softmax(tables[version.step][_state(request.token_ids)]))
+        weights = np.exp(log_softmax(tables[version.step][_state(request.token_ids)])).tolist()
         return [ord(str(random.Random(request.seed).choices(range(CHOICES), weights)[0])), STOP_TOKEN]
 
     Choose.tool_s = plan.tool_s
