@@ -128,6 +128,7 @@ class SmallRun:
     script: Callable[[GenerateRequest, str, PolicyVersion], list[int]] = guess
     engine_class: Callable[..., Engine] = ScriptedEngine
     engine_options: dict[str, Any] = field(default_factory=lambda: {"seconds_per_token": 0.05})
+    trainer_class: Callable[..., RecordingTrainer] = RecordingTrainer
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     tasks: agentrl.TaskSource = field(default_factory=lambda: list(TASKS))
@@ -175,7 +176,7 @@ class SmallRun:
         )
         trainable = list(self.config.trained)
         steps = {name: version.step for name, version in self.resumed_at.items()}
-        self.trainer = RecordingTrainer(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
+        self.trainer = self.trainer_class(trainable, clock=LoopClock(), steps=steps, **self.trainer_options)
         versions = {
             name: self.resumed_at[name]._replace(lineage=self.lineage)
             if name in self.resumed_at
