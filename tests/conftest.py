@@ -27,6 +27,13 @@ pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 # Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Threads of torch wait without spinning: models of tests are so small that spinning is most of their CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Tests start hundreds of Pythons, and without bytecode each would compile agentrl again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Environments that commands of tests name are remembered there instead of in the user's home directory.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="agentrl-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
