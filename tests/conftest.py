@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from tests.journal_oracle import judge
 from tests.support.programs import IS_INSTALLED
+from tests.support.uncollected import uncollected
 
 if TYPE_CHECKING:
     from benchmarks.code_shape import Module
@@ -49,13 +50,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "de
 def pytest_collection() -> Iterator[None]:
     """Leave what stays for the whole session, modules and tests, out of garbage collections, which would be a third of
     the time that tests take in this process."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.collect()
-        gc.freeze()
-        gc.enable()
+    with uncollected():
+        try:
+            return (yield)
+        finally:
+            gc.collect()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -157,4 +156,5 @@ def package_modules() -> list[Module]:
     """Every module of `agentrl/`, parsed."""
     from benchmarks.code_shape import PACKAGE, modules_of
 
-    return modules_of(PACKAGE)
+    with uncollected():
+        return modules_of(PACKAGE)
