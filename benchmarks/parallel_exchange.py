@@ -32,7 +32,9 @@ def figures(quick: bool) -> dict[str, float | None]:
         test_learn_experts.write_models(experts)
         test_learn_context.write_models(context)
         write_model(experts / "many", kind="moe", num_experts=2048)
-        expert_errors = _errors(test_learn_experts.cases, experts, place / "experts", quick=quick)
+        expert_errors = _errors(
+            partial(test_learn_experts.cases, exhaustive=True), experts, place / "experts", quick=quick
+        )
         context_errors = _errors(partial(test_learn_context.cases, context), context, place / "tokens", quick=quick)
         return {
             **dict(zip(("ep_gradient_error", "ep_control"), expert_errors, strict=True)),

@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from tests.journal_oracle import judge
 from tests.support.programs import IS_INSTALLED
+from tests.support.uncollected import uncollected
 
 if TYPE_CHECKING:
     from benchmarks.code_shape import Module
@@ -26,6 +27,13 @@ pytest_plugins = ["pytester", "tests.contract.vllm_suite"]
 
 # Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# Threads of torch wait without spinning: models of tests are so small that spinning is most of their CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Tests start hundreds of Pythons, and without bytecode each would compile agentrl again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Environments that commands of tests name are remembered there instead of in the user's home directory.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="agentrl-state-")
@@ -42,13 +50,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "de
 def pytest_collection() -> Iterator[None]:
     """Leave what stays for the whole session, modules and tests, out of garbage collections, which would be a third of
     the time that tests take in this process."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.collect()
-        gc.freeze()
-        gc.enable()
+    with uncollected():
+        try:
+            return (yield)
+        finally:
+            gc.collect()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,4 +156,5 @@ def package_modules() -> list[Module]:
     """Every module of `agentrl/`, parsed."""
     from benchmarks.code_shape import PACKAGE, modules_of
 
-    return modules_of(PACKAGE)
+    with uncollected():
+        return modules_of(PACKAGE)

@@ -93,6 +93,7 @@ class ScriptedEngine:
         max_context: longest context, completion included.
 
     Example:
+        >>> from agentrl.core.records import PolicyVersion
         >>> engine = ScriptedEngine([[5, 6, 2]], versions={"policy": PolicyVersion("policy", 0, 0)})
     """
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.support.uncollected import uncollected
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,4 +32,5 @@ def sources(*folders: str) -> tuple[Source, ...]:
 @cache
 def _source(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
-    return Source(path=str(path.relative_to(ROOT)), text=text, tree=ast.parse(text))
+    with uncollected():
+        return Source(path=str(path.relative_to(ROOT)), text=text, tree=ast.parse(text))

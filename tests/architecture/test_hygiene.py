@@ -6,14 +6,12 @@ import ast
 import dataclasses
 import doctest
 import importlib
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-import agentrl
 from agentrl.core.ids import child_episode_id
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion
 from tests.architecture.sources import Source, sources
@@ -78,12 +76,12 @@ def test_a_header_of_one_agent_fits_into_256_bytes() -> None:
 
 def test_the_examples_of_the_docstrings_are_true() -> None:
     attempted = 0
-    for found in pkgutil.walk_packages(agentrl.__path__, "agentrl."):
-        if found.name.split(".")[1] in {"learn", "engines", "cluster"} or found.name.endswith("__main__"):
-            continue
-        results = doctest.testmod(importlib.import_module(found.name))
-        assert results.failed == 0, found.name
-        attempted += results.attempted
+    for source in sources("agentrl"):
+        if ">>> " in source.text:
+            name = source.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            results = doctest.testmod(importlib.import_module(name))
+            assert results.failed == 0, name
+            attempted += results.attempted
     assert attempted > 10
 
 

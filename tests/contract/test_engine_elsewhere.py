@@ -311,10 +311,8 @@ def test_an_unexpected_error_of_the_trainer_leaves_no_engine_waiting(tmp_path: P
 
         engine.deliver = fail
         await engine.serve([written_full(tmp_path / "1", 1)], ())
-        assert trainer.told == [
-            "the trainer did not send solver@0.1 (RuntimeError('nobody expected this')); the engine loads the "
-            "published file"
-        ]
+        (told,) = trainer.told
+        assert "solver@0.1 (RuntimeError('nobody expected this'))" in told
         await engine.close()
 
     asyncio.run(main())
@@ -429,7 +427,7 @@ def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before
         engine = await made(tmp_path)
         await engine.serve([written(tmp_path / "1", 1, 10)], ())
         refusing = refuse_versions(engine.supervisor.process_id)
-        with pytest.raises(VersionsRefusedError, match=r"solver@0\.2 refused: machine .*: .* make room") as refusal:
+        with pytest.raises(VersionsRefusedError, match=r"solver@0\.2 refused") as refusal:
             await engine.serve([written(tmp_path / "2", 2, 10)], ())
         assert [type(error) for error in refusal.value.refused.values()] == [EngineStorageError]
         completion = await engine.open("session", "solver").generate(REQUEST)

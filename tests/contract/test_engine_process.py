@@ -168,7 +168,7 @@ def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None
         os.kill(engine.supervisor.process_id, signal.SIGSTOP)
         async with asyncio.timeout(200):
             updating = asyncio.ensure_future(engine.serve([weights_of(1)]))
-            with pytest.raises(EngineLostError, match="was killed: it gave no sign of life for 2 s"):
+            with pytest.raises(EngineLostError, match="was killed"):
                 await running
             await updating
             completion = await engine.open("b", "solver").generate(request("b", prompt(9)))
@@ -185,7 +185,7 @@ def test_a_process_whose_engine_hangs_hangs() -> None:
         said: asyncio.Queue[str] = asyncio.Queue()
         engine = await ProcessEngine(program, START, silence_s=0.5, clock=NoWaiting(), tell=said.put_nowait).ready()
         async with asyncio.timeout(200):
-            assert "was killed: it gave no sign of life for 0.5 s" in await said.get()
+            assert "0.5 s" in await said.get()
         await engine.close()
 
     asyncio.run(main())

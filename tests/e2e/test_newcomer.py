@@ -135,7 +135,7 @@ def test_a_model_without_a_chat_template(repository: Path, tmp_path: Path) -> No
     [
         ('[enviroment]\nid = "calculator"\n', "unknown key enviroment; did you mean environment?"),
         ("[policies.solver]\nstep_sise = 8\n", "did you mean policies.solver.step_size?"),
-        ("[sampling]\ngroup_size = 4\n", "unknown key sampling.group_size; did you mean credit.group_size?"),
+        ("[sampling]\ngroup_size = 4\n", "did you mean credit.group_size?"),
         ('[seats]\nslover = "policy"\n', "seats.slover: Calculator has no such seat; its seats: agent"),
     ],
     ids=["wrong section", "wrong key", "key of another section", "wrong seat"],

@@ -63,7 +63,5 @@ def test_what_an_agent_does_about_a_tool_that_does_not_exist(library: str) -> No
         name = environment.__name__
         dropped = type(name, (environment,), {"failed_reward": None, "__module__": __name__})
         message = played(environment.patience + 1, dropped).told
-        assert (
-            f"If the policy can cause this, write `failed_reward = 0.0` in class {name}." in message.partition("\n")[0]
-        )
+        assert f"failed_reward = 0.0` in class {name}." in message.partition("\n")[0]
         assert message.rpartition("\n")[2].partition(":")[0].endswith(environment.unknown_tool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -14,54 +15,24 @@ from hypothesis import strategies as st
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import BUILT_IN, SUMS, Loss, token_metric_sums
 from agentrl.learn.trainer import loss_metrics
+from tests import naive_losses
 from tests.loss_cases import batch_of, evaluated, loss_named
 from tests.markdown_pages import ROOT
+from tests.naive_losses import BY_TOKEN
 
 pytestmark = pytest.mark.property
 
 Tokens = list[tuple[float, float, float]]
-DUAL_CLIP = 3.0
 
 
 def clamped_ratio(lp: float, mu: float) -> float:
     return math.exp(min(20.0, max(-20.0, lp - mu)))
 
 
-def naive_truncated(
-    lp: float, mu: float, advantage: float, *, max_ratio: float = 5.0, trust_region: float = 0.2
-) -> tuple[float, float]:
-    """Loss and its derivative by lp: the weight is a constant."""
-    moved = math.exp(lp) - math.exp(mu)
-    if advantage > 0 and moved > trust_region:
-        return 0.0, 0.0
-    if advantage <= 0 and moved < -trust_region:
-        return 0.0, 0.0
-    weight = min(clamped_ratio(lp, mu), max_ratio)
-    return -weight * advantage * lp, -weight * advantage
-
-
-def naive_ppo(
-    lp: float, mu: float, advantage: float, *, clip_low: float = 0.2, clip_high: float = 0.28
-) -> tuple[float, float]:
-    w = clamped_ratio(lp, mu)
-    clipped = min(max(w, 1 - clip_low), 1 + clip_high)
-    if advantage < 0 and w > DUAL_CLIP:
-        return -DUAL_CLIP * advantage, 0.0
-    if clipped * advantage < w * advantage:
-        return -clipped * advantage, 0.0
-    return -w * advantage, -w * advantage if abs(lp - mu) < 20 else 0.0
-
-
-def naive_reinforce(lp: float, mu: float, advantage: float) -> tuple[float, float]:
-    return -advantage * lp, -advantage
-
-
-CASES: list[tuple[Loss, Callable[..., tuple[float, float]]]] = [
-    (loss_named("truncated", max_ratio=1.5, trust_region=0.1), naive_truncated),
-    (loss_named("ppo"), naive_ppo),
-    (loss_named("ppo", clip_low=0.1, clip_high=0.5), naive_ppo),
-    (loss_named("reinforce"), naive_reinforce),
+CASES = [
+    (loss_named(name, **options), options, naive) for name, options, naive in naive_losses.CASES if name in BY_TOKEN
 ]
+SUMMED = [loss_named("truncated", max_ratio=1.5, trust_region=0.1), loss_named("ppo"), loss_named("reinforce")]
 
 logprob = st.floats(-30, -1e-3)
 tokens = st.lists(st.tuples(logprob, logprob, st.floats(-3, 3, allow_subnormal=False)), min_size=1, max_size=12)
@@ -81,20 +52,30 @@ def metrics_of(loss: Loss, rows: Tokens) -> Mapping[str, float]:
     return loss_metrics(dict(zip(SUMS, sums(loss, rows).tolist(), strict=True)), loss)
 
 
-@pytest.mark.parametrize(("loss", "naive"), CASES)
+def by_autograd(
+    naive: Callable[..., torch.Tensor], lp: float, mu: float, advantage: float, options: dict[str, Any]
+) -> tuple[float, float]:
+    """The reference of a row of one token, and its derivative by lp."""
+    pi = torch.tensor([lp], dtype=torch.float64, requires_grad=True)
+    loss = naive(pi, torch.tensor([mu], dtype=torch.float64), advantage, **options)
+    (slope,) = torch.autograd.grad(loss.sum(), pi)
+    return loss.item(), slope.item()
+
+
+@pytest.mark.parametrize(("loss", "options", "naive"), CASES)
 @settings(deadline=None)
 @given(rows=tokens)
 def test_loss_and_gradient_are_those_of_the_naive_loop(
-    loss: Loss, naive: Callable[..., tuple[float, float]], rows: Tokens
+    loss: Loss, options: dict[str, Any], naive: Callable[..., torch.Tensor], rows: Tokens
 ) -> None:
     found = evaluated(loss, batch(rows))
     for index, (lp, mu, advantage) in enumerate(rows):
-        value, slope = naive(lp, mu, advantage, **loss.options)
+        value, slope = by_autograd(naive, lp, mu, advantage, options)
         assert found.loss[index].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
         assert found.by_logprob[index].item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", [case[0] for case in CASES])
+@pytest.mark.parametrize("loss", SUMMED)
 @settings(deadline=None)
 @given(rows=tokens, cut=st.integers(0, 12))
 def test_sums_add_up_over_pieces(loss: Loss, rows: Tokens, cut: int) -> None:
@@ -110,7 +91,8 @@ def test_metrics_are_those_of_the_naive_loop(rows: Tokens) -> None:
     metrics = metrics_of(loss, rows)
     ratios = [clamped_ratio(lp, mu) for lp, mu, _ in rows]
     count = len(rows)
-    masked = [naive_truncated(*row, max_ratio=1.5, trust_region=0.1)[1] == 0.0 for row in rows]
+    options = {"max_ratio": 1.5, "trust_region": 0.1}
+    masked = [by_autograd(naive_losses.naive_truncated, *row, options)[1] == 0.0 for row in rows]
     cut = [not hidden and 0.999 * w > 1.5 for w, hidden in zip(ratios, masked, strict=True)]
     assert metrics["k3"] == pytest.approx(sum(w - 1 - math.log(w) for w in ratios) / count, rel=1e-6, abs=1e-9)
     assert metrics["abs_logprob_difference"] == pytest.approx(sum(abs(lp - mu) for lp, mu, _ in rows) / count)

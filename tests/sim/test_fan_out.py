@@ -280,7 +280,7 @@ def test_children_that_were_started_stay_where_less_is_declared_now() -> None:
 def test_the_checker_says_that_children_are_more_than_declared() -> None:
     tasks = [Task(id="greedy", data={"digit": "10"})]
     report = agentrl.check_environment(Greedy, tasks=tasks)
-    assert "Greedy declares 4 of Solve in fan_out, but ctx.spawn asked for 10 after 3 before" in report.text
+    assert "asked for 10 after 3 before" in report.text
     assert "a child episode was dropped: Greedy declares 4" in agentrl.check_environment(Parent, tasks=tasks).text
 
 

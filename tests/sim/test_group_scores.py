@@ -135,7 +135,7 @@ def test_a_failed_scorer_drops_the_group_and_a_resume_keeps_it_dropped() -> None
 
 
 def test_a_scorer_that_never_answers_ends_the_run_by_name() -> None:
-    with pytest.raises(AgentRLError, match=r"32 episodes in a row .*scorer_failed.*the scorer 'lost' failed 4 times"):
+    with pytest.raises(AgentRLError, match="the scorer 'lost' failed 4 times"):
         finished(
             {"scorers": {"lost": scorer("lost_group", per="group")}}, tasks=[agentrl.Task(id="t", data={"digit": "0"})]
         )

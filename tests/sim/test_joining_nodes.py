@@ -157,7 +157,8 @@ def test_a_node_without_room_for_an_engine_gets_workers_alone(simulated_loop: Se
         cluster.room = 0
         cluster.join(7)
         await asyncio.sleep(SOON_S)
-        assert cluster.told == ["node 10.0.0.7 has joined: 1 worker, 0 engines started there, 0 workers moved"]
+        (told,) = cluster.told
+        assert "1 worker, 0 engines" in told
         await cluster.drained()
 
     simulated_loop.run(main)

@@ -282,40 +282,6 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     )
 
 
-WITHOUT_EXTRAS = """
-import contextlib, io, json, sys
-from agentrl.cli.main import main
-from agentrl.core.machine import EXTRAS
-
-sys.modules.update(dict.fromkeys(EXTRAS))  # as if not installed
-answers = []
-for command in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
-        answers.append((main(command), errors.getvalue()))
-print(json.dumps(answers))
-"""
-
-
-def test_a_missing_package_is_named_before_anything_is_created(tmp_path: Path) -> None:
-    """So that the same command works once it is installed. A new environment and a dry run need none."""
-    train = ["train", "sums/train.toml"]
-    commands = [["env", "new", "sums"], [*train, "--dry-run"], train, ["demo"]]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(commands)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    answers = json.loads(done.stdout)
-    assert [code for code, _ in answers] == [0, 0, 2, 2], answers
-    for (_, error), packages in zip(answers[2:], ("torch, transformers, peft", "reasoning_gym"), strict=True):
-        assert packages in error
-        assert "pip install" in error
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_dry_run_refuses_a_model_that_a_start_would_refuse(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,23 +327,6 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         output = capsys.readouterr()
         shown = output.out + output.err
         assert escape_text(shown) == shown, command
-
-
-def test_reading_imports_nothing_heavy(directory: Path) -> None:
-    program = (
-        "import contextlib, io, sys; from agentrl.cli.main import main\n"
-        "for line in sys.argv[1:]:\n"
-        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-        "        main(line.split())\n"
-        "    names = 'torch ray numpy transformers peft pydantic gymnasium vllm environments'.split()\n"
-        "    if heavy := set(names) & set(sys.modules):\n"
-        "        sys.exit(f'{line}: {heavy}')"
-    )
-    commands = ("--help", "run list", "episode list demo", "episode show demo e3", "run view demo")
-    done = subprocess.run(
-        [sys.executable, "-c", program, *commands], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def in_a_shell(command: str) -> subprocess.CompletedProcess[str]:

@@ -108,7 +108,7 @@ def test_a_library_that_crashes_hides_no_other_section() -> None:
     assert done.returncode == 1
     sections = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert sections == ["first", "torch", "last", "not ready: 1 problem marked ✗"]
-    assert "✗ torch                     no: its process ended (killed by SIGILL)" in done.stdout
+    assert "(killed by SIGILL)" in done.stdout
     assert f"→ {install_command('train')} --force-reinstall" in done.stdout
     assert "cores" in done.stdout
 

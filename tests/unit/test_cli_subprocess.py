@@ -82,7 +82,7 @@ def test_answers_come_one_by_one_up_to_the_end_of_the_child() -> None:
     *first, (last, problem) = answers_from_forked_child(lambda: _answers_twice(lambda: os.kill(os.getpid(), 9)))
     assert first == [(1, ""), (2, "")]
     assert last is None
-    assert problem == "its process ended (killed by SIGKILL) before it could answer"
+    assert "SIGKILL" in problem
 
 
 def test_code_that_never_ends_is_ended_and_its_place_told() -> None:

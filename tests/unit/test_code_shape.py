@@ -7,12 +7,10 @@ import ast
 import pytest
 
 from benchmarks.code_shape import (
-    MAX_REPORT_FIELDS,
     OTHER_REFUSALS,
     Module,
     decisions_from_prose,
     refusal_places,
-    reports_with_many_fields,
 )
 
 
@@ -63,24 +61,6 @@ def test_kinds_keys_and_layout_are_no_decisions_from_prose(expression: str) -> N
 
 def test_no_decision_is_taken_from_a_text_for_people(package_modules: list[Module]) -> None:
     assert decisions_from_prose(package_modules) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "is_found"),
-    [
-        ("EnvironmentReport", MAX_REPORT_FIELDS + 1, True),
-        ("CheckResult", 38, True),
-        ("CheckResult", MAX_REPORT_FIELDS, False),
-        ("ResultTable", 38, False),
-    ],
-)
-def test_a_planted_report_with_many_fields_is_found(name: str, fields: int, is_found: bool) -> None:
-    lines = "".join(f"    figure_{number}: int = 0\n" for number in range(fields))
-    assert bool(reports_with_many_fields(planted(f"class {name}:\n{lines}"))) is is_found
-
-
-def test_no_report_has_many_fields(package_modules: list[Module]) -> None:
-    assert reports_with_many_fields(package_modules) == []
 
 
 @pytest.mark.parametrize(

@@ -375,18 +375,6 @@ def test_text_games_resume_at_every_entry(textarena_game: TextArenaGame, identif
     assert report.passed, report.text
 
 
-def test_the_adapters_import_no_game() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, agentrl; agentrl.PettingZooEnvironment, agentrl.TextArenaEnvironment; "
-        "print({'pettingzoo', 'textarena', 'openai', 'nltk', 'pygame'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 def test_the_random_policy_takes_actions_it_is_told_are_legal() -> None:
     class Told(agentrl.PettingZooEnvironment):
         def make(self, task: Task) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -70,6 +70,7 @@ def shown(state: RunState) -> str:
     return stream.getvalue()
 
 
+@settings(max_examples=30)  # each draws a whole screen
 @given(st.dictionaries(st.integers(-(2**53), 2**53), NUMBERS, min_size=1, max_size=12), st.integers(0, 2**53))
 @example({1: 1.7e308, 2: -1.7e308}, 5)
 @example({1: 1e16, 2: 1e16 + 2}, 5)

@@ -10,7 +10,7 @@ import pytest
 from agentrl.core.clock import SystemClock
 from agentrl.testing.load_clock import LoadClock
 
-BUSY_CPU_S = 0.5
+BUSY_CPU_S = 0.2
 LOADED = f"""
 import os, sys, time
 from agentrl.core.clock import SystemClock

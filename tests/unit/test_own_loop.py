@@ -177,12 +177,16 @@ def test_a_grader_with_an_alarm_gives_the_same_reward_in_a_running_loop(tmp_path
         assert set(report.figures["rewards"]) == {1.0}, report.text
 
 
-@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+IN_EFFECT = f"await ctx.effect('grade', lambda: {IN_THREAD.removeprefix('await ')})"
+
+
 @pytest.mark.parametrize(
-    "reward",
+    ("reward", "caught"),
     [
-        pytest.param(IN_THREAD, id="thread"),
-        pytest.param(f"await ctx.effect('grade', lambda: {IN_THREAD.removeprefix('await ')})", id="effect"),
+        pytest.param(IN_THREAD, "BaseException", id="thread"),
+        pytest.param(IN_EFFECT, "Exception", id="effect"),
+        pytest.param(IN_THREAD, "Exception", id="thread, Exception", marks=pytest.mark.exhaustive),
+        pytest.param(IN_EFFECT, "BaseException", id="effect, BaseException", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_alarm_outside_the_main_thread_fails_the_episode_by_name(tmp_path: Path, reward: str, caught: str) -> None:

@@ -113,7 +113,9 @@ def test_every_setting_that_holds_a_path_is_expanded(home: Path, form: Callable[
     assert made.model.path == str(home / "m")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [*FORMS[::2], *(pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS[1::2])]
+)
 def test_commands_and_functions_take_them(
     home: Path, sample_run: Path, capsys: pytest.CaptureFixture[str], form: Callable[[Path], str]
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +148,3 @@ def test_a_setting_is_set_inside_tables_alone() -> None:
             set_value(data, path, 3)
     with pytest.raises(ConfigError, match=r"seed.x: seed is a value"):
         changed_config(config_for(), ("seed", "x"), 1)
-
-
-def test_the_plan_is_made_without_torch() -> None:
-    program = (
-        "import sys\nfrom agentrl.app.plan import resolve\nfrom agentrl.config.load import load\n"
-        "from agentrl.environment.registry import resolve as find\n"
-        "config = load('examples/01_tool_use.toml')\nplan = resolve(config, find(config.environment.id))\n"
-        "assert plan.engine and plan.trainer and plan.rollout\nprint('torch' in sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "False"

@@ -117,11 +117,9 @@ async def write_large_episode(run: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_ten_megabytes_of_output_in_every_field_are_shown_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megabytes_of_output_in_every_field_are_shown_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    asyncio.run(write_large_episode(run, "\x1b[31m<b>\u202e\n" * 1_000_000))
+    asyncio.run(write_large_episode(run, "\x1b[31m<b>\u202e\n" * 200_000))
     for command in commands(run, random_stream("large", 0)):
         if "e1" not in command and command[0] == "episode" and command[1] != "list":
             command = [*command[:3], "e1", *[word for word in command[4:] if word.startswith("--")]]

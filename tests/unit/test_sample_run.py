@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,20 +46,6 @@ def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample_run: 
     assert not is_sample_run(sample_run_config("runs", "run").model_copy(update={"model": None}).model_dump())
     with pytest.raises(RunDirectoryError, match="exists"):
         write_sample_run(sample_run.parent)
-
-
-def test_the_command_writes_it_and_needs_nothing_heavy(tmp_path: Path) -> None:
-    program = (
-        "import sys; from agentrl.cli.main import main\n"
-        "code = main(['demo', '--journal-only', '--json'])\n"
-        "heavy = set('torch ray transformers peft safetensors'.split()) & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else code)"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert (tmp_path / json.loads(finished.stdout)["path"] / "journal" / "control.db").is_file()
 
 
 def test_settings_are_refused(

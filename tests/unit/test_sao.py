@@ -2,9 +2,8 @@
 descriptions.
 
 verl, `trainer/ppo/core_algos.py`: generalized advantages over a padded matrix, whose observation tokens pass on the
-value and the trace behind them; a value loss of 0.5 · mean over trained tokens of max((V − G)², (clip(V) − G)²); in
-bypass mode with `loss_type = "reinforce"`, −sg(ρ) A log π over the tokens whose ratio ρ to the recorded probability
-lies between two bounds. verl also whitens advantages, which agentrl does not.
+value and the trace behind them; a value loss of 0.5 · mean over trained tokens of max((V − G)², (clip(V) − G)²). verl
+also whitens advantages, which agentrl does not. The masked loss of the preset is a row of test_losses_naive.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 from agentrl.config.sections import GaeConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learn.learner import ValueHead
-from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.losses import importance_sampling, make_loss
+from agentrl.learn.losses import make_loss
 from agentrl.learn.step_columns import TokenColumns
 from agentrl.learn.trainer import PolicyTrainer
 from tests.loss_cases import token_table
@@ -85,11 +83,11 @@ def estimated(**options: Any) -> tuple[Any, Any, float]:
     return columns.advantages, by_value.numpy(), step.totals["value_loss"]
 
 
-def columns_of(advantages: Any, agent: Any, behavior: Any = None) -> TokenColumns:
+def columns_of(advantages: Any, agent: Any) -> TokenColumns:
     ids = dict.fromkeys(("row", "agent", "episode", "seat", "group"), agent)
     return TokenColumns(
         tokens=token_table(
-            np.zeros(len(agent), np.float32) if behavior is None else behavior.astype(np.float32),
+            np.zeros(len(agent), np.float32),
             advantages.astype(np.float32),
         ),
         lags=np.zeros(len(agent), np.int32),
@@ -148,28 +146,6 @@ def test_further_updates_of_the_values_have_the_gradient_of_the_same_returns(upd
         assert float((other(hidden).detach() - old).abs().max()) < 0.5
         torch.testing.assert_close(head.weight, other.weight, atol=1e-6, rtol=0)
         torch.testing.assert_close(head.bias, other.bias, atol=1e-6, rtol=0)
-
-
-def test_the_loss_outside_the_band_is_masked_as_in_verls_bypass_mode() -> None:
-    agent = np.repeat(np.arange(ROWS), LENGTH).reshape(ROWS, LENGTH)[MASK]
-    behavior = np.log(RNG.random(len(agent)))
-    advantages = RNG.normal(size=len(agent))
-    logprobs = torch.from_numpy(behavior + RNG.normal(scale=1.0, size=len(agent))).float().requires_grad_()
-    columns = columns_of(advantages, agent, behavior)
-    batch = LossBatch(columns, logprobs=logprobs, entropies=torch.zeros(len(agent)))
-    found = importance_sampling(batch, level="token", outside="mask", low=0.2, high=4.0)
-    found.sum().backward()
-
-    other = logprobs.detach().double().requires_grad_()
-    ratio = (other.detach() - torch.from_numpy(columns.tokens.logprobs).double()).exp()
-    inside = (ratio >= 0.2) & (ratio <= 4.0)
-    assert 0.1 < float(inside.float().mean()) < 0.95
-    verl = torch.where(inside, -ratio * torch.from_numpy(columns.advantages) * other, 0.0)
-    verl.sum().backward()
-    assert logprobs.grad is not None
-    assert other.grad is not None
-    np.testing.assert_allclose(found.detach().numpy(), verl.detach().numpy(), atol=1e-6, rtol=1e-6)
-    np.testing.assert_allclose(logprobs.grad.numpy(), other.grad.numpy(), atol=1e-6, rtol=1e-6)
 
 
 def test_the_preset_of_the_page_is_a_configuration(repository: Path, tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_weights_that_leave_out_a_scorer_are_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"function": f"{FUNCTIONS}:unmarked"}, "put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"),
+        ({"function": f"{FUNCTIONS}:unmarked"}, "put @agentrl.loss"),
         ({"function": f"{FUNCTIONS}:absent"}, "defines no function 'absent'"),
         ({"function": f"{FUNCTIONS}:short", "options": {"size": 3}}, r"scorers\.short\.options: short: .*scale"),
     ],

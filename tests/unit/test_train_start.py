@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,17 +48,6 @@ environment.id = "env.py:Coin"
 model.path = "model"
 [policies.solver]
 """
-HEAVY = ("torch", "transformers", "peft", "ray", "vllm")
-PROGRAM = f"""
-import contextlib, io, json, sys
-from agentrl.cli.main import main
-answers = []
-for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as error:
-        code = main(arguments)
-    answers.append([code, error.getvalue(), [name for name in {HEAVY} if name in sys.modules]])
-print(json.dumps(answers))
-"""
 MISTAKES = {
     ("run.toml", "--name=taken"): "exists; resume it with --resume",
     ("run.toml", "--polices.solver.step_size=4"): "unknown key polices",
@@ -99,26 +85,6 @@ def write_project(directory: Path) -> None:
     (directory / "runs" / "taken" / "notes.txt").write_text("mine")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("project")
-    write_project(directory)
-    return directory
-
-
-def test_a_mistake_is_refused_before_torch_is_loaded_and_leaves_nothing(project: Path) -> None:
-    def files() -> list[Path]:
-        return sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
-
-    before = files()
-    arguments = json.dumps([["train", *mistake] for mistake in MISTAKES])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, arguments], cwd=project, capture_output=True, text=True)
-    for (mistake, words), (code, error, heavy) in zip(MISTAKES.items(), json.loads(done.stdout), strict=True):
-        assert words in error, mistake
-        assert (code, heavy) == (2, []), mistake
-    assert files() == before
-
-
 @pytest.mark.parametrize("error", [EngineError("no GPU answers"), ModuleNotFoundError("No module named 'triton'")])
 def test_a_start_that_fails_does_not_block_the_next(tmp_path: Path, error: Exception) -> None:
     async def broken(*_: object) -> Engine:
@@ -136,29 +102,6 @@ def test_a_start_that_fails_does_not_block_the_next(tmp_path: Path, error: Excep
     assert asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True)).summary["steps"]
     with pytest.raises(RunDirectoryError):
         asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True))
-
-
-def test_the_first_line_comes_before_the_slow_imports(project: Path) -> None:
-    program = (
-        "import sys\nfrom agentrl.cli import main\n"
-        "def say(text):\n"
-        "    sys.stderr.write(repr((text, [name for name in ('pydantic', 'numpy', 'torch') if name in sys.modules])))\n"
-        "main._say = say\nmain.main(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", program, "train", "absent.toml"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert done.stderr.startswith("('reading absent.toml …\\n', [])")
-
-
-def test_a_missing_model_is_refused_before_the_loop_is_imported(project: Path) -> None:
-    program = (
-        "import sys\nfrom agentrl.cli.main import main\n"
-        "assert main(['train', 'run.toml', '--model=/nope']) == 2\n"
-        "assert not {'agentrl.app.training', 'agentrl.orchestrator.loop', 'numpy'} & sys.modules.keys()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=project, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "/nope: there is no such directory" in done.stderr
 
 
 def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_there(tmp_path: Path) -> None:
