@@ -17,10 +17,12 @@ import inspect
 import os
 import shlex
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.plan import RunPlan
@@ -55,6 +57,8 @@ from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_directory import RunDirectory
+
+_INSTALLED = tuple({os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,14 +465,19 @@ class UserCodeDigests(NamedTuple):
 
 
 def imported_digests(file: str) -> dict[str, str]:
-    """Return the digest of each imported module whose file is in the directory of a file or below, without installed
-    ones."""
-    directory, digests = os.path.dirname(file), dict[str, str]()
-    for module in list(sys.modules.values()):
-        file_of_module = getattr(module, "__file__", None) or ""
-        path = os.path.abspath(file_of_module) if str(file_of_module).endswith(".py") else ""
-        is_installed = module.__name__.startswith("agentrl.") or "site-packages" in path
-        if directory and path.startswith(os.path.join(directory, "")) and not is_installed:
+    """Return the digest of each imported module whose file is in the directory of a file or below, without agentrl,
+    Python's library and installed packages."""
+    directory, digests = os.path.join(os.path.dirname(file), ""), dict[str, str]()
+    if not os.path.isabs(directory):
+        return {}
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0].partition("_")[0] == "agentrl":
+            continue
+        path = vars(module).get("__file__")  # no `getattr`, which lazy modules answer by an import
+        if not isinstance(path, str) or not path.endswith(".py"):
+            continue
+        path = os.path.abspath(path)
+        if path.startswith(directory) and not path.startswith(_INSTALLED) and "-packages" + os.sep not in path:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 digests[path] = code_digest(Path(path).read_text(encoding="utf-8"))
     return digests

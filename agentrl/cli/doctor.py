@@ -105,7 +105,7 @@ def _report_machine(options: argparse.Namespace) -> int:
         needs_ray = not config.trainer_plan.in_process
         memory: dict[str, tuple[Probe, ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = _with_local_models(config)
-        tools = () if local_config is None else (partial(environment_checks, local_config),)
+        models = () if local_config is None else (partial(chat_checks, local_config),)
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
         if not needs_reasoning_gym(config.environment.id):
@@ -114,7 +114,11 @@ def _report_machine(options: argparse.Namespace) -> int:
             **(memory if local_config is None else {}),  # a missing model is reported before torch is imported
             **{title: _of_run(probes, config.directory, left_out) for title, probes in others.items()},
             **({"Ray": (ray_import_checks,)} if needs_ray else {}),
-            f"{options.file or 'the demo'} will use": (partial(placement_checks, config), *tools),
+            f"{options.file or 'the demo'} will use": (
+                partial(placement_checks, config),
+                partial(setting_checks, config),
+                *models,
+            ),
             **memory,
         }
     if options.suggest:
@@ -447,18 +451,24 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
     return checks
 
 
-def environment_checks(config: RunConfig) -> list[Check]:
-    """Check the settings that depend on the environment, and that the chat templates of models in directories show its
-    tools; say how calls are read. Imports the environment."""
+def setting_checks(config: RunConfig) -> list[Check]:
+    """Check the settings that depend on the environment. Imports it."""
     from agentrl.app.plan import check_settings
-    from agentrl.app.policies import environments_with_tools, hidden_tools
-    from agentrl.app.run_parts import environment_of, make_chat_format
-    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     try:
         check_settings(config)
     except InputError as error:
         return [Check(name="settings", result=str(error), level="missing")]
+    return []
+
+
+def chat_checks(config: RunConfig) -> list[Check]:
+    """Check that the chat templates of models in directories show the environment's tools, and say how calls are read.
+    Imports the environment."""
+    from agentrl.app.policies import environments_with_tools, hidden_tools
+    from agentrl.app.run_parts import environment_of, make_chat_format
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
+
     try:
         environment, chat_format = environment_of(config), make_chat_format(config.model)
         hidden = hidden_tools(config.rollout_plan, environment, chat_format)

@@ -93,11 +93,13 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     changed"."""
 
     def digests_of(self, place: str) -> set[str]:
-        """Return the digest recorded for a file or function; if it was moved, those of its file's name."""
+        """Return the digest recorded for a file or function; if it was moved, those of its file's name, and of
+        packages, of their directory's."""
         if place in self.code:
             return {self.code[place]}
-        name = PurePath(place).name
-        return {digest for file_name, digest in self.code.items() if PurePath(file_name).name == name}
+        parts = -2 if place.endswith("__init__.py") else -1
+        name = PurePath(place).parts[parts:]
+        return {digest for file_name, digest in self.code.items() if PurePath(file_name).parts[parts:] == name}
 
     @property
     def words(self) -> str:

@@ -233,3 +233,10 @@ def test_a_gpu_without_a_compiler_shares_no_prefixes(monkeypatch: pytest.MonkeyP
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     assert [check.level for check in doctor.prefix_checks()] == ["ok"]
+
+
+def test_settings_that_train_refuses_are_told_without_the_model() -> None:
+    config = load(shipped_example("01_tool_use"), ["--max_in_flight=2", "--model.path=org/absent"])
+    (check,) = doctor.setting_checks(config)
+    assert (check.name, check.level) == ("settings", "missing")
+    assert "max_in_flight = 2" in check.result

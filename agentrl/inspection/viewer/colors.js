@@ -28,7 +28,7 @@ export const PAINTS = [
   { name: "entropy", label: "entropy", needs: "entropy", kind: "heat", strength: (value) => value / 3, tells: "the higher, the stronger" },
   { name: "advantage", label: "advantage", needs: "advantage", kind: "signed", tells: "raised in green, lowered in red" },
   { name: "ratio", label: "ratio", needs: "ratio", kind: "signed", value: (ratio) => Math.log(ratio), tells: "more likely now in green, less likely in red" },
-  { name: "kept", label: "kept set", needs: "kept", kind: "heat", strength: (value) => Math.log2(value) / 10, tells: "the more tokens the filters left, the stronger" },
+  { name: "kept", label: "kept set", needs: "kept", kind: "heat", strength: (value) => (value < 0 ? 1 : Math.log2(value) / 10), tells: "the more tokens the filters left, the stronger" },
   { name: "lag", label: "staleness", needs: "lag", kind: "heat", strength: (value) => value / 8, tells: "steps behind when it was trained" },
   { name: "routing", label: "routing", needs: "routing", tells: "alike where its experts were" },
   { name: "mask", label: "loss mask", needs: "loss_mask", tells: "what was sampled, and can be trained" },

@@ -187,7 +187,7 @@ function tokenFacts(row, at, hues) {
       ["ratio", of("ratio") === undefined || of("ratio") === null ? null : number(of("ratio"), 5)],
       ["advantage", of("advantage") === undefined || of("advantage") === null ? null : number(of("advantage"), 4)],
       ["entropy", of("entropy") === undefined || of("entropy") === null ? null : number(of("entropy"), 4)],
-      ["kept set", of("kept") ? `${of("kept")} tokens` : null],
+      ["kept set", of("kept") ? (of("kept") < 0 ? `all but ${-of("kept")} tokens` : `${of("kept")} tokens`) : null],
       ["staleness", of("lag") ?? null],
       ["routing", of("routing") ? safeText(of("routing")) : null],
       ...Object.entries(row.recorded).map(([name, values]) => [name, values[at] === null ? null : number(values[at], 5)]),
