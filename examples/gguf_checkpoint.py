@@ -19,7 +19,11 @@ from transformers.utils import logging
 
 
 def main(
-    description: str, source: Callable[[Path | None], AbstractContextManager[Path]], *, tied_to_output: bool = False
+    description: str,
+    source: Callable[[Path | None], AbstractContextManager[Path]],
+    *,
+    tied_to_output: bool = False,
+    ends: Sequence[int] = (),
 ) -> None:
     """Run a script whose argument is the new model directory.
 
@@ -27,6 +31,7 @@ def main(
         description: docstring of the script.
         source: yields the path of the GGUF file, from the directory given with `--packages`.
         tied_to_output: see `write_checkpoint`.
+        ends: see `write_checkpoint`.
 
     Raises:
         SystemExit: the directory exists.
@@ -41,7 +46,7 @@ def main(
     print(f"writing {directory} …", flush=True)
     logging.set_verbosity_error()  # its advice on dtypes is for others
     with source(options.packages) as path:
-        write_checkpoint(path, directory, tied_to_output=tied_to_output)
+        write_checkpoint(path, directory, tied_to_output=tied_to_output, ends=ends)
     print(f"wrote {directory}")
 
 
@@ -67,7 +72,7 @@ def package_directories(requirements: Sequence[str], target: Path | None) -> lis
     return [Path(directory) for spec in specs for directory in (spec and spec.submodule_search_locations) or []]
 
 
-def write_checkpoint(source: Path, directory: Path, *, tied_to_output: bool) -> None:
+def write_checkpoint(source: Path, directory: Path, *, tied_to_output: bool, ends: Sequence[int]) -> None:
     """Write configuration, bfloat16 weights, tokenizer and chat template into `directory`, all of them or none.
 
     Args:
@@ -75,6 +80,7 @@ def write_checkpoint(source: Path, directory: Path, *, tied_to_output: bool) -> 
         directory: the new model directory.
         tied_to_output: the model has one matrix for input and output, but the file has two, of which the output's was
             quantized to more bits: use it for both.
+        ends: tokens that end a reply besides the one that the file names.
     """
     source_model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     config, weights = source_model.config, source_model.state_dict()
@@ -85,6 +91,8 @@ def write_checkpoint(source: Path, directory: Path, *, tied_to_output: bool) -> 
         weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
     model = type(source_model)(config).to(torch.bfloat16)
     model.load_state_dict(weights)
+    if ends:
+        model.generation_config.eos_token_id = [config.eos_token_id, *ends]
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as parts:

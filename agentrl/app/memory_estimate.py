@@ -48,7 +48,7 @@ FALLBACK_CONTEXT = 1 << 11
 MAX_MICRO_BATCH = 1 << 14
 """Size in tokens beyond which a larger micro-batch is hardly faster."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
-_DTYPE = "model.dtype = 'bfloat16'"
+_RANK = "a smaller policies.NAME.lora.rank"
 _THIS = "this process"
 _ENGINE = "engine"
 
@@ -189,7 +189,9 @@ def gpu_memory_needs(engine: EnginePlan, memory: MemoryEstimate) -> list[GpuMemo
         limit = 1.0 if engine.demand.engine_in_process else devices.share_of_rank(rank)
         # Held by other processes, outside the shares that vLLM reserves.
         used_bytes = gpu.memory.total - gpu.memory.free if is_vllm else 0
-        settings = "; or ".join(part.setting for part in sorted(memory.of_rank, key=lambda part: -part.bytes))
+        settings = "; or ".join(
+            part.setting for part in sorted(memory.of_rank, key=lambda part: -part.bytes) if part.setting
+        )
         needs.append(
             GpuMemoryNeed(
                 user=f"trainer rank {rank}",
@@ -250,7 +252,10 @@ def memory_line(engine: EnginePlan, trainer: TrainerPlan) -> str:
         memory = estimate_memory(engine, trainer)
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
         return f"memory: cannot be predicted ({error})"
-    return f"memory: about {memory.total / GIB:.1f} GiB of the {memory.free / GIB:.1f} GiB that are free"
+    line = f"memory: about {memory.total / GIB:.1f} GiB of the {memory.free / GIB:.1f} GiB that are free"
+    if memory.fits:
+        return line
+    return f"{line}, so the run may be killed: set {'; or '.join(memory.settings_to_turn())}"
 
 
 def check_gpu_memory(engine: EnginePlan, trainer: TrainerPlan) -> list[str]:
@@ -424,6 +429,11 @@ def _limit(plan: MemoryEstimate) -> int:
     return int(USED_SHARE * (plan.free - vllm_bytes))
 
 
+def _smaller_dtype(dtype: str) -> str:
+    """Return the setting that makes weights of a dtype smaller; empty if there is none."""
+    return "model.dtype = 'bfloat16'" if dtype == "float32" else ""
+
+
 def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
     if not plan.policies:
         return []
@@ -438,7 +448,8 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
         tokens = f"trainer.recompute = true, or {tokens}"
     label = "trained parameters, their gradients and AdamW's moments in float32"
     shard = f"1/{prediction.shards} of " if prediction.shards > 1 else ""
-    fewer = ["a smaller policies.NAME.lora.rank, or a lora if there is none"]
+    kinds = {policy.lora is None for policy in plan.policies.values()}
+    fewer = ["a policies.NAME.lora" if is_full else _RANK for is_full in sorted(kinds)]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
     if prediction.shards == 1 and plan.trainer.ranks > 1:
@@ -449,7 +460,7 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
         exact(
             name=f"{shard}weights in {prediction.dtype}",
             bytes=prediction.weights,
-            setting=_DTYPE,
+            setting=_smaller_dtype(prediction.dtype),
             offloaded=is_offloaded,
         ),
         exact(name=f"{shard}{label}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
@@ -464,7 +475,13 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
         name = "in addition to activations, while gradients are summed or weights are sent"
         parts.append(part(name=name, bytes=copies, setting=", ".join(fewer)))
     if prediction.shards > 1:
-        parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
+        parts.append(
+            part(
+                name="layers that are whole while they compute",
+                bytes=prediction.gathered,
+                setting=_smaller_dtype(prediction.dtype),
+            )
+        )
     if not on_gpu:
         # glibc's heap had gaps of 2 to 34 % of the activations in measured runs
         fragmentation = int(0.2 * prediction.activations)
@@ -497,7 +514,9 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
             )
         return vllm_parts
     adapters, memory = adapter_slots_needed(base.policies, keeps_best=plan.keeps_best), _engine_memory(plan, base)
-    weights = part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True)
+    weights = part(
+        name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_smaller_dtype(memory.dtype), is_exact=True
+    )
     uses_trainers = (
         plan.demand.engine_in_process
         and plan.demand.ranks == 1
@@ -512,7 +531,7 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
     ]
     if adapters:
         name = plural(adapters, "adapter")
-        parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
+        parts.append(part(name=name, bytes=memory.adapters, setting=_RANK))
     if copies := sum(policy.lora is None for policy in base.trained.values()):
         name = f"{plural(copies, 'copy', 'copies')} of the weights, for the next version of a fully trained policy"
         parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora"))

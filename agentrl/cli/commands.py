@@ -102,7 +102,7 @@ _RECEIVED = (
 READING = (
     CommandGroup(
         "run",
-        "list, show, compare, serve, export, copy or prune runs; pause, drain or change a running one",
+        "list, view, compare, serve, export, copy or prune runs; pause, drain or change a running one",
         (
             Command(
                 "list",

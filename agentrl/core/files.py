@@ -511,7 +511,7 @@ def check_model_directory(path: str | Path) -> None:
         directory = Path(path).absolute()
         names = [config.parent.name for config in directory.parent.glob("*/config.json")]
         close = difflib.get_close_matches(directory.name, names, n=1)
-        hint = f"; did you mean {directory.with_name(close[0])}?" if close else ""
+        hint = f" (did you mean {directory.with_name(close[0])}?)" if close else ""
         problem = "contains no model (config.json is missing)" if directory.is_dir() else "there is no such directory"
         raise ModelError(
             f"{directory}: {problem}{hint}. Give the local directory of a Hugging Face causal LM, such as DIR "

@@ -369,7 +369,7 @@ def foreign_calls_alarm(values: Values, policy: str, *, held_out: bool = False) 
         policy,
         f"{sum(counts.values()) * episodes:.0f} of {turns * episodes:.0f} replies hold a call of an offered tool in a "
         f"form that this run does not read, so no tool is called: {', '.join(forms)}",
-        f"read that form in a new run, without model.tools_in = 'system': model.reply_format = {form!r}; or train the "
+        f"read that form in a new run: model.reply_format = {form!r}, which excludes model.tools_in; or train the "
         "form that the run reads, which `agentrl doctor "
         "FILE` shows, with a worked call in the prompt. `agentrl episode list RUN --where "
         f"'metric.{FOREIGN_CALLS}{form} > 0'` lists such replies for `agentrl episode show`",
