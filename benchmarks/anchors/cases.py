@@ -1,0 +1,184 @@
+"""The anchors: what was published, and what is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "benchmarks/anchors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """Games between kept versions of a policy and an opponent, which score a run of self-play."""
+
+    config: str
+    """TOML file of a game, whose policies are the player and `opponent`."""
+    every: int
+    """Steps between two versions that play."""
+    games: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """A way to run an anchor: a TOML file, and settings that replace some of its settings."""
+
+    title: str
+    config: str
+    settings: Sequence[str] = ()
+    quick: Sequence[str] = ("--steps=3", "--evaluation.tasks=32", "--evaluation.every=0")
+    start_from: str = ""
+    """Arm whose trained weights of the same seed replace the base model."""
+    start_policy: str = ""
+    """Policy of that arm."""
+    policy: str = ""
+    """Policy whose held-out reward counts, if several are rewarded."""
+    match: Match | None = None
+    seeds: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anchor:
+    """A published result and the runs that are compared with it."""
+
+    title: str
+    task: str
+    published: str
+    source: str
+    reward: str
+    """What the rewards on the page mean."""
+    arms: Mapping[str, Arm]
+    tried: Sequence[str] = ()
+    """What was tried and seen, without a record."""
+    quick: bool = field(default=False)
+    """Whether `--quick` runs it."""
+
+
+_LAKES = "examples/02_gymnasium.toml"
+_LAKE_SETTINGS = ("--steps=64", "--policies.player.step_size=64", "--evaluation.tasks=256", "--evaluation.every=16")
+_COOKBOOK = "tinker-cookbook 0.6.1, recipes"
+
+ANCHORS: Mapping[str, Anchor] = MappingProxyType(
+    {
+        "arithmetic": Anchor(
+            title="Addition without a tool",
+            task="“What is 4 + 5?”, “9”, “What is 37 + 58?”: the model adds two numbers up to 100.",
+            published="Llama-3.2-1B, steps of 400 episodes: from 0.66 to 1 in the first few steps",
+            source=f"{_COOKBOOK}/math_rl/README.md",
+            reward="share of right sums, less 0.1 for a reply that was cut off",
+            arms={
+                "qwen": Arm(
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 64", config=f"{HERE}/arithmetic.toml"
+                ),
+                "smollm2": Arm(
+                    title="SmolLM2-135M-Instruct, the same settings",
+                    config=f"{HERE}/arithmetic.toml",
+                    settings=("--model.path=models/SmolLM2-135M-Instruct",),
+                    seeds=1,
+                ),
+            },
+            quick=True,
+        ),
+        "tictactoe": Anchor(
+            title="Self-play for 256 steps",
+            task="TextArena's TicTacToe. The policy plays both sides, and learns from both.",
+            published="Qwen3-4B-Instruct-2507, steps of 512 episodes, reward from -1 to 1 against the base model: from "
+            "-0.4 to +0.5 … +0.7 at step 40, collapse at steps 80 to 110, then below the base model (-0.1 … -0.25) "
+            "until step 256. The README names games against frozen copies of the weights as a possible remedy",
+            source=f"{_COOKBOOK}/multiplayer_rl/text_arena/README.md",
+            reward="score in games from the empty board against the model at step 0, 1 for a win and 0.5 for a draw; "
+            "twice the score less 1 is the published scale",
+            arms={
+                "self": Arm(
+                    title="against itself alone",
+                    config=f"{HERE}/tictactoe_self.toml",
+                    quick=("--steps=3",),
+                    match=Match(config=f"{HERE}/tictactoe_match.toml", every=32, games=256),
+                ),
+                "pool": Arm(
+                    title="half of the games against past versions",
+                    config=f"{HERE}/tictactoe_pool.toml",
+                    quick=("--steps=3",),
+                    match=Match(config=f"{HERE}/tictactoe_match.toml", every=32, games=256),
+                ),
+            },
+        ),
+        "frozen_lake": Anchor(
+            title="Frozen lakes, with and without a filter of groups",
+            task="Gymnasium's FrozenLake on maps of 4 by 4 squares, not slippery; one move a turn.",
+            published="Qwen2.5-0.5B-Instruct: training on the groups whose rewards vary most delays the collapse of "
+            "multi-turn training, and reaches higher rewards than without a filter",
+            source="RAGEN, arXiv 2504.20073, sections on StarPO-S",
+            reward="share of 256 unseen lakes crossed",
+            arms={
+                "all": Arm(title="all groups", config=_LAKES, settings=_LAKE_SETTINGS),
+                "filtered": Arm(
+                    title="groups of equal rewards are replaced (`credit.dynamic_sampling`)",
+                    config=_LAKES,
+                    settings=(*_LAKE_SETTINGS, "--credit.dynamic_sampling=true"),
+                ),
+            },
+        ),
+        "tool_call": Anchor(
+            title="A tool, called by a model of 0.5 B parameters",
+            task="Word problems with one operation on numbers up to 998, and a tool `calculate(a, op, b)`.",
+            published="no result of this size; Qwen2.5-Coder-0.5B-Instruct calls tools, but not in the form that its "
+            "chat template asks for",
+            source="the README of agentrl",
+            reward="half for a call whose result is the answer, half for then stating the answer",
+            arms={
+                "json": Arm(
+                    title='calls as bare JSON (`model.reply_format = "json"`)',
+                    config=f"{HERE}/tool_call.toml",
+                    quick=(
+                        "--steps=1",
+                        "--evaluation.tasks=4",
+                        "--evaluation.every=0",
+                        "--policies.solver.step_size=8",
+                    ),
+                    seeds=1,
+                ),
+            },
+        ),
+        "reverse_text": Anchor(
+            title="Reversed texts: supervised steps, then reward",
+            task="Three words, to be written backward character by character.",
+            published="Qwen3-0.6B on longer texts: 0.05 before, 0.8 after supervised steps and 20 RL steps of 128 "
+            "episodes",
+            source="prime-rl, examples/reverse_text",
+            reward="similarity of the reply to the reversed text: twice the length of the matching blocks, over both "
+            "lengths",
+            arms={
+                "taught": Arm(
+                    title="24 supervised steps of 16 texts, all weights",
+                    config=f"{HERE}/reverse_text_taught.toml",
+                    seeds=1,
+                ),
+                "rewarded": Arm(
+                    title="then 20 steps of 32 episodes by reward, LoRA",
+                    config=f"{HERE}/reverse_text.toml",
+                    start_from="taught",
+                    start_policy="writer",
+                    seeds=1,
+                ),
+            },
+        ),
+        "guess_number": Anchor(
+            title="Guess a number",
+            task="A number between 0 and 1024, ten guesses, each answered by “Too low” or “Too high”.",
+            published="Qwen3.5-4B, steps of 256 episodes: from about 0 to 0.8 and more within 20 steps",
+            source=f"{_COOKBOOK}/multiplayer_rl/guess_number/README.md",
+            reward="1 for the right number, less 1 for each reply that is no guess",
+            arms={
+                "smollm2": Arm(
+                    title="SmolLM2-135M-Instruct, LoRA of rank 8, steps of 32",
+                    config=f"{HERE}/guess_number.toml",
+                    seeds=1,
+                ),
+            },
+        ),
+    }
+)

@@ -1,0 +1,150 @@
+"""One run of an arm: train it or resume it as a user does, score it, and describe it in a record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import agentrl
+from benchmarks.anchors.cases import ROOT, Arm, Match
+from benchmarks.report import conditions
+
+
+def command(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None, *, quick: bool) -> list[str]:
+    """The arguments of `agentrl` that train an arm."""
+    settings = [f"--directory={_shown(directory)}", f"--name={name}", f"--seed={seed}"]
+    if weights is not None:
+        settings.append(f"--model.path={_shown(weights)}")
+    return ["train", arm.config, *settings, *arm.settings, *(arm.quick if quick else ())]
+
+
+def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None, *, quick: bool) -> dict[str, Any]:
+    """Train an arm to its end and return what is published of it. A run that fails is described as well.
+
+    Raises:
+        KeyboardInterrupt: the run was stopped, and can be resumed.
+    """
+    run = directory / name
+    resumed = (run / "checkpoints").exists()
+    if run.exists() and not resumed:
+        shutil.rmtree(run)  # killed before its first checkpoint
+    arguments = command(arm, directory, name, seed, weights, quick=quick)
+    started = time.monotonic()
+    code, cpu_s, peak_mib, errors = _wait(["-m", "agentrl.cli", *arguments, *(["--resume"] if resumed else [])])
+    if code == 130:
+        raise KeyboardInterrupt
+    result: dict[str, Any] = {
+        **conditions(),
+        "command": shlex.join(["agentrl", *arguments]),
+        # Earlier lives of a resumed run are not in these.
+        "wall_s": None if resumed else time.monotonic() - started,
+        "cpu_s": None if resumed else cpu_s,
+        "peak_mib": peak_mib,
+        "error": errors.strip().splitlines()[-1][:300] if code and errors.strip() else "",
+        "curve": [],
+    }
+    if code and not result["error"]:
+        result["error"] = f"exit code {code}"
+    if (run / "metrics.jsonl").exists():
+        result["curve"] = match_curve(run, arm.match) if arm.match else evaluation_curve(run, arm.policy)
+        result["training"] = training_curve(run)
+        result["digest"] = digest(run)
+    return result
+
+
+def evaluation_curve(run: Path, policy: str = "") -> list[list[float]]:
+    """Rows of step, held-out reward, half its 95 % interval, and number of tasks."""
+    suffix = f"/{policy}" if policy else ""
+    rows = []
+    with agentrl.open_run(run) as reader:
+        for line in reader.evaluations():
+            reward, error = (line.metrics.get(f"{name}{suffix}") for name in ("reward", "reward_error"))
+            if reward is not None and error is not None:
+                rows.append([line.step, reward, error, line.metrics["tasks"] or 0.0])
+    return sorted(rows)
+
+
+def match_curve(run: Path, match: Match) -> list[list[float]]:
+    """The same for kept versions of the player that play against the opponent of a match."""
+    kept = sorted(int(path.name.partition(".")[2]) for path in (run / "versions" / "player").iterdir())
+    rows = []
+    for step in kept:
+        if step % match.every and step != kept[-1]:
+            continue
+        metrics = agentrl.evaluate(
+            ROOT / match.config, {"player": run / "versions" / "player" / f"0.{step}"}, match.games
+        )
+        rows.append([step, metrics["evaluation/reward/player"], metrics["evaluation/reward_error/player"], match.games])
+    return rows
+
+
+def training_curve(run: Path) -> dict[str, list[float]]:
+    """Mean rewards of the trained episodes by seat, step by step."""
+    rewards: dict[str, list[float]] = {}
+    with agentrl.open_run(run) as reader:
+        for line in reader.steps():
+            if line.survives:
+                for seat, reward in line.rewards.items():
+                    rewards.setdefault(seat, []).append(round(reward, 4))
+    return rewards
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 over the names and contents of all files of a directory, in the order of their names."""
+    whole = hashlib.sha256()
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        whole.update(f"{content}  {path.relative_to(directory)}\n".encode())
+    return whole.hexdigest()
+
+
+def _wait(arguments: Sequence[str]) -> tuple[int, float, float, str]:
+    """Run Python; returns the exit code, CPU seconds and peak MiB of its processes, and its last lines of errors.
+
+    A stop of this process stops the run, which writes a checkpoint.
+    """
+    child = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert child.stderr is not None
+    errors: deque[str] = deque(maxlen=40)
+    while True:
+        try:
+            for line in child.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                errors.append(line)
+            _, status, usage = os.wait4(child.pid, 0)
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            continue
+        child.stderr.close()
+        child.returncode = os.waitstatus_to_exitcode(status)
+        return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, "".join(errors)
+
+
+def _shown(path: Path) -> str:
+    """A path as a page shows it: from the root of the checkout if it lies in it."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file with one per line; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]

@@ -1,0 +1,184 @@
+"""The anchors: their environments, their records, and the page made from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.config.load import load
+from benchmarks.anchors import __main__ as command_line
+from benchmarks.anchors import recording
+from benchmarks.anchors.cases import ANCHORS, HERE, Arm
+from docs.generators import anchors
+
+ARMS = [(name, arm) for name, anchor in ANCHORS.items() for arm in anchor.arms]
+ENVIRONMENTS = (
+    "arithmetic.py:Arithmetic",
+    "guess_number.py:GuessNumber",
+    "reverse_text.py:ReverseText",
+    "tool_call.py:OneTool",
+)
+
+
+def arm_of(anchor: str, arm: str) -> Arm:
+    return ANCHORS[anchor].arms[arm]
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_environments_of_the_anchors_pass_the_check(name: str, repository: Path) -> None:
+    assert agentrl.check_environment(str(repository / HERE / name)).passed
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_no_held_out_task_is_trained(name: str, repository: Path) -> None:
+    from agentrl.environment.registry import resolve
+
+    environment = resolve(str(repository / HERE / name))
+    held_out = {json.dumps(task.data, sort_keys=True) for task in environment.tasks("held_out")}
+    training = [
+        {json.dumps(task.data, sort_keys=True) for task in environment.tasks("train", seed=seed)} for seed in (0, 1)
+    ]
+    assert len(held_out) > 50
+    assert all(not held_out & tasks for tasks in training)
+    assert held_out == {json.dumps(task.data, sort_keys=True) for task in environment.tasks("held_out", seed=1)}
+
+
+@pytest.mark.parametrize(("anchor", "arm"), ARMS)
+def test_every_arm_is_a_configuration_with_held_out_rewards(anchor: str, arm: str, repository: Path) -> None:
+    """Also with the settings of a quick run, and of a seed."""
+    each = arm_of(anchor, arm)
+    for quick in (False, True):
+        _, config, *settings = recording.command(each, Path("runs"), "a", 5, None, quick=quick)
+        loaded = load(repository / config, settings)
+        assert (loaded.seed, loaded.name) == (5, "a")
+        assert loaded.evaluation.splits or each.match
+    if each.match:
+        assert load(repository / each.match.config).evaluation.splits
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [("cba fed", 1.0), ("cba", 2 * 3 / 10), ("", 0.0), ("CBA FED", 0.0), ("cba!", 0.0)],
+)
+def test_similarity_to_a_reversed_text(reply: str, reward: float, repository: Path) -> None:
+    from agentrl.environment.registry import resolve
+
+    environment = resolve(str(repository / HERE / "reverse_text.py:ReverseText"))
+    similarity = __import__("sys").modules[environment.__module__].similarity
+    assert similarity(reply, "cba fed") == pytest.approx(reward)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    curve = [[0, 0.1, 0.05, 64.0], [8, 0.8, 0.06, 64.0]]
+    return {
+        **{"anchor": "arithmetic", "arm": "qwen", "seed": 0, "curve": curve, "error": "", "cpu_s": 90.0},
+        **{"peak_mib": 1234.5, "date": "1 May 2026", "machine": "8 CPU cores (Abacus)", "commit": "0123abcd"},
+        **{"command": "agentrl train a.toml", "digest": "ab" * 32},
+        **changes,
+    }
+
+
+def test_the_page_is_what_the_records_say(repository: Path) -> None:
+    page = (repository / "docs/results/anchors.md").read_text(encoding="utf-8")
+    assert page == anchors.page(anchors.read_records()), "run `python -m docs.generators.anchors`"
+
+
+def test_every_record_is_complete_and_no_seed_is_left_out() -> None:
+    records = anchors.read_records()
+    for each in records:
+        assert (each["anchor"], each["arm"]) in ARMS
+        assert each["command"].startswith("agentrl train ")
+        assert f"--seed={each['seed']}" in each["command"]
+        assert each["error"] or re.fullmatch("[0-9a-f]{64}", each["digest"])
+    for anchor, arm in ARMS:
+        seeds = sorted(each["seed"] for each in records if (each["anchor"], each["arm"]) == (anchor, arm))
+        assert seeds == list(range(len(seeds))), f"{anchor}, {arm}: seeds are run in order"
+
+
+def test_a_page_shows_means_over_seeds_and_failures() -> None:
+    low = row(seed=1, curve=[[0, 0.3, 0.05, 64.0], [8, 0.6, 0.06, 64.0]])
+    failed = row(seed=2, curve=[], error="killed", cpu_s=None, digest="")
+    page = anchors.page([row(), low, failed])
+    # Student's quantile for two runs is 12.706, and their standard error 0.1.
+    assert "| 2 | 0.20 ± 1.27 | 0.70 ± 1.27 |" in page
+    assert "| qwen | 0 | 0.10 ± 0.05 | 0.80 ± 0.06 | 64 | 1.5 | 1,234 | 1 May 2026, 0123abcd | `abababababab` |" in page
+    assert "| qwen | 2 | – | failed: killed | – | – |" in page
+    assert "**Here:** no run was recorded." in page
+
+
+@pytest.mark.parametrize(("last", "improved"), [(0.22, True), (0.18, False), (0.0, False)])
+def test_a_run_improved_if_its_intervals_are_apart(last: float, improved: bool) -> None:
+    assert command_line.improved(row(curve=[[0, 0.1, 0.05, 64.0], [8, last, 0.06, 64.0]])) is improved
+    assert not command_line.improved(row(curve=[]))
+
+
+def test_a_digest_changes_with_each_name_and_content(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one").write_text("1")
+    first = recording.digest(tmp_path)
+    (tmp_path / "a" / "one").write_text("2")
+    second = recording.digest(tmp_path)
+    (tmp_path / "a" / "one").rename(tmp_path / "a" / "two")
+    assert len({first, second, recording.digest(tmp_path)}) == 3
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that needs the weights of another waits for it, and both are recorded once."""
+    commands: list[list[str]] = []
+
+    def wait(arguments: list[str]) -> tuple[int, float, float, str]:
+        commands.append(arguments)
+        return 1, 2.0, 3.0, "out of memory\n"
+
+    monkeypatch.setattr(recording, "_wait", wait)
+    for _ in range(2):
+        command_line.measure(tmp_path, ["reverse_text"], None, 0, quick=False)
+    assert [command[3] for command in commands] == [
+        f"{HERE}/reverse_text_taught.toml",
+        f"{HERE}/reverse_text.toml",
+    ]
+    assert any(setting.endswith("reverse_text-taught-0/policies/writer") for setting in commands[1])
+    records = recording.read_records(tmp_path / "results.jsonl")
+    assert [(each["arm"], each["error"], each["cpu_s"]) for each in records] == [
+        ("taught", "out of memory", 2.0),
+        ("rewarded", "out of memory", 2.0),
+    ]
+    assert not any(map(command_line.improved, records))
+
+
+def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, commands = [130, 0], []
+
+    def wait(arguments: list[str]) -> tuple[int, float, float, str]:
+        commands.append(arguments)
+        (tmp_path / "arithmetic-qwen-0" / "checkpoints").mkdir(parents=True, exist_ok=True)
+        return codes.pop(0), 2.0, 3.0, ""
+
+    monkeypatch.setattr(recording, "_wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        command_line.measure(tmp_path, ["arithmetic"], "qwen", 0, quick=False)
+    assert recording.read_records(tmp_path / "results.jsonl") == []
+    command_line.measure(tmp_path, ["arithmetic"], "qwen", 0, quick=False)
+    assert ["--resume" in command for command in commands] == [False, True]
+    (record,) = recording.read_records(tmp_path / "results.jsonl")
+    assert (record["cpu_s"], record["wall_s"], record["curve"]) == (None, None, [])
+
+
+def test_processes_are_measured_and_stopped_with_the_benchmark(tmp_path: Path) -> None:
+    burn = (
+        "import time, sys; sys.stderr.write('began\\nended\\n'); kept = bytearray(200 << 20)\n"
+        "while time.process_time() < 0.5: pass"
+    )
+    code, cpu_s, peak_mib, errors = recording._wait(["-c", burn])
+    assert (code, errors) == (0, "began\nended\n")
+    assert 0.5 <= cpu_s < 5
+    assert peak_mib > 200
+    stop = f"import os, signal, time; os.kill(os.getppid(), {signal.SIGINT:d}); time.sleep(60)"
+    code, *_ = recording._wait(["-c", stop])
+    assert code != 0
