@@ -1,4 +1,4 @@
-"""Word problems and one tool: from calls in a form of its own to calls that the chat template asks for."""
+"""Word problems and one tool. The policy must call it rightly, and then state the result instead of calling again."""
 
 from __future__ import annotations
 

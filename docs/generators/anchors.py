@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.core.intervals import half_width_of_few
 from agentrl.core.text import plural
-from benchmarks.anchors.cases import ANCHORS, Anchor
+from benchmarks.anchors.cases import ANCHORS, NOT_RUN, Anchor
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = Mapping[str, Any]
@@ -119,7 +119,7 @@ def page(records: Sequence[Record]) -> str:
     text = f"{INTRODUCTION}\n{plural(count, 'run')} on {machines}, shared with other work.\n"
     for name, anchor in ANCHORS.items():
         text += section(anchor, [row for row in records if row["anchor"] == name])
-    return text
+    return f"{text}\n## Planned, and not tried\n\n" + "".join(f"* {line}\n" for line in NOT_RUN)
 
 
 def read_records() -> list[Record]:
