@@ -16,7 +16,8 @@ class Match:
     """Games between kept versions of a policy and an opponent, which score a run of self-play."""
 
     config: str
-    """TOML file of a game, whose policies are the player and `opponent`."""
+    """TOML file of a game, whose policies are `player` and `opponent`."""
+    seats: tuple[str, str]
     every: int
     """Steps between two versions that play."""
     games: int
@@ -67,6 +68,7 @@ NOT_RUN = (
 """Anchors that were planned and not tried."""
 _LAKES = "examples/02_gymnasium.toml"
 _LAKE_SETTINGS = ("--steps=64", "--policies.player.step_size=64", "--evaluation.tasks=256", "--evaluation.every=16")
+_MATCH = Match(config=f"{HERE}/tictactoe_match.toml", seats=("first", "second"), every=32, games=256)
 _COOKBOOK = "tinker-cookbook 0.6.1, recipes"
 
 ANCHORS: Mapping[str, Anchor] = MappingProxyType(
@@ -113,13 +115,13 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     title="against itself alone",
                     config=f"{HERE}/tictactoe_self.toml",
                     quick=("--steps=3",),
-                    match=Match(config=f"{HERE}/tictactoe_match.toml", every=32, games=256),
+                    match=_MATCH,
                 ),
                 "pool": Arm(
                     title="half of the games against past versions",
                     config=f"{HERE}/tictactoe_pool.toml",
                     quick=("--steps=3",),
-                    match=Match(config=f"{HERE}/tictactoe_match.toml", every=32, games=256),
+                    match=_MATCH,
                 ),
             },
         ),

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
+from agentrl.config.load import load
+from agentrl.core.intervals import confidence_half_width
 from benchmarks.anchors.cases import ROOT, Arm, Match
 from benchmarks.report import conditions
 
@@ -76,16 +79,19 @@ def evaluation_curve(run: Path, policy: str = "") -> list[list[float]]:
 
 
 def match_curve(run: Path, match: Match) -> list[list[float]]:
-    """The same for kept versions of the player that play against the opponent of a match."""
+    """The same for kept versions of the player, which play half of the games in each seat of a match."""
     kept = sorted(int(path.name.partition(".")[2]) for path in (run / "versions" / "player").iterdir())
     rows = []
     for step in kept:
         if step % match.every and step != kept[-1]:
             continue
-        metrics = agentrl.evaluate(
-            ROOT / match.config, {"player": run / "versions" / "player" / f"0.{step}"}, match.games
-        )
-        rows.append([step, metrics["evaluation/reward/player"], metrics["evaluation/reward_error/player"], match.games])
+        weights = {"player": run / "versions" / "player" / f"0.{step}"}
+        scores: list[float] = []
+        for seat, other in (match.seats, match.seats[::-1]):
+            config = load(ROOT / match.config, [f"--seats.{seat}=player", f"--seats.{other}=opponent"])
+            episodes = agentrl.evaluate(config, weights, match.games // 2).episodes
+            scores += [episode.rewards[seat] for episode in episodes]
+        rows.append([step, statistics.fmean(scores), confidence_half_width(scores), len(scores)])
     return rows
 
 

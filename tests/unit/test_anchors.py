@@ -170,6 +170,20 @@ def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, mo
     assert (record["cpu_s"], record["wall_s"], record["curve"]) == (None, None, [])
 
 
+@pytest.mark.slow
+def test_a_run_of_self_play_is_trained_scored_and_recorded(tmp_path: Path) -> None:
+    """Its first and its last version play against the model that the run started from."""
+    command_line.measure(tmp_path, ["tictactoe"], "self", None, quick=True)
+    (record,) = recording.read_records(tmp_path / "results.jsonl")
+    assert (record["arm"], record["seed"], record["error"]) == ("self", 0, "")
+    assert [(step, games) for step, _, _, games in record["curve"]] == [(0, 256), (3, 256)]
+    first, half = record["curve"][0][1:3]
+    assert abs(first - 0.5) < 3 * half, "the same weights on both sides"
+    assert {seat: len(rewards) for seat, rewards in record["training"].items()} == {"first": 3, "second": 3}
+    assert record["digest"] == recording.digest(tmp_path / "tictactoe-self-0")
+    assert record["cpu_s"] > 1
+
+
 def test_processes_are_measured_and_stopped_with_the_benchmark(tmp_path: Path) -> None:
     burn = (
         "import time, sys; sys.stderr.write('began\\nended\\n'); kept = bytearray(200 << 20)\n"
