@@ -171,6 +171,7 @@ def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* training tasks are also held out")  # all games start from the empty board
 def test_a_run_of_self_play_is_trained_scored_and_recorded(tmp_path: Path) -> None:
     """Its first and its last version play against the model that the run started from."""
     command_line.measure(tmp_path, ["tictactoe"], "self", None, quick=True)
