@@ -59,13 +59,13 @@ class Anchor:
 
 
 NOT_RUN = (
-    "The recipes of tinker-cookbook through the Tinker server, with these models; `python -m "
-    "benchmarks.tinker_recipes` runs them with a tiny model.",
+    "The recipes of tinker-cookbook through the Tinker server, with these models. `python -m benchmarks.tinker --part "
+    "recipes` runs them with a tiny model.",
     "Countdown with a solver and a judge that both learn.",
     "Sokoban.",
     "The same algorithm in TRL from the same start, step by step. `python -m benchmarks.peers` compares times.",
 )
-"""Anchors that were planned and not tried."""
+"""Anchors that were not tried."""
 _LAKES = "examples/02_gymnasium.toml"
 _LAKE_SETTINGS = ("--steps=64", "--policies.player.step_size=64", "--evaluation.tasks=256", "--evaluation.every=16")
 _MATCH = Match(config=f"{HERE}/tictactoe_match.toml", seats=("first", "second"), every=32, games=256)
