@@ -49,6 +49,7 @@ def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None
         raise KeyboardInterrupt
     result: dict[str, Any] = {
         **conditions(),
+        "commit": _commit(),
         "command": shlex.join(["agentrl", *arguments]),
         # Earlier lives of a resumed run are not in these.
         "wall_s": None if resumed else time.monotonic() - started,
@@ -113,6 +114,12 @@ def digest(directory: Path) -> str:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         whole.update(f"{content}  {path.relative_to(directory)}\n".encode())
     return whole.hexdigest()
+
+
+def _commit() -> str:
+    """The newest commit of the code that trains; the anchors have their own commits, whose hashes a rebase changes."""
+    newest = ("git", "log", "-1", "--abbrev=8", "--format=%h", "--", "agentrl", "environments")
+    return subprocess.run(newest, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _wait(arguments: Sequence[str]) -> tuple[int, float, float, str]:

@@ -71,7 +71,18 @@ def curves(anchor: Anchor, records: Sequence[Record]) -> str:
 def runs(records: Sequence[Record]) -> str:
     """A row per run."""
     return table(
-        ["arm", "seed", "start", "end", "tasks", "CPU minutes", "peak MiB", "date, commit", "digest", "command"],
+        [
+            "arm",
+            "seed",
+            "start",
+            "end",
+            "tasks",
+            "CPU minutes",
+            "peak MiB",
+            "date, commit of `agentrl/`",
+            "digest",
+            "command",
+        ],
         [_run(row) for row in records],
     )
 
