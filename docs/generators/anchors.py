@@ -115,12 +115,12 @@ def section(anchor: Anchor, records: Sequence[Record]) -> str:
         f"**Published:** {anchor.published} ({anchor.source}).\n\n"
     )
     if not records:
-        return text + "**Here:** no run was recorded.\n" + _tried(anchor)
-    return f"{text}{curves(anchor, records)}{_tried(anchor)}\n{runs(records)}"
+        return text + "**Here:** no run was recorded.\n" + _notes(anchor)
+    return f"{text}{curves(anchor, records)}{_notes(anchor)}\n{runs(records)}"
 
 
-def _tried(anchor: Anchor) -> str:
-    return "".join(f"\n* {line}" for line in anchor.tried) + "\n" if anchor.tried else ""
+def _notes(anchor: Anchor) -> str:
+    return "".join(f"\n* {line}" for line in anchor.notes) + "\n" if anchor.notes else ""
 
 
 def page(records: Sequence[Record]) -> str:
