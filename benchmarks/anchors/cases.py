@@ -150,8 +150,8 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "(seed 0).",
                 "In a collapsed run, half of the held-out games ended without moves left, and the others in a hole or "
                 "by an illegal move. Training rewards pay for the distance covered.",
-                "`examples/02_gymnasium.toml` as it stands takes steps of 128 episodes, and reaches 0.86 in 100 steps; these "
-                "runs take 64, to fit the time.",
+                "`examples/02_gymnasium.toml` as it stands takes steps of 128 episodes, and reaches 0.86 in 100 "
+                "steps; these runs take 64, to fit the time.",
             ),
         ),
         "tool_call": Anchor(
