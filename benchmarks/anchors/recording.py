@@ -54,7 +54,7 @@ def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None
         # Earlier lives of a resumed run are not in these.
         "wall_s": None if resumed else time.monotonic() - started,
         "cpu_s": None if resumed else cpu_s,
-        "peak_mib": peak_mib,
+        "peak_mib": None if resumed else peak_mib,
         "error": errors.strip().splitlines()[-1][:300] if code and errors.strip() else "",
         "curve": [],
     }
@@ -123,7 +123,7 @@ def _commit() -> str:
 
 
 def _wait(arguments: Sequence[str]) -> tuple[int, float, float, str]:
-    """Run Python; returns the exit code, CPU seconds and peak MiB of its processes, and its last lines of errors.
+    """Run Python; returns the exit code, CPU seconds of all processes, peak MiB of the largest, and last errors.
 
     A stop of this process stops the run, which writes a checkpoint.
     """

@@ -31,7 +31,8 @@ generated from the records in `docs/anchors.json` by `python -m docs.generators.
 * An interval of one run is the 95% interval over its tasks. An interval over seeds is Student's, over the runs' means;
   it says how much runs differ. One seed has none.
 * Every seed that was run to its end is here, the failed ones too. CPU minutes are those of all processes of
-  `agentrl train`, evaluations included; of a run that was stopped and resumed they are not known.
+  `agentrl train`, evaluations included, and peak MiB those of the largest; of a run that was stopped and resumed they
+  are not known.
 * A digest is the start of a SHA-256 over the names and contents of all files of the run directory
   (`benchmarks.anchors.recording.digest`).
 """
@@ -101,7 +102,7 @@ def _run(row: Record) -> list[str]:
         end,
         tasks,
         "–" if row["cpu_s"] is None else f"{row['cpu_s'] / 60:.1f}",
-        f"{row['peak_mib']:,.0f}",
+        "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
         f"{row['date']}, {row['commit']}",
         f"`{row['digest'][:12]}`" if row.get("digest") else "–",
         f"`{row['command']}`",

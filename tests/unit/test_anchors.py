@@ -103,12 +103,12 @@ def test_every_record_is_complete_and_no_seed_is_left_out() -> None:
 
 def test_a_page_shows_means_over_seeds_and_failures() -> None:
     low = row(seed=1, curve=[[0, 0.3, 0.05, 64.0], [8, 0.6, 0.06, 64.0]])
-    failed = row(seed=2, curve=[], error="killed", cpu_s=None, digest="")
+    failed = row(seed=2, curve=[], error="killed", cpu_s=None, peak_mib=None, digest="")
     page = anchors.page([row(), low, failed])
     # Student's quantile for two runs is 12.706, and their standard error 0.1.
     assert "| 2 | 0.20 ± 1.27 | 0.70 ± 1.27 |" in page
     assert "| qwen | 0 | 0.10 ± 0.05 | 0.80 ± 0.06 | 64 | 1.5 | 1,234 | 1 May 2026, 0123abcd | `abababababab` |" in page
-    assert "| qwen | 2 | – | failed: killed | – | – |" in page
+    assert "| qwen | 2 | – | failed: killed | – | – | – |" in page
     assert "**Here:** no run was recorded." in page
 
 
@@ -167,7 +167,7 @@ def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, mo
     command_line.measure(tmp_path, ["arithmetic"], "qwen", 0, quick=False)
     assert ["--resume" in command for command in commands] == [False, True]
     (record,) = recording.read_records(tmp_path / "results.jsonl")
-    assert (record["cpu_s"], record["wall_s"], record["curve"]) == (None, None, [])
+    assert (record["cpu_s"], record["peak_mib"], record["curve"]) == (None, None, [])
 
 
 @pytest.mark.slow
