@@ -115,4 +115,7 @@ def _arms() -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command resumes the run") from None

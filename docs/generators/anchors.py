@@ -116,7 +116,7 @@ def section(anchor: Anchor, records: Sequence[Record]) -> str:
         f"**Published:** {anchor.published} ({anchor.source}).\n\n"
     )
     if not records:
-        return text + "**Here:** no run was recorded.\n" + _notes(anchor)
+        return f"{text}No run was recorded.\n{_notes(anchor)}"
     return f"{text}{curves(anchor, records)}{_notes(anchor)}\n{runs(records)}"
 
 

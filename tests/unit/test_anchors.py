@@ -109,7 +109,7 @@ def test_a_page_shows_means_over_seeds_and_failures() -> None:
     assert "| 2 | 0.20 ± 1.27 | 0.70 ± 1.27 |" in page
     assert "| qwen | 0 | 0.10 ± 0.05 | 0.80 ± 0.06 | 64 | 1.5 | 1,234 | 1 May 2026, 0123abcd | `abababababab` |" in page
     assert "| qwen | 2 | – | failed: killed | – | – | – |" in page
-    assert "**Here:** no run was recorded." in page
+    assert "No run was recorded." in page
 
 
 @pytest.mark.parametrize(("last", "improved"), [(0.22, True), (0.18, False), (0.0, False)])
