@@ -28,7 +28,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--anchor", choices=ANCHORS, action="append", help="this one; without it, all")
     parser.add_argument("--arm", help="only this arm of the anchor")
     parser.add_argument("--seed", type=int, help="this seed; without it, those of each arm")
-    parser.add_argument("--quick", action="store_true", help="three steps of the anchors that start fast, kept nowhere")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="three steps of the first arm of an anchor, kept nowhere; without --anchor, of arithmetic",
+    )
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "anchors", help="runs and their results")
     parser.add_argument("--report", action="store_true", help="run nothing: report what has been measured")
     parser.add_argument("--output", type=Path, help="also write the records here; docs/anchors.json makes the page")
@@ -40,6 +44,9 @@ def main() -> None:
     chosen = options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it stops the run, too
     anchors = chosen.anchor or [name for name, anchor in ANCHORS.items() if anchor.quick or not chosen.quick]
+    known = sorted({arm for name in anchors for arm in ANCHORS[name].arms})
+    if chosen.arm and chosen.arm not in known:
+        raise SystemExit(f"--arm: no arm {chosen.arm!r}; there are: {', '.join(known)}")
     if chosen.quick:
         with tempfile.TemporaryDirectory() as directory:
             measure(Path(directory), anchors, chosen.arm, 0, quick=True)
@@ -70,8 +77,10 @@ def measure(directory: Path, anchors: Sequence[str], arm: str | None, seed: int 
         if (quick and run) or seed not in (None, run):
             continue
         for anchor in anchors:
-            for name, each in ANCHORS[anchor].arms.items():
-                if run < each.seeds and arm in (None, name):
+            arms = ANCHORS[anchor].arms
+            chosen = [arm] if arm else list(arms)[: 1 if quick else None]
+            for name, each in arms.items():
+                if run < each.seeds and name in chosen:
                     complete(results, anchor, name, each, run, quick=quick)
 
 

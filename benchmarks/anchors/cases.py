@@ -81,7 +81,12 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             reward="share of right sums, less 0.1 for a reply that was cut off",
             arms={
                 "qwen": Arm(
-                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 64", config=f"{HERE}/arithmetic.toml"
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 64",
+                    config=f"{HERE}/arithmetic.toml",
+                    quick=(
+                        *("--steps=3", "--policies.solver.step_size=16"),
+                        *("--evaluation.tasks=8", "--evaluation.every=0"),
+                    ),
                 ),
                 "smollm2": Arm(
                     title="SmolLM2-135M-Instruct, the same settings",

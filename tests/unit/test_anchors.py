@@ -170,6 +170,13 @@ def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, mo
     assert (record["cpu_s"], record["peak_mib"], record["curve"]) == (None, None, [])
 
 
+def test_an_unknown_arm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["anchors", "--anchor", "tictactoe", "--arm", "qwen"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="no arm 'qwen'; there are: pool, self"):
+        command_line.main()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* training tasks are also held out")  # all games start from the empty board
 def test_a_run_of_self_play_is_trained_scored_and_recorded(tmp_path: Path) -> None:
