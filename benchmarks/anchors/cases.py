@@ -96,6 +96,8 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
+                "**Reproduced in part.** From a start as high as the published one the reward rises within six steps, "
+                "but not to 1: over the 192 tasks of the three seeds, 0.75 ± 0.06 before and 0.89 ± 0.04 after.",
                 "Four groups of 8 a step at a learning rate of 4e-4 (seed 0): the rewards of the training steps were "
                 "0.94, 0.75, 0.97, 1.00, 0.28, 0.53, 0.72, 0.03, 0.66 and 0.50; held out, 0.70 before and after. The "
                 "run's alarm `off_policy` asked for a lower learning rate (k3 0.17 nats).",

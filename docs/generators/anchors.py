@@ -1,4 +1,6 @@
-"""Writes docs/results/anchors.md from the records of `python -m benchmarks.anchors`: no number of it is put in by hand.
+"""Writes docs/results/anchors.md from the records of `python -m benchmarks.anchors`: no number of its tables is put in by hand.
+
+The notes of the anchors are text of `benchmarks.anchors.cases`.
 
 python -m benchmarks.anchors --output docs/anchors.json
 python -m docs.generators.anchors
