@@ -1,9 +1,9 @@
-"""Writes docs/results/anchors.md from the records of `python -m benchmarks.anchors`: no number of its tables is put in by hand.
+"""Writes docs/results/anchors.md from the records of `python -m benchmarks.anchors`.
 
-The notes of the anchors are text of `benchmarks.anchors.cases`.
+    python -m benchmarks.anchors --output docs/anchors.json
+    python -m docs.generators.anchors
 
-python -m benchmarks.anchors --output docs/anchors.json
-python -m docs.generators.anchors
+No number of its tables is put in by hand. The notes are text of `benchmarks.anchors.cases`.
 """
 
 from __future__ import annotations
