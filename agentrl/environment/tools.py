@@ -490,6 +490,10 @@ def read_messages(value: Any, where: str) -> list[Message]:
             messages = order_tool_results(messages, "messages")
     except RequestRefusedError as error:
         raise EnvironmentDefinitionError(f"{where}: {error}") from None
+    if messages[-1].role == "assistant":
+        raise EnvironmentDefinitionError(
+            f"{where}: messages: a reply of the assistant cannot be continued; end with another role"
+        )
     if names := assistant_names(value):
         raise EnvironmentDefinitionError(
             f"{where}: the assistant's messages have several names ({', '.join(names)}), and the policy would take all "

@@ -176,13 +176,8 @@ def parse_messages(value: Any) -> list[Message]:
                 name=name if role == "tool" else None,
             )
         )
-    if not messages or messages[-1].role == "assistant":
-        raise RequestRefusedError(
-            "messages: the last one must have role user, system or tool, since a reply of the assistant cannot be "
-            "continued",
-            "invalid",
-            "messages",
-        )
+    if not messages:
+        raise RequestRefusedError("messages: there must be at least one", "invalid", "messages")
     return messages
 
 

@@ -159,11 +159,8 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         else:
             messages.append(_input_message(item, location, builder.names))
     messages += builder.end()
-    if not messages or messages[-1].role == "assistant":
-        raise RequestRefusedError(
-            "input: the last item must be a message or the output of a tool, since a reply of the assistant cannot be "
-            "continued"
-        )
+    if not messages:
+        raise RequestRefusedError("input: there must be at least one message")
     return messages
 
 

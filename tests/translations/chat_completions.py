@@ -137,12 +137,8 @@ ROWS = [
         refused="a call without a function",
     ),
     row("unknown role", [{"role": "narrator", "content": "a"}], refused="messages[0].role is 'narrator'"),
-    row(
-        "prefill",
-        [USER, {"role": "assistant", "content": "Sure"}],
-        refused="a reply of the assistant cannot be continued",
-    ),
-    row("no messages", [], refused="messages: the last one must have role"),
+    row("reply at the end", [USER, {"role": "assistant", "content": "Sure"}], [["user", "Go."], ["assistant", "Sure"]]),
+    row("no messages", [], refused="messages: there must be at least one"),
     row("tools", [USER], [["user", "Go."], ["look", "Look.", {"type": "object"}]], tools=[LOOK]),
     row("tool of another type", [USER], tools=[{"type": "web_search"}], refused="a tool of type 'web_search'"),
     row(

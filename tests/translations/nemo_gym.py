@@ -287,12 +287,7 @@ ROWS = [
         "null for text", f"{P}input[0].content is null; it must be text", input=[{"role": "user", "content": None}]
     ),
     refused("another role", f"{P}input[0].role is 'critic'", input=[{"role": "critic", "content": "no"}]),
-    refused("no messages, as for an agent of its own", f"{P}input: the last item must be a message", input=[]),
-    refused(
-        "the model's turn last",
-        f"{P}input: the last item must be a message",
-        input=[USER, {"role": "assistant", "content": "x"}],
-    ),
+    refused("no messages, as for an agent of its own", f"{P}input: there must be at least one message", input=[]),
     refused("a number as input", f"{P}input must be a list of objects", input=5),
     refused("a tool of a server", f"{P}a tool of type 'web_search'", tools=[{"type": "web_search"}]),
     refused("a custom tool", f"{P}tools: a tool of type 'custom'", tools=[{"type": "custom", "name": "c"}]),

@@ -101,7 +101,7 @@ ROWS = [
     ),
     row("stored", "Go.", previous_response_id="r", refused="previous_response_id is not supported"),
     row("stored prompt", "Go.", prompt={"id": "p"}, refused="prompt is not supported"),
-    row("prefill", [USER, said("Sure")], refused="a reply of the assistant cannot be continued"),
+    row("reply at the end", [USER, said("Sure")], [SEEN, ["assistant", "Sure"]]),
     row(
         "tools",
         "Go.",

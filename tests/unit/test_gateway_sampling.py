@@ -140,6 +140,16 @@ def test_a_row_has_the_temperatures_of_its_calls() -> None:
     assert set(row.temperatures[row.turn_index == -1].tolist()) == {1.0}
 
 
+@pytest.mark.parametrize("protocol", ["chat", "responses"])
+def test_a_reply_at_the_end_is_followed_by_another_turn(protocol: str) -> None:
+    said = [user("a"), {"role": "assistant", "content": "x"}]
+    program = asks((protocol, {}), (protocol, {"messages": said}))
+    played = play(program, ["x", "y"])
+    assert [status for status, _ in program.answers] == [200, 200]
+    assert len(rows(played)) == 2
+    assert trained(played) == [True, True]
+
+
 def test_a_run_may_insist_on_its_sampling() -> None:
     environment = asks(("chat", {"temperature": 0, "top_p": 0.5, "presence_penalty": 1}))
     played = play(environment, ["x"], gateway_sampling="run")
