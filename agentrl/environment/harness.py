@@ -206,14 +206,18 @@ class HarnessEnvironment(Environment):
             if limit is not None:
                 ctx.truncate(limit)
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
+            is_command = type(self).play is HarnessEnvironment.play
+            told = f"{error} ({last_line})" if is_command and error and (last_line := _last_line(output)) else error
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
-                raise _failure(f"the program {how} before it got a reply", error, refusal, "", output) from refusal
+                address = "OPENAI_BASE_URL" if is_command else "endpoint.url"
+                cure = "" if refusal else f" Does it send its requests to {address}?"
+                raise _failure(f"the program {how} before it got a reply", told, refusal, cure, output) from refusal
             is_setting = refusal is not None and refusal.kind == "setting"
             if limit is None and error is not None and self.failed_reward is None:
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
-                raise _failure("the program failed", error, refusal, "" if is_setting else cure, output) from refusal
+                raise _failure("the program failed", told, refusal, "" if is_setting else cure, output) from refusal
             if limit is None and error is not None and is_setting:
                 # Most likely the program's mistake, but a policy with a shell can send such a request too.
                 warnings.warn(
@@ -387,6 +391,11 @@ def held_programs(hold: Callable[[], Awaitable[None]]) -> Iterator[None]:
         yield
     finally:
         _hold.reset(token)
+
+
+def _last_line(output: str) -> str:
+    """Return the last line of a program's output, which names its error if it is a traceback."""
+    return _TERMINAL_CODE.sub("", output).strip().rpartition("\n")[2].strip()[:200]
 
 
 def _failure(
