@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xgrammar
 
-from agentrl.core.errors import EngineError, GrammarRefusedError
+from agentrl.core.errors import GrammarNotCheckedError, GrammarRefusedError
 from agentrl.core.limited_process import LimitedProcess, not_started
 from agentrl.core.tokens import ExcludedTokens, KeptCount, KeptSets
 
@@ -85,7 +85,7 @@ class Grammars:
 
         Raises:
             GrammarRefusedError: it is too large, it does not compile within `MAX_CPU_S`, or its masks are slow.
-            EngineError: the check failed, and may succeed later.
+            GrammarNotCheckedError: the check failed, and may succeed later.
         """
         if grammar not in self._compiled:
             _check_size(grammar)
@@ -117,9 +117,9 @@ class Grammars:
         try:
             kind, answer = self._checks.ask(grammar, grammar)  # again, if others filled its memory
         except OSError as error:
-            raise EngineError(f"the grammar of the reply is not checked: {not_started(error)}") from error
+            raise GrammarNotCheckedError(f"the grammar of the reply is not checked: {not_started(error)}") from error
         if kind in ("ended", "late"):
-            raise EngineError(f"the grammar of the reply is not checked: {answer}")
+            raise GrammarNotCheckedError(f"the grammar of the reply is not checked: {answer}")
         if kind != "done":
             reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(answer))  # time and place in xgrammar's source
             raise GrammarRefusedError(f"the grammar of the reply does not compile: {reason}")

@@ -32,6 +32,7 @@ from agentrl.core.errors import (
     EngineError,
     EnvironmentDefinitionError,
     EpisodeError,
+    GrammarNotCheckedError,
     GrammarRefusedError,
     InfrastructureError,
     ModelError,
@@ -296,6 +297,10 @@ class ExternalAgent(TurnRecorder):
             self._tree.withdraw(placement)
             location = "tools" if request.tool_choice.mode == "required" else "response_format"
             raise RequestRefusedError(f"{location}: {error}", "invalid", location) from None
+        except GrammarNotCheckedError as error:
+            failure = InfrastructureError(str(error))
+            self._episode.journal.fail(failure)
+            raise failure from error
         except EngineError as error:
             self._episode.journal.fail(error)
             raise
