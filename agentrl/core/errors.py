@@ -130,6 +130,10 @@ class GrammarRefusedError(EngineError):
     """The engine cannot enforce the grammar of a call; other calls are not affected."""
 
 
+class GrammarNotCheckedError(EngineError):
+    """The engine's machine could not check the grammar of a call; the same call may succeed later."""
+
+
 class EngineStorageError(EngineError):
     """The disk of an engine's machine cannot take a version; engines on other machines may."""
 

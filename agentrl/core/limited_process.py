@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -31,6 +32,7 @@ MAX_MEMORY_BYTES = 1 << 30
 _LENGTH_BYTES = 8
 _OUT_OF_MEMORY = 12
 """Exit code of the process when its memory is full."""
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 class LimitedProcess:
@@ -40,12 +42,15 @@ class LimitedProcess:
         module: module that the process runs.
         arguments: arguments of its command line, after the socket and `cpu_s`.
         cpu_s: maximum CPU seconds of a request.
+        wall_s: maximum seconds until an answer, the start of the process included; None: no limit.
     """
 
-    def __init__(self, module: str, *arguments: str, cpu_s: float) -> None:
+    def __init__(self, module: str, *arguments: str, cpu_s: float, wall_s: float | None = None) -> None:
         self._module = module
         self._arguments = arguments
         self._cpu_s = cpu_s
+        self._wall_s = wall_s
+        self._closed = False
         self._lock = threading.Lock()
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,8 +60,9 @@ class LimitedProcess:
     def ask(self, *requests: Any) -> tuple[str, Any]:
         """Send a request; returns the kind of its answer, and the answer.
 
-        The kind is `error` if the request used up its CPU time, and `ended` if the process ended otherwise. After an
-        answer of kind `unknown` or `ended`, the next of `requests` is sent instead.
+        Besides the kinds of `serve`, the kind is `error` if the request used up its CPU time, `failed` if it filled the
+        memory or crashed the process, `ended` if the process was killed or closed, and `late` after `wall_s`. After an
+        answer of kind `unknown`, `failed` or `ended`, the next of `requests` is sent instead.
 
         Raises:
             TypeError, ValueError, RecursionError: a request is no JSON data.
@@ -66,12 +72,16 @@ class LimitedProcess:
         with self._lock:
             for request in requests:
                 kind, answer = self._exchange(_encode(request))
-                if kind not in ("unknown", "ended"):
+                if kind not in ("unknown", "failed", "ended"):
                     break
         return kind, answer
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process, and start no other. Idempotent."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         line, process = self._line, self._process
         self._line = self._process = None
         if line is not None and process is not None:
@@ -88,20 +98,29 @@ class LimitedProcess:
         self._line = self._process = None
 
     def _exchange(self, frame: bytes) -> tuple[str, Any]:
+        if self._closed:
+            return "ended", "the process that computes it is closed"
         line, process = self._start()
+        if self._closed:  # by another thread in the meantime, which may not have seen the process
+            self._end()
+            return "ended", "the process that computes it is closed"
         try:
+            line.settimeout(self._wall_s)
             line.sendall(frame)
             kind, answer = json.loads(_receive(line))
+        except TimeoutError:
+            self._end()
+            return "late", f"the process that computes it did not answer within {self._wall_s:g} s"
         except (OSError, EOFError):
             code = process.wait()
-            self.close()
+            self._end()
             if code == -signal.SIGPROF:
                 return "error", f"it takes more than {self._cpu_s:g} s of CPU time"
             if code == _OUT_OF_MEMORY:
-                return "ended", f"it needs more than {MAX_MEMORY_BYTES >> 20:,} MiB"
-            return "ended", f"the process that computes it ended ({code})"
+                return "failed", f"it needs more than {MAX_MEMORY_BYTES >> 20:,} MiB"
+            return "failed" if -code in _CRASHES else "ended", f"the process that computes it ended ({code})"
         except BaseException:
-            self.close()  # its answer would be taken for that of the next request
+            self._end()  # its answer would be taken for that of the next request
             raise
         return kind, answer
 
@@ -130,8 +149,15 @@ class LimitedProcess:
 
 
 def not_started(error: OSError) -> str:
-    """Say why `ask` could not start the process."""
-    return f"no process can be started for it ({error.strerror}); {os_error_advice(error)}"
+    """Say why `ask` could not start the process, and what to do."""
+    match error.errno:
+        case errno.EAGAIN:
+            advice = "raise the limit on processes (ulimit -u)"
+        case errno.ENOMEM:
+            advice = "free memory"
+        case _:
+            advice = os_error_advice(error)
+    return f"no process can be started for it ({error.strerror}); {advice}"
 
 
 def _encode(value: Any) -> bytes:

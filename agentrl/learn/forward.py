@@ -132,7 +132,9 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
         arrays["expert_routing"] = batch.expert_routing
     if batch.kept_counts is not None and batch.kept_ids is not None:
         arrays["fully_kept"] = batch.kept_counts <= 0
-        arrays["kept_rows"] = np.repeat(np.arange(len(batch.kept_counts)), KeptSets.sizes_of(batch.kept_counts))
+        arrays["kept_rows"] = np.repeat(
+            np.arange(len(batch.kept_counts), dtype=np.int32), KeptSets.sizes_of(batch.kept_counts)
+        )
         arrays["kept_ids"] = batch.kept_ids
     return device_tensors(arrays, device)
 
@@ -254,16 +256,16 @@ class KeptVocabularySets(NamedTuple):
     """The kept set K_t of each of n tokens, ragged."""
 
     fully_kept: Tensor  # bool [n], whether all tokens were kept, but those in `token_ids`
-    rows: Tensor  # int64 [sum of the sets' sizes], the token of each id, ascending
-    token_ids: Tensor  # int64 [sum of the sets' sizes]
+    rows: Tensor  # int32 [sum of the sets' sizes], the token of each id, ascending
+    token_ids: Tensor  # int32 [sum of the sets' sizes]
     starts: NDArray[np.int64]  # [n + 1], the first id of each token; on the host, so that it need not wait
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
         """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
         mask = self.fully_kept[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
         ids = slice(*self.starts[[start, stop]].tolist())
-        rows = self.rows[ids]
-        return mask.index_put_((rows - start, self.token_ids[ids]), ~self.fully_kept[rows])
+        rows = self.rows[ids].long()
+        return mask.index_put_((rows - start, self.token_ids[ids].long()), ~self.fully_kept[rows])
 
 
 def logprobs_from_logits(

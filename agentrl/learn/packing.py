@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from agentrl.core.tokens import Tokens, TrainingSample
 from agentrl.credit.samples import trained_positions
 
+Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 
@@ -45,7 +46,7 @@ class MicroBatch:
     end_index: Int64Array | None = None  # [m], the hidden states at the ends of conversations that a limit cut
     end_sample: Int64Array | None = None  # [m], their samples
     kept_counts: Int64Array | None = None  # [n], as in `KeptSets`
-    kept_ids: Int64Array | None = None  # [sum of the sets' sizes]
+    kept_ids: Int32Array | None = None  # [sum of the sets' sizes]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
     is_tree: bool = True
     """Whether it is forwarded as a prefix tree, or else row by row."""
@@ -213,7 +214,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         end_index=np.array([at for _, at in cut], np.int64) if cut else None,
         end_sample=np.array([index for index, _ in cut], np.int64) if cut else None,
         kept_counts=None if trained.kept is None else trained.kept.counts.astype(np.int64),
-        kept_ids=None if trained.kept is None else trained.kept.ids.astype(np.int64),
+        kept_ids=None if trained.kept is None else trained.kept.ids,
         expert_routing=_routing(rows),
         is_tree=is_tree,
     )

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -47,6 +48,13 @@ PERSON = {
     "additionalProperties": False,
 }
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "a reference to nothing": ({"$ref": "#/$defs/nothing"}, ""),
+    "a bad pattern": ({"type": "string", "pattern": "(((a"}, ""),
+    "an unknown type": ({"type": "nonsense"}, ""),
+    "endless": ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(9000)}}, "CPU time"),
+    "slow masks": ({"type": "string", "pattern": "^(.{0,200}a.{0,200}b){0,20}$"}, "at one place"),
+}
 TOOLS = [
     ToolSpec(name="weather", description="", parameters={**CITY, "additionalProperties": False}),
     ToolSpec(name="age", description="", parameters=PERSON),
@@ -106,6 +114,21 @@ async def check_forced_calls(engine: ProcessEngine, context: Any, text: Callable
             jsonschema.validate(each.arguments, tool.parameters)
 
 
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_only_the_stops_of_a_request_end_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import SamplingParams
+
+    from agentrl.engines.weights import vllm_worker
+
+    parameters = SamplingParams(stop_token_ids=[END], ignore_eos=True)
+    parameters.update_from_generation_config({"eos_token_id": [END, 0]}, END)
+    assert parameters.all_stop_token_ids == {0, END}
+    monkeypatch.setattr(vllm_worker, "_create", lambda _, request: set(request.sampling_params.all_stop_token_ids))
+    call: Any = SimpleNamespace(sampling_params=parameters, prompt_token_ids=None)
+    manager: Any = None
+    assert vllm_worker._create_grammar(manager, call) == {END}
+
+
 def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     prompt = "<|im_start|>user\nTell me about the weather.<|im_end|>\n<|im_start|>assistant\n"
@@ -129,23 +152,19 @@ def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
             return engine.open(name, "solver").generate(call)
 
         # At temperature 2 the model writes nonsense, in which each value has the type of the schema.
-        hostile = {
-            "a reference to nothing": {"$ref": "#/$defs/nothing"},
-            "a bad pattern": {"type": "string", "pattern": "(((a"},
-            "an unknown type": {"type": "nonsense"},
-            "endless": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(9000)}},
-        }
-        refused = [asyncio.ensure_future(ask(name, schema)) for name, schema in hostile.items()]
+        refused = {name: asyncio.ensure_future(ask(name, schema)) for name, (schema, _) in HOSTILE.items()}
         free = asyncio.ensure_future(ask("free", None, 30))
+        aborted = asyncio.ensure_future(ask("aborted", {"type": "string", "minLength": 99}))  # waits for the others
+        await asyncio.sleep(0.1)
+        engine.abort("aborted")
         completions = await asyncio.gather(*[ask(f"r{n}", PERSON, seed=n, temperature=2.0 - n / 4) for n in range(4)])
         for completion in completions:
             assert completion.finish_reason == "stop"
             jsonschema.validate(json.loads(text(completion.token_ids)), PERSON)
-        for call in refused:
-            with pytest.raises(GrammarRefusedError, match="does not compile: "):
-                await call
-        with pytest.raises(GrammarRefusedError, match="CPU time"):
-            await refused[-1]
+        for name, (_, reason) in HOSTILE.items():
+            with pytest.raises(GrammarRefusedError, match=f"does not compile: .*{reason}"):
+                await refused[name]
+        assert ((await aborted).finish_reason, len((await aborted).token_ids)) == ("abort", 0)
         assert (await free).kept is None
         await check_forced_calls(engine, context, text)
         # A turn that is cut and continues is in the middle of its grammar.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.core.errors import GrammarRefusedError
+from agentrl.core.errors import GrammarNotCheckedError, GrammarRefusedError
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.tokens import KeptCount, TrajectoryRow
 from agentrl.engines.scripted import ScriptedEngine
@@ -471,13 +471,16 @@ REFUSED = {"type": "object", "properties": {"refused": {"type": "string"}}}
 
 @pytest.fixture
 def enforced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted engine enforces grammars, all but those that mention the property `refused`."""
-    make = ScriptedEngine.__init__
+    """The scripted engine enforces grammars, all but those with a property `refused`. It fails to check one."""
+    make, failures = ScriptedEngine.__init__, ["unchecked"]
 
     def with_grammars(engine: ScriptedEngine, script: Any, **options: Any) -> None:
         def checked(request: GenerateRequest, *more: Any) -> Any:
             if "refused" in request.sampling.grammar:
                 raise GrammarRefusedError("the grammar of the reply does not compile: it is refused")
+            if failures and failures[0] in request.sampling.grammar:
+                failures.clear()
+                raise GrammarNotCheckedError("the grammar of the reply is not checked")
             return script(request, *more)
 
         make(engine, checked, **options)
@@ -537,6 +540,16 @@ def test_a_schema_that_the_engine_refuses_harms_no_other_call() -> None:
     assert body["error"]["param"] == "response_format"
     assert played.header.drop_reason is None
     assert len(turns(played)) == 1
+
+
+@pytest.mark.usefixtures("enforced")
+def test_an_episode_is_retried_if_its_schema_could_not_be_checked() -> None:
+    """It neither ends the run nor becomes a reward."""
+    schema = schema_format({"type": "object", "properties": {"unchecked": {"type": "string"}}})
+    environment = asks(("chat", {"response_format": schema}))
+    played = play(environment, ["{}"])
+    assert [status for status, _ in environment.answers][-1] == 200
+    assert (played.header.drop_reason, len(turns(played))) == (None, 1)
 
 
 def test_without_an_engine_for_grammars_the_prompt_alone_asks() -> None:

@@ -79,8 +79,6 @@ def test_the_time_of_a_template_is_bounded(template: str) -> None:
         process.render(template, {})
     assert process.render("{{ a }}", {"a": 1}) == "1"
     process.close()
-    assert process.render("{{ a }}", {"a": 1}) == "1"
-    process.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])

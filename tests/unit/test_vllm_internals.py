@@ -48,7 +48,11 @@ USED = {
     "v1/structured_output/backend_xgrammar.py": {"XgrammarBackend.compile_grammar", "XgrammarGrammar.accept_tokens"},
     "v1/request.py": {"Request.prompt_token_ids", "Request.sampling_params"},
     "lora/request.py": {"LoRARequest.is_3d_lora_weight"},
-    "sampling_params.py": {"SamplingParams.routed_experts_prompt_start", "SamplingParams.logprob_token_ids"},
+    "sampling_params.py": {
+        "SamplingParams.routed_experts_prompt_start",
+        "SamplingParams.logprob_token_ids",
+        "SamplingParams._all_stop_token_ids",
+    },
     "outputs.py": {
         "CompletionOutput.routed_experts",
         "CompletionOutput.sampling_mask",
@@ -105,7 +109,7 @@ def test_the_adapter_uses_no_other_private_name_of_vllm() -> None:
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not of_own:
                 private.add(node.attr)
     of_python = {"_config", "_exit", "_make_filename", "__init__", "__name__"}
-    assert private - of_python == {"_registry", "_create_grammar"}
+    assert private - of_python == {"_registry", "_create_grammar", "_all_stop_token_ids"}
 
 
 @pytest.mark.exhaustive

@@ -35,7 +35,7 @@ from agentrl.engines.version_table import (
     refresh_mode_needing_adapters,
 )
 from agentrl.engines.vllm.capture import CallRouting, RoutedContext, expert_layers, top_k_without_filter
-from agentrl.engines.vllm.grammars import Grammars
+from agentrl.engines.vllm.grammars import Grammars, enforces_grammars
 from agentrl.engines.vllm.startup import (
     VllmSettings,
     kv_cache_capacity,
@@ -48,10 +48,10 @@ from agentrl.engines.weights.receiver import WeightReceiver
 from agentrl.engines.weights.vllm_worker import SAMPLED_BEFORE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.clock import Clock
@@ -206,7 +206,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             prefill_rate=prefill_rate,
             shares_prefixes=True,
             places=settings.slots,
-            grammars=not llm.vllm_config.model_config.skip_tokenizer_init,
+            grammars=enforces_grammars(llm.vllm_config),
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
         self._routing_by_call: dict[str, RoutedContext | None] = {}
@@ -323,7 +323,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         sampling = request.sampling
-        grammar = await self._grammars.compile(sampling.grammar) if sampling.grammar else None
         self._check_call(session, request, self._calls)
         if self._samples_nothing(request):
             return empty_completion("length")
@@ -332,6 +331,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
         self._calls[request.request_id], session.request = call, request
         try:
+            grammar = await self._grammars.compile(sampling.grammar) if sampling.grammar else None
             completion = call.complete(await self._sample(call))
             if grammar is not None and not (sampling.is_filtered or sampling.is_greedy):
                 before = request.sampled_before
@@ -346,6 +346,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         except EngineDeadError as error:
             call.deliver()
             raise self._lost(request) from error
+        except VLLMValidationError as error:  # all of the request but its grammar has been checked
+            raise GrammarRefusedError(f"vLLM refuses the grammar of the reply: {error}") from error
         finally:
             del self._calls[request.request_id]
             session.end_call()
@@ -418,7 +420,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         outputs = self._llm.generate(
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
         )
-        async for output in _with_grammar_checked(outputs) if filters.grammar else outputs:
+        async for output in outputs:
             delta = output.outputs[0]
             is_discarded = call.moving and not self.versions.places  # new weights may have continued an old prefix
             if not is_discarded:
@@ -549,19 +551,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self.versions.close()
         self._grammars.close()
         self._llm.shutdown()
-
-
-async def _with_grammar_checked(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
-    """Yield the outputs of a request.
-
-    Raises:
-        GrammarRefusedError: vLLM refuses the request. All but its grammar has been checked.
-    """
-    try:
-        async for output in outputs:
-            yield output
-    except VLLMValidationError as error:
-        raise GrammarRefusedError(f"vLLM refuses the grammar of the reply: {error}") from error
 
 
 def _reason(output: CompletionOutput, request: GenerateRequest) -> FinishReason:

@@ -262,10 +262,17 @@ class WorkerExtension:
 
 def _create_grammar(manager: StructuredOutputManager, request: Request) -> StructuredOutputGrammar:
     """Compile the grammar of a request, and continue it where the turn's earlier request stopped, whose tokens are the
-    end of this one's context."""
-    grammar = _create(manager, request)
+    end of this one's context.
+
+    Only tokens that end the request end its grammar: vLLM adds the model's other EOS tokens, and samples without a
+    grammar after them.
+    """
     parameters = request.sampling_params
-    count = (parameters.extra_args or {}).get(SAMPLED_BEFORE, 0) if parameters is not None else 0
+    if parameters is None:
+        return _create(manager, request)
+    parameters._all_stop_token_ids = set(parameters.stop_token_ids or ())
+    grammar = _create(manager, request)
+    count = (parameters.extra_args or {}).get(SAMPLED_BEFORE, 0)
     if count and request.prompt_token_ids is not None:
         grammar.accept_tokens(request.request_id, request.prompt_token_ids[-count:])
     return grammar

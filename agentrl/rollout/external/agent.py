@@ -32,6 +32,7 @@ from agentrl.core.errors import (
     EngineError,
     EnvironmentDefinitionError,
     EpisodeError,
+    GrammarNotCheckedError,
     GrammarRefusedError,
     InfrastructureError,
     ModelError,
@@ -296,6 +297,10 @@ class ExternalAgent(TurnRecorder):
             self._tree.withdraw(placement)
             location = "tools" if request.tool_choice.mode == "required" else "response_format"
             raise RequestRefusedError(f"{location}: {error}", "invalid", location) from None
+        except GrammarNotCheckedError as error:
+            failure = InfrastructureError(str(error))
+            self._episode.journal.fail(failure)
+            raise failure from error
         except EngineError as error:
             self._episode.journal.fail(error)
             raise
@@ -343,11 +348,11 @@ class ExternalAgent(TurnRecorder):
             cause = "penalty"
         elif sampling.is_filtered and not self._episode.services.engine.capabilities.sampling_mask:
             cause = "filter"
-        if lacks_sets and sampling.grammar and cause is None and self._episode.spec.purpose == "train":
-            self._episode.metric("untrained/grammar", 1.0, self)
+        elif lacks_sets and sampling.grammar:
+            cause = "grammar"
         if cause is not None and self._episode.spec.purpose == "train":
             self._episode.metric(f"untrained/{cause}", 1.0, self)
-        return cause is not None
+        return cause not in (None, "grammar")
 
     def _note_difference(
         self, call: JournaledCall, request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core.errors import GrammarRefusedError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,13 +35,19 @@ def reply_grammar(request: ChatRequest, call_frame: tuple[str, ...] | None) -> s
         return ""
     tools = [] if choice.mode == "none" else [tool for tool in request.tools if choice.tool in ("", tool.name)]
     calls = _calls(tools, call_frame) if tools and call_frame else None
-    is_text = form.kind == "text"
-    if choice.mode == "required" or is_text or (tools and calls is None):
-        grammar = calls if choice.mode == "required" else None
-    else:
-        answer = _json({"type": "object"} if form.kind == "json_object" else json.loads(form.schema))
-        grammar = answer if calls is None else {"type": "or", "elements": [answer, calls]}
-    return "" if grammar is None else json.dumps({"type": "structural_tag", "format": grammar})
+    if choice.mode == "required":
+        return "" if calls is None else _tag(calls)
+    if form.kind == "text" or (tools and calls is None):
+        return ""
+    answer = _json({"type": "object"} if form.kind == "json_object" else json.loads(form.schema))
+    return _tag(answer if calls is None else {"type": "or", "elements": [answer, calls]})
+
+
+def _tag(grammar: dict[str, Any]) -> str:
+    try:
+        return json.dumps({"type": "structural_tag", "format": grammar})
+    except RecursionError:
+        raise GrammarRefusedError("the grammar of the reply is nested too deeply") from None
 
 
 def _json(schema: Any) -> dict[str, Any]:
