@@ -207,7 +207,8 @@ class HarnessEnvironment(Environment):
                 ctx.truncate(limit)
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
             is_command = type(self).play is HarnessEnvironment.play
-            told = f"{error} ({last_line})" if is_command and error and (last_line := _last_line(output)) else error
+            last_line = _last_line(output) if is_command and error and refusal is None else ""
+            told = f"{error} ({last_line})" if last_line else error
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"

@@ -236,7 +236,7 @@ def test_the_traceback_of_a_program_is_told_by_whole_lines(depth: int, in_proces
     found = play(type("Fails", (Program,), {**changes, **({"play": raises} if in_process else {})}), ["a"])
     first, *lines = found.told.split("\n")
     assert first.startswith(
-        "the program failed: ValueError: no tool" if in_process else "the program failed: exit status 1. "
+        "the program failed: ValueError: no tool" if in_process else "the program failed: exit status 1 (ValueError: no"
     )
     assert "`failed_reward = 0.0` in class Fails. (episode e0.0" in first
     assert lines[-1] == "ValueError: no tool 'ad'"
