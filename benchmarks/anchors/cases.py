@@ -210,9 +210,9 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Reproduced in part.** Supervised steps raise the reward as published; the steps by reward do not: the "
-                "training reward rises from 0.33 to 0.43 in 20 steps of 32 episodes, the held-out one stays. The published "
-                "run takes steps of 128 episodes.",
+                "**Reproduced in part.** Supervised steps raise the reward as published; the steps by reward do not: "
+                "the training reward rises from 0.33 to 0.43 in 20 steps of 32 episodes, the held-out one stays. The "
+                "published run takes steps of 128 episodes.",
             ),
         ),
         "guess_number": Anchor(
@@ -230,7 +230,8 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             },
             notes=(
                 "**Not finished.** A run was stopped after its first step: its reward was -10, since 88% of the replies "
-                "reached the limit of tokens without a guess. SmolLM2 does not play the game from its prompt, so reward has nothing to begin with.",
+                "reached the limit of tokens without a guess. SmolLM2 does not play the game from its prompt, so reward "
+                "has nothing to begin with.",
             ),
         ),
     }

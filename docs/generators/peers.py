@@ -223,9 +223,8 @@ def readme_section(line: Mapping[str, Any]) -> str:
     return (
         markdown(headings, rows)
         + "\nLower is better. Medians, with TRL 1.16's asynchronous trainer, patched to run without a GPU; both with "
-        "the same vLLM, a merged LoRA and a fixed staleness. With slow tools, TRL drops episodes that fall more than four steps "
-        "behind. TRL 1.18 is newer and was not measured. Nothing was "
-        "measured on a GPU. "
+        "the same vLLM, a merged LoRA and a fixed staleness. With slow tools, TRL drops episodes that fall more than "
+        "four steps behind. TRL 1.18 is newer and was not measured. Nothing was measured on a GPU. "
         + (f"With SmolLM2 on one machine, staleness 1 took {slower} to the same reward. " if slower else "")
         + "[All figures, against other loops too](docs/results/benchmarks.md).\n"
     )
