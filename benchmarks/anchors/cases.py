@@ -229,9 +229,9 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Not finished.** A run was stopped after its first step: its reward was -10, since 88% of the replies "
-                "reached the limit of tokens without a guess. SmolLM2 does not play the game from its prompt, so reward "
-                "has nothing to begin with.",
+                "**Not finished.** A run was stopped after its first step: its reward was -10, since 88% of the "
+                "replies reached the limit of tokens without a guess. SmolLM2 does not play the game from its prompt, "
+                "so reward has nothing to begin with.",
             ),
         ),
     }

@@ -87,7 +87,6 @@ README_ROWS = (
     ("word_problems", "Word problems, SmolLM2-135M", "trl_async_merged"),
     ("tools", "Slow tools, agentrl waits for episodes four steps behind", "trl_async_merged"),
     ("tools", "Slow tools, agentrl leaves out tokens four steps behind", "trl_async_masked"),
-    ("tools", "Slow tools, agentrl without a bound", "trl_async_unbounded"),
 )
 
 
@@ -224,7 +223,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
         markdown(headings, rows)
         + "\nLower is better. Medians, with TRL 1.16's asynchronous trainer, patched to run without a GPU; both with "
         "the same vLLM, a merged LoRA and a fixed staleness. With slow tools, TRL drops episodes that fall more than "
-        "four steps behind. TRL 1.18 is newer and was not measured. Nothing was measured on a GPU. "
+        "four steps behind. TRL 1.18 is newer and was not measured. "
         + (f"With SmolLM2 on one machine, staleness 1 took {slower} to the same reward. " if slower else "")
         + "[All figures, against other loops too](docs/results/benchmarks.md).\n"
     )
