@@ -202,5 +202,9 @@ def test_processes_are_measured_and_stopped_with_the_benchmark(tmp_path: Path) -
     assert 0.5 <= cpu_s < 5
     assert peak_mib > 200
     stop = f"import os, signal, time; os.kill(os.getppid(), {signal.SIGINT:d}); time.sleep(60)"
-    code, *_ = recording._wait(["-c", stop])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        code, *_ = recording._wait(["-c", stop])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code != 0
