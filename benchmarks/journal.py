@@ -24,11 +24,11 @@ rewards that are attacked before training.
   difference is from the true one, over five seeds; `whatif_z_without_sampling`, the control: the same if the recorded
   replies stayed; `rerun_z`: its mean reward against new evaluations; `tokens_of_no_change`: tokens sampled for
   unchanged code.
-* `reuse`. Slow tools, and a trainer that waits for them: what it gains if it trains each episode K times, in K steps,
-  each of which has a K-th of the new episodes. `reuse_K_over_once`: seconds to a mean reward of .9, over those of a run
-  that trains each episode once; `reuse_K_over_small_steps`: over those of such a run with the same number of new
-  episodes in a step; `…_high_rate`, `…_highest_rate`: at four and eight times the learning rate; medians of five seeds
-  in virtual time. `whole_steps_reuse_over_once`: if the new episodes of a step are as many as without reuse.
+* `reuse`. Slow tools, and a trainer that waits for them: what it gains by training each episode in K steps that are K
+  times smaller. `reuse_K_over_once`: seconds to a mean reward of .9, over a run that trains each episode once;
+  `reuse_K_over_small_steps`: over such a run whose steps are as small; `…_high_rate`, `…_highest_rate`: at four and
+  eight times the learning rate; medians of five seeds in virtual time. `whole_steps_reuse_over_once`: if the new
+  episodes of a step are as many as without reuse.
   `reuse_4_over_once_same_rate`: for K = 4, with a quarter of the learning rate. `busy_trainer_reuse_over_once`, the
   control: K = 2 in lockstep, where the trainer has no time to spare. `real_…`: the calculator, until the episodes that
   begin reach a mean reward of .85 and .9; not in `--quick`.

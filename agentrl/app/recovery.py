@@ -17,7 +17,6 @@ import inspect
 import os
 import shlex
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_e
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
+from agentrl.observe.blocked_loop import is_user_code
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tree_leases import tree_holder, unfinished_tree_members
@@ -57,8 +57,6 @@ from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_directory import RunDirectory
-
-_INSTALLED = tuple({os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,7 +475,7 @@ def imported_digests(file: str) -> dict[str, str]:
         if not isinstance(path, str) or not path.endswith(".py"):
             continue
         path = os.path.abspath(path)
-        if path.startswith(directory) and not path.startswith(_INSTALLED) and "-packages" + os.sep not in path:
+        if path.startswith(directory) and is_user_code(path):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 digests[path] = code_digest(Path(path).read_text(encoding="utf-8"))
     return digests

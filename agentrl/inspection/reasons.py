@@ -155,7 +155,7 @@ def _time(view: ConversationView) -> list[Reason]:
     durations += [(act.waited, f"the wait before {_name_of_act(act)}") for act in acts if isinstance(act, PolicyTurn)]
     for seconds, name in sorted(durations, reverse=True)[:MAX_NAMED]:
         if total and seconds > 0.3 * total:  # shorter delays are not named
-            # The episode's seconds are those of its last life.
+            # `total` counts the last life only.
             of_total = f"of its {total:.3f} s" if seconds <= total else "s, with the time until the run was resumed"
             reasons.append(Reason("time", f"{name} took {seconds:.3f} {of_total}"))
     inside = [act for act in view.acts if isinstance(act, PolicyTurn) and len(act.versions) > 1]

@@ -464,7 +464,7 @@ def _tokens(
                 loss_mask=turn.turn >= token_row.first,
                 logprob=_finite(logprob),
                 version=version,
-                kept=count + (count < 0) or None,
+                kept=(count if count >= 0 else count + 1) or None,
                 routing=digests.get(position),
                 **_training(step_values, position, is_forced=count == 1),
             )

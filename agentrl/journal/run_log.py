@@ -93,8 +93,8 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     changed"."""
 
     def digests_of(self, place: str) -> set[str]:
-        """Return the digest recorded for a file or function; if it was moved, those of its file's name, and of
-        packages, of their directory's."""
+        """Return the digest recorded for a file or function. If it was moved, return those of all files with its name,
+        and for an `__init__.py`, with its directory's name, too."""
         if place in self.code:
             return {self.code[place]}
         parts = -2 if place.endswith("__init__.py") else -1

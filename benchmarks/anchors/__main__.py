@@ -27,7 +27,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--anchor", choices=ANCHORS, action="append", help="this one; without it, all")
     parser.add_argument("--arm", help="only this arm of the anchor")
-    parser.add_argument("--seed", type=int, help="this seed; without it, those of each arm")
+    parser.add_argument("--seed", type=int, help="only this seed; without it, all seeds of an arm")
     parser.add_argument(
         "--quick",
         action="store_true",

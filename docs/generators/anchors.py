@@ -32,9 +32,9 @@ generated from the records in `docs/anchors.json` by `python -m docs.generators.
 * Every reward is held out: tasks that no training step saw, sampled as in training.
 * An interval of one run is the 95% interval over its tasks. An interval over seeds is Student's, over the runs' means;
   it says how much runs differ. One seed has none.
-* Every seed that was run to its end is here, the failed ones too. CPU minutes are those of all processes of
-  `agentrl train`, evaluations included, and peak MiB those of the largest; of a run that was stopped and resumed they
-  are not known.
+* Every seed that was run to its end is here, the failed ones too. CPU minutes count all processes of
+  `agentrl train`, evaluations included; peak MiB is the memory of the largest. Neither is known for a run that was
+  stopped and resumed.
 * A digest is the start of a SHA-256 over the names and contents of all files of the run directory
   (`benchmarks.anchors.recording.digest`).
 """
