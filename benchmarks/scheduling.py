@@ -41,6 +41,10 @@ FIGURES = (
     "late_max_lag_1",
     "late_max_lag_2",
     "late_max_lag_4",
+    "split_trainers",
+    "split_gain",
+    "split_trainer_waits",
+    "staleness_error",
     "late_mask_1",
     "mask_1_share",
 )

@@ -1,8 +1,8 @@
 """agentrl beside its peers: the same task, model, group size, step size and held-out problems; all other settings are
 equal where they can be.
 
-    python -m benchmarks.peers [--part calculator word_problems orchestration kills tools] [--seeds 5] [--quick]
-        [--only NAME,NAME] [--others CORES] [--report]
+    python -m benchmarks.peers [--part calculator curves word_problems orchestration kills tools] [--seeds 5]
+        [--quick] [--only NAME,NAME] [--others CORES] [--report]
 
 Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). Each run is
 appended to `results.jsonl` there at once, and a run that stands there is not repeated: the command can be stopped and
@@ -27,9 +27,10 @@ Contestants (`contenders.py`; their scripts are in `contestants/`):
 * `naive`: `benchmarks/naive_loop.py`.
 * `verifiers`: rollouts alone (`orchestration.py`), since verifiers has no trainer.
 
-Parts: `calculator`, the bundled model; `kills`, the same with a SIGKILL; `tools`, the same with tool calls that wait
-(log-normal, median 0.5 s, P90 2.5 s); `word_problems`, SmolLM2-135M-Instruct, which `make smollm2` writes into models/
-(`trainings.py` has the settings of all four); `orchestration`. Seeds are interleaved across parts and contestants.
+Parts: `calculator`, the bundled model; `curves`, its held-out rewards step by step, which needs no quiet machine;
+`kills`, the same with a SIGKILL; `tools`, the same with tool calls that wait (log-normal, median 0.5 s, P90 2.5 s);
+`word_problems`, SmolLM2-135M-Instruct, which `make smollm2` writes into models/ (`trainings.py` has the settings of all
+five); `orchestration`. Seeds are interleaved across parts and contestants.
 
 What is measured:
 

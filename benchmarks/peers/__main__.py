@@ -25,7 +25,7 @@ from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, machine
 from benchmarks.peers.trainings import QUICK, TRAININGS, Training
 from benchmarks.report import conditions
 
-PARTS = ("calculator", "word_problems", "orchestration", "kills", "tools")
+PARTS = ("calculator", "curves", "word_problems", "orchestration", "kills", "tools")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
 
 
@@ -38,9 +38,13 @@ def train(
     runner = prepare(contender, built, directory / "run", model, training, part=part, seed=seed)
     if part == "kills":
         return kill(runner, training, after=QUICK_KILL_AFTER if quick else KILL_AFTER)
-    record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     life, samples = life_of(runner, training)
     begin = training_began(samples, life)
+    if part == "curves":
+        _, curve = scoring.first_at(model, runner.directory, training.goal, training.held_out, training.game)
+        others = samples.cores_of_others(begin, life.steps[-1]["t"])
+        return {"curve": curve, "steps": len(life.steps), "cores_of_others": others}
+    record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     record |= costs(samples, life) | {"cores_of_others": samples.cores_of_others(begin, life.steps[-1]["t"])}
     reached, record["curve"] = scoring.first_at(
         model, runner.directory, training.goal, training.held_out, training.game
@@ -246,7 +250,7 @@ def main() -> None:
     trainings = QUICK if chosen.quick else TRAININGS
     reports = {}
     for part in chosen.part:
-        goal = trainings[part].goal if part in trainings else None
+        goal = trainings[part].goal if part in trainings and math.isfinite(trainings[part].goal) else None
         if own := [record for record in records if record["part"] == part]:
             reports[part] = summary.report(part, quick=chosen.quick, goal=goal, records=own)
     if not reports:
@@ -271,10 +275,11 @@ def measure(chosen: argparse.Namespace, cache: Path, results: Path, contenders: 
                 if (part, name, seed) in done or seed >= contender.seeds.get(part, 0):
                     continue
                 training = (QUICK if chosen.quick else TRAININGS).get(part)
+                others = math.inf if part == "curves" else chosen.others  # curves show no times
                 record = describe(name, contender, built[name], part, seed, training)
                 directory = cache / "runs" / part / f"{name}-{seed}"
                 while True:
-                    wait_for_quiet(chosen.others)
+                    wait_for_quiet(others)
                     started = time.monotonic()
                     record |= {**conditions(), "load_average": os.getloadavg()[0]}
                     if part == "orchestration":
@@ -287,7 +292,7 @@ def measure(chosen: argparse.Namespace, cache: Path, results: Path, contenders: 
                     print(
                         f"{part}, seed {seed}, {name}: {time.monotonic() - started:.0f} s in all, {shown}", flush=True
                     )
-                    if record["cores_of_others"] <= chosen.others:
+                    if record["cores_of_others"] <= others:
                         break
                     print(f"repeated: others had {record['cores_of_others']:.2f} cores", flush=True)
                 with results.open("a", encoding="utf-8") as file:

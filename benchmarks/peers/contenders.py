@@ -46,6 +46,8 @@ VLLM_ENVIRONMENT = {
 
 
 SEEDS = {"calculator": math.inf, "word_problems": math.inf, "kills": 3, "tools": math.inf}
+LOCKSTEP_SEEDS = {**SEEDS, "tools": 1, "curves": math.inf}
+"""Of contestants that sample and train in turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ CONTENDERS = {
         AGENTRL_EMBEDDED,
         title="agentrl, embedded engine, in lockstep",
         schedule="lockstep",
-        seeds={**SEEDS, "word_problems": 3, "tools": 1},
+        seeds={**LOCKSTEP_SEEDS, "word_problems": 3},
     ),
     "agentrl_process": replace(
         AGENTRL_EMBEDDED,
@@ -160,7 +162,7 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
-        seeds={**SEEDS, "word_problems": 1, "tools": 1},
+        seeds={**LOCKSTEP_SEEDS, "word_problems": 1},
         settings={"weights": "all", "staleness": "0"},
     ),
     "naive": Contender(
@@ -169,7 +171,7 @@ CONTENDERS = {
         requirements=(".[train,ray,calculator]",),
         user_files=("naive.py", "../../naive_loop.py"),
         words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
-        seeds={**SEEDS, "tools": 1},
+        seeds=LOCKSTEP_SEEDS,
         resumes=False,
         settings={"weights": "all", "staleness": "0", "clip": "none"},
     ),

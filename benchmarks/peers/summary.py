@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.core.intervals import half_width_of_few
 from benchmarks.peers.contenders import CONTENDERS
 
 MEASURED = (
@@ -111,6 +112,17 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Contestant: by step, the mean held-out reward of its seeds, and half its 95 % interval."""
+    steps = set.intersection(*(set(record["curve"]) for record in records))
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in dict.fromkeys(record["contender"] for record in records):
+        own = [record["curve"] for record in records if record["contender"] == name]
+        rewards = {step: [curve[step] for curve in own] for step in sorted(steps, key=int)}
+        found[name] = {step: [statistics.fmean(values), half_width_of_few(values)] for step, values in rewards.items()}
+    return found
+
+
 def report(
     part: str,
     *,
@@ -146,6 +158,7 @@ def report(
         "quartiles": {name: values and [_short(value) for value in values] for name, values in spread.items()},
         "pairs": {name: len(values) for name, values in by_seed.items()},
         "table": table(counted),
+        **({"curves": curves(counted)} if part == "curves" else {}),
         "records": list(records),
     }
 

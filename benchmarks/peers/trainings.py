@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,10 +79,19 @@ TOOLS = replace(
 )
 KILLED = replace(ARITHMETIC, steps=16)
 """Killed after step 10, and run again until that step is done."""
-TRAININGS = {"calculator": ARITHMETIC, "word_problems": WORD_PROBLEMS, "kills": KILLED, "tools": TOOLS}
+CURVES = replace(ARITHMETIC, goal=math.inf)
+"""Every snapshot is scored."""
+TRAININGS = {
+    "calculator": ARITHMETIC,
+    "word_problems": WORD_PROBLEMS,
+    "kills": KILLED,
+    "tools": TOOLS,
+    "curves": CURVES,
+}
 QUICK = {
     "calculator": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
     "tools": replace(TOOLS, goal=0.6, held_out=128, steps=6, limit_s=240.0),
     "kills": replace(KILLED, steps=10, limit_s=240.0),
+    "curves": replace(CURVES, held_out=128, steps=6, limit_s=240.0),
     "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, adapter_steps=3, limit_s=600.0),
 }

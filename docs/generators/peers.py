@@ -10,6 +10,7 @@ is refused, since its goal is low and its steps are few.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ SETTINGS = {
 """What a record says of its contestant's settings: its heading."""
 PART_TITLES = {
     "calculator": "Calculator",
+    "curves": "The calculator step by step: the same algorithm in three trainers",
     "tools": "Slow tools: waits of 0.5 s (median) and 2.5 s (P90)",
     "word_problems": "Word problems with SmolLM2-135M-Instruct: one turn, about 100 tokens",
     "orchestration": "Orchestration alone: four turns, a model that answers at once",
@@ -110,8 +112,9 @@ HOW = """\
 * Rows with vLLM train a LoRA, the others all weights. Ratios compare rows of one kind. "In lockstep" is
   `max_staleness = 0`; "in its own process" is `engine.replicas = 1`.
 * **With slow tools**, TRL 1.16 drops samples beyond its bound on staleness. agentrl's `max_lag` begins no episode that
-  could exceed it, and waits; `over_lag = "mask"`, which trains the rest of the episode, was not measured here. One row
-  is without that bound: some of its tokens were 20 steps old.
+  could exceed it, and waits; with `over_lag = "mask"` it trains the rest of the episode instead. One row is without
+  that bound: some of its tokens were 20 steps old.
+* **Step by step**: means of the seeds with 95% intervals (Student's t), held out, in lockstep, with equal settings.
 * TRL's synchronous trainer makes the tool calls of a step one after another.
 * In the word problems, agentrl and TRL's asynchronous trainer compute the prompt of a group once for training.
 * **SIGKILL** hits all processes in the middle of a step; lost is what it takes to complete that step again, startup
@@ -180,6 +183,18 @@ def ratios(report: Mapping[str, Any]) -> str:
     return markdown(["agentrl, with …", "seeds", *MEASURES.values()], rows)
 
 
+def curves(report: Mapping[str, Any]) -> str:
+    """A table of held-out rewards in Markdown: a row per step, and how far agentrl is from TRL."""
+    rewards: Mapping[str, Mapping[str, Sequence[float]]] = report["curves"]
+    ours, theirs = rewards["agentrl_lockstep"], rewards["trl_sync"]
+    rows = []
+    for step in ours:
+        difference = [ours[step][0] - theirs[step][0], math.hypot(ours[step][1], theirs[step][1])]
+        cells = [*(curve[step] for curve in rewards.values()), difference]
+        rows.append([step, *(f"{mean:.3f} ± {half:.3f}" for mean, half in cells)])
+    return markdown(["step", *(TITLES[name] for name in rewards), "agentrl less TRL"], rows)
+
+
 def settings(line: Mapping[str, Any]) -> str:
     """The settings of each contestant in all parts; where parts differ, each value with its parts."""
     values: dict[str, dict[str, dict[str, list[str]]]] = {}
@@ -240,7 +255,8 @@ def page(line: Mapping[str, Any]) -> str:
     )
     for part, report in line["parts"].items():
         dates, machine = report["conditions"]["date"], report["conditions"]["machine"]
-        text += f"\n## {PART_TITLES[part]}\n\n{dates}, {machine}.\n\n{table(report)}"
+        text += f"\n## {PART_TITLES[part]}\n\n{dates}, {machine}.\n\n"
+        text += curves(report) if part == "curves" else table(report)
         if any(report["quartiles"][f"wall_over_{pair}"] for pair in PAIRS):
             text += f"\n{ratios(report)}"
     return f"{text}\n## Settings\n\n{settings(line)}"

@@ -375,8 +375,10 @@ class SimulationResult:
     """Mean staleness of the trained tokens."""
     older: float
     """Share of the trained tokens older than `max_staleness`."""
+    unit_lag: float
+    """Mean over trained units of the steps taken between admission and training."""
     lag_p99: float
-    """99th percentile over trained units of the steps taken between admission and training."""
+    """99th percentile of the same."""
     lag_max: float
     max_lag_exceeded: int
     """Number of trajectories trained beyond `max_lag`, over all steps."""
@@ -431,6 +433,7 @@ def compute_simulation_result(
         trainer_busy=sum(step.seconds for step in window) / seconds,
         token_lag=sum(lag * count for _, lag, count in lags) / tokens,
         older=sum(count for name, lag, count in lags if lag > plan.trained[name].largest_staleness) / tokens,
+        unit_lag=fmean(units),
         lag_p99=quantiles(units, n=100)[-1],
         lag_max=max(units),
         max_lag_exceeded=int(recorder.exceeded),

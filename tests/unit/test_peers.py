@@ -183,6 +183,23 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     assert "| TRL async, vLLM, merged LoRA | – | 4 | – | – | – | trl==1.16.0 | 0123abcd |" in own, "both parts agree"
 
 
+def test_curves_are_compared_step_by_step() -> None:
+    rewards = {"agentrl_lockstep": (0.4, 0.6), "trl_sync": (0.5, 0.5), "naive": (0.3, 0.5)}
+    records = [
+        record(name, seed, curve={"3": values[seed], "6": 1.0, **({"9": 1.0} if name == "naive" else {})}, steps=6)
+        for name, values in rewards.items()
+        for seed in (0, 1)
+    ]
+    report = summary.report("curves", quick=False, goal=None, records=records)
+    assert report["curves"]["agentrl_lockstep"]["3"] == pytest.approx([0.5, 12.706 * 0.1])
+    assert report["curves"]["trl_sync"]["3"] == [0.5, 0.0]
+    _, own = peers.page(combined({"curves": report})).split("## The calculator step by step")
+    assert "| step | agentrl, embedded, lockstep | TRL sync, transformers | naive loop | agentrl less TRL |" in own
+    assert "| 3 | 0.500 ± 1.271 | 0.500 ± 0.000 | 0.400 ± 1.271 | 0.000 ± 1.271 |" in own
+    assert "| 9 |" not in own, "a step that one of them lacks"
+    assert "seconds" not in own.split("## Settings")[0]
+
+
 def test_seeds_that_some_contestants_lack_count_for_none() -> None:
     report = summary.report("calculator", quick=False, goal=0.9, records=RECORDS[:-2])
     assert report["repeats"] == 3
@@ -242,7 +259,11 @@ def test_the_pages_are_what_the_saved_line_says(repository: Path) -> None:
 def test_contestants_take_part_in_known_parts() -> None:
     assert {part for contender in CONTENDERS.values() for part in contender.seeds} == set(PARTS)
     assert CONTENDERS["verifiers"].seeds == {"orchestration": math.inf}
-    assert CONTENDERS["naive"].seeds == {"calculator": math.inf, "word_problems": math.inf, "kills": 3, "tools": 1}
+    assert {part for part, seeds in CONTENDERS["naive"].seeds.items() if seeds == math.inf} == {
+        "calculator",
+        "curves",
+        "word_problems",
+    }
     assert CONTENDERS["agentrl_vllm"].seeds["tools"] == math.inf
 
 
