@@ -99,7 +99,9 @@ def cpu_seconds(tree: Path, folder: str) -> float:
     done = run_tests(tree, ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not exhaustive", folder])
     _end_orphans()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"  {done.stdout.splitlines()[-1]}", flush=True)
+    lines = done.stdout.splitlines()
+    for line in [*(line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1]]:
+        print(f"  {line}", flush=True)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
