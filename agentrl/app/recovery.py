@@ -30,7 +30,7 @@ from agentrl.app.user_functions import UserFunctions
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError
+from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError, is_user_code
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.machine import library_versions
 from agentrl.core.ports import Trainer
@@ -48,7 +48,6 @@ from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_e
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
-from agentrl.observe.blocked_loop import is_user_code
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tree_leases import tree_holder, unfinished_tree_members

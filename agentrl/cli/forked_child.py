@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 from agentrl.core.clock import SystemClock
+from agentrl.core.errors import is_user_code
 
 LONGEST_S = 600.0
 """Time limit of an answer, in seconds."""
@@ -139,8 +140,6 @@ def _read_line(child: int, read_end: int, longest_s: float, content: bytes) -> t
 
 def _whereabouts(child: int, read_end: int) -> str:
     """Return the innermost line of user code in a child that does not end."""
-    from agentrl.observe.blocked_loop import is_user_code
-
     stack = b""
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGUSR1)

@@ -319,29 +319,44 @@ def describe_user_code_error(error: BaseException) -> str:
     return f"{format_foreign_error(error)}{describe_raise_location(error)}"
 
 
-_LIBRARIES = (
-    "<frozen",
-    "<string>",
-    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+_LIBRARIES = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
-"""Beginnings of the file names of Python's own and installed code."""
 _PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}/"
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
+    `__init__`)."""
+    is_library = "/site-packages/" in file or "/dist-packages/" in file  # also of another environment on the path
+    return not is_library and not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))
 
 
 def describe_raise_location(error: BaseException | None) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the innermost line of the user's code that an error passed, and the
-    function of agentrl that it called. Without such a line: the innermost outside installed libraries, or of all; "" if
-    unknown.
+    function of agentrl that it called. Without such a line: the innermost of agentrl, or of all; "" if unknown.
     """
     lines = [] if error is None else [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    outside = [n for n, (code, _) in enumerate(lines) if not code.co_filename.startswith(_LIBRARIES)]
-    of_user = [n for n in outside if not lines[n][0].co_filename.startswith(_PACKAGE)]
-    for number in (of_user or outside or range(len(lines)))[-1:]:
+    of_user = [n for n, (code, _) in enumerate(lines) if is_user_code(code.co_filename)]
+    of_agentrl = [n for n, (code, _) in enumerate(lines) if code.co_filename.startswith(_PACKAGE)]
+    for number in (of_user or of_agentrl or range(len(lines)))[-1:]:
         code, line = lines[number]
         called = lines[number + 1][0] if number + 1 < len(lines) else code
         is_of_agentrl = number in of_user and called.co_filename.startswith(_PACKAGE)
         return f" at {code.co_filename}:{line} in {code.co_name}" + f", calling {called.co_name}()" * is_of_agentrl
     return ""
+
+
+def describe_failure_location(error: EpisodeError, environment: type) -> str:
+    """Return ` at FILE:LINE in FUNCTION` for the user's code that ended an episode: the line that raised the cause or
+    gave a bad reward, or the first line of the `reward` that returned one; "" if unknown."""
+    if not isinstance(error, RewardError):
+        return "" if isinstance(error.__cause__, AgentRLError) else describe_raise_location(error.__cause__)
+    given = describe_raise_location(error)
+    code = getattr(getattr(environment, "reward", None), "__code__", None)
+    if given.endswith(", calling reward()") or code is None or not is_user_code(code.co_filename):
+        return given
+    return f" at {code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:

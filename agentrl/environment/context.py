@@ -554,11 +554,11 @@ class Endpoint(ABC):
         """First limit that refused a request; None if none did."""
 
     @abstractmethod
-    def program_ended(self, error: str | None) -> None:
+    def program_ended(self, error: str | None, place: str = "") -> None:
         """Count a run of the program, as the metric `program/ok` or `program/failed`.
 
-        `error` is why it failed, with its type; None: it succeeded. The error becomes the episode's detail, and the
-        alarm `always_fails` if no run succeeds.
+        `error` is why it failed, with its type; None: it succeeded. `place` is the line that failed. Both become the
+        episode's detail, and the alarm `always_fails` if no run succeeds.
         """
 
     @abstractmethod

@@ -35,7 +35,15 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import (
+    AgentRLError,
+    EffectError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    RewardError,
+    describe_raise_location,
+    is_user_code,
+)
 from agentrl.core.records import Task, Turn
 from agentrl.core.text import shorten_lines
 from agentrl.environment.context import Aliases, Endpoint, EpisodeContext, LimitReachedError
@@ -74,6 +82,8 @@ VOLATILE = (
 HarnessReward = float | Mapping[str, float] | Mapping[str, Mapping[str, float]]
 _hold: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("hold", default=None)
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
+"""A line of a Python traceback."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
@@ -87,6 +97,8 @@ class _Outcome(NamedTuple):
     """What it wrote, for messages."""
     time_limit: LimitReachedError | None = None
     """The time limit, if that ended it."""
+    place: str = ""
+    """The line of the user's code that failed, as `FILE:LINE in FUNCTION`; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,29 +208,33 @@ class HarnessEnvironment(Environment):
                 ignored_fields=self.ignored_fields,
                 recall=self.replay_stable,
             ) as endpoint:
-                result, error, output, time_limit = await self._outcome(ctx, endpoint)
+                result, error, output, time_limit, place = await self._outcome(ctx, endpoint)
                 if hold := _hold.get():
                     await hold()
                 limit = time_limit or endpoint.limit_reached()
                 refusal = endpoint.refusal
+                is_command = type(self).play is HarnessEnvironment.play
+                last_line = _last_line(output) if is_command and error and refusal is None else ""
+                told = f"{error} ({last_line})" if last_line else error
                 if limit is None:  # else it had to fail
-                    endpoint.program_ended(error)
+                    endpoint.program_ended(told, place)
             if limit is not None:
                 ctx.truncate(limit)
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
-            is_command = type(self).play is HarnessEnvironment.play
-            last_line = _last_line(output) if is_command and error and refusal is None else ""
-            told = f"{error} ({last_line})" if last_line else error
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
                 address = "OPENAI_BASE_URL" if is_command else "endpoint.url"
                 cure = "" if refusal else f" Does it send its requests to {address}?"
-                raise _failure(f"the program {how} before it got a reply", told, refusal, cure, output) from refusal
+                raise _failure(
+                    f"the program {how} before it got a reply", told, place, refusal, cure, output
+                ) from refusal
             is_setting = refusal is not None and refusal.kind == "setting"
             if limit is None and error is not None and self.failed_reward is None:
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
-                raise _failure("the program failed", told, refusal, "" if is_setting else cure, output) from refusal
+                raise _failure(
+                    "the program failed", told, place, refusal, "" if is_setting else cure, output
+                ) from refusal
             if limit is None and error is not None and is_setting:
                 # Most likely the program's mistake, but a policy with a shell can send such a request too.
                 warnings.warn(
@@ -253,13 +269,15 @@ class HarnessEnvironment(Environment):
         try:
             result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
         except EffectError as failure:
-            return _Outcome(None, failure.error, "".join(tracebacks))
+            place = describe_raise_location(failure.__cause__).removeprefix(" at ")
+            return _Outcome(None, failure.error, "".join(tracebacks), place=place)
         except LimitReachedError as reached:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_specials, self._directory)
             return _Outcome(None, str(reached), "", reached)
         if self._directory is not None and isinstance(result, dict) and result.keys() == _OUTCOME:
-            return _Outcome(result["output"], result["error"], result["output"])
+            output, error = result["output"], result["error"]
+            return _Outcome(output, error, output, place="" if error is None else _place_in_output(output))
         return _Outcome(result)
 
     async def _play(self, task: Task, endpoint: Endpoint, tracebacks: list[str]) -> Any:
@@ -399,13 +417,21 @@ def _last_line(output: str) -> str:
     return _TERMINAL_CODE.sub("", output).strip().rpartition("\n")[2].strip()[:200]
 
 
+def _place_in_output(output: str) -> str:
+    """Return the innermost line of the user's code in the last traceback of a Python program's output; "" if there is
+    none."""
+    _, _, last = output.rpartition("Traceback (most recent call last)")
+    frames = [match for match in _FRAME.finditer(last) if is_user_code(match["file"])]
+    return "{file}:{line} in {function}".format_map(frames[-1].groupdict())[:300] if frames else ""
+
+
 def _failure(
-    what: str, error: str | None, refusal: RequestRefusedError | None, advice: str, output: str
+    what: str, error: str | None, place: str, refusal: RequestRefusedError | None, advice: str, output: str
 ) -> EpisodeError:
     """Make the error of a program that failed, with the end of its output below. A refused request comes first, since
     the error of the program follows from it."""
     reason = "" if error is None else ": " + error.partition("\n")[0].rstrip(".")
-    text = f"{what}{reason}.{advice}"
+    text = f"{what}{reason}{f' at {place}' if place else ''}.{advice}"
     if refusal is not None:
         text = text.replace(str(refusal), "…")
         text = f"the gateway refused a request: {str(refusal).rstrip('.')}. Then {text}"

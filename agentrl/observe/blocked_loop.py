@@ -13,14 +13,13 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 import threading
 import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, is_user_code
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.text import plural
 
@@ -38,8 +37,6 @@ REMEDY = (
     f"in a thread; in the `play` of a HarnessEnvironment, {PROGRAM_REMEDY}"
 )
 _EPISODE = re.compile(r"[a-z]\d+(~.*)?")
-_PACKAGE = __file__.rpartition("/observe/")[0]
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
 
 
 @contextlib.contextmanager
@@ -215,10 +212,3 @@ def _user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:
             is_import |= frame.f_code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
     return frames or [innermost], is_import
-
-
-def is_user_code(file: str) -> bool:
-    """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
-    `__init__`)."""
-    is_library = "/site-packages/" in file or "/dist-packages/" in file  # also of another environment on the path
-    return not is_library and not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))

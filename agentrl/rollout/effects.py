@@ -102,21 +102,23 @@ async def perform_effect(
         )
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)
+    cause: Exception | None = None
     if entry is None:
         start_s = episode.services.clock.monotonic()
         with CallExecution(journal, call, f"the effect {name!r}"):
-            value, error, place = await retry_infrastructure(
+            value, cause = await retry_infrastructure(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
+        error = None if cause is None else error_text(cause)
         if counted:
-            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, place)
+            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, _raise_location(cause))
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
     if counted:
         episode.metric("effect/ok" if entry.error is None else EFFECT_ERROR, 1.0)
     if entry.error is not None:
-        raise EffectError(f"effect {name!r} failed", error=entry.error)
+        raise EffectError(f"effect {name!r} failed", error=entry.error) from cause
     result: T = entry.value
     return result
 
@@ -135,8 +137,8 @@ async def _outcome(
     function: Callable[[], T | Awaitable[T]],
     guarantee: Guarantee,
     reconcile: Reconcile[T] | None,
-) -> tuple[Any, str | None, str]:
-    """Return the journaled value, or the error's type and message; and the place that raised the error."""
+) -> tuple[Any, Exception | None]:
+    """Return the journaled value, or the error."""
     act_name = f"effect {name!r}"
     has_happened, value = False, None
     if not await may_perform_effect(episode, call, act_name, guarantee):
@@ -145,13 +147,13 @@ async def _outcome(
         has_happened, value = await _await_value(reconcile())
     try:
         result = value if has_happened else await _await_value(function())
-        return after_journal_round_trip(result, act_name), None, ""
+        return after_journal_round_trip(result, act_name), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # foreign code: any exception is its result
         if (failure := infrastructure_failure(error)) is not None:
             raise failure from error
-        return None, error_text(error), _raise_location(error)
+        return None, error
 
 
 async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:

@@ -25,6 +25,7 @@ from agentrl.core.errors import (
     InfrastructureError,
     ScorerError,
     StorageError,
+    describe_failure_location,
     describe_raise_location,
     describe_user_code_error,
     format_foreign_error,
@@ -190,8 +191,8 @@ class AsyncioWorker:
         while True:
             restart = False
             try:
-                recorded, since, answers = await self._recorded(spec, tries, resume)
                 environment = self._environment(spec.environment)
+                recorded, since, answers = await self._recorded(spec, tries, resume)
                 header = await self._runner.run(
                     *(spec, environment, recorded), answers=answers, recalls_from=since, on_stuck=self._on_stuck
                 )
@@ -200,16 +201,17 @@ class AsyncioWorker:
                 if await self._waited(tries, task):
                     resume = True  # continue the attempt from its last entry
                     continue
-                reason, detail = "infrastructure", _located(str(error), error, error)
+                reason, detail = "infrastructure", _located(str(error), error, describe_raise_location(error))
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError, ScorerError):
                 raise
             except EpisodeError as error:
                 reason, restart = error.reason, error.begin_again
-                detail = _located(str(error), error, error.__cause__)
+                detail = _located(str(error), error, describe_failure_location(error, environment))
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
-                reason, detail = "environment_error", _located(format_foreign_error(error), error, error)
+                reason = "environment_error"
+                detail = _located(format_foreign_error(error), error, describe_raise_location(error))
             self._runner.forget(spec)
             if task not in self._tasks:
                 return
@@ -290,8 +292,8 @@ class _Tries(RetryBudget):
         return self._errors < data_attempts
 
 
-def _located(text: str, error: Exception, cause: BaseException | None) -> str:
-    """Append to an error's first line where `cause` was raised, and the place in its episode that the runner noted."""
+def _located(text: str, error: Exception, place: str) -> str:
+    """Append to an error's first line its place in the code, and the one in its episode that the runner noted."""
     notes = getattr(error, "__notes__", None)
     first, newline, rest = text.partition("\n")
-    return f"{first}{describe_raise_location(cause)}{f' ({notes[-1]})' if notes else ''}{newline}{rest}"
+    return f"{first}{place}{f' ({notes[-1]})' if notes else ''}{newline}{rest}"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from agentrl.core.errors import is_user_code
 from agentrl.environment.environment import Environment
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.observe.blocked_loop import is_user_code
 
 _HASHING = {"set", "frozenset", "hash", "eval", "exec", "__import__", "import_module", "WeakSet"}
 _SETS = {"set", "frozenset"}

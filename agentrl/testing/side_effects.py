@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core.errors import is_user_code
 from agentrl.core.text import valid_unicode
 from agentrl.environment.harness import HarnessEnvironment
-from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.calls.journal import running_strand
 
 if TYPE_CHECKING:

@@ -174,7 +174,7 @@ def test_a_request_for_other_sampling_after_a_reply_is_told_first_but_is_a_failu
     found = play(refused, ["a"], gateway_sampling="refuse")
     assert found.header.drop_reason == "environment_error"
     first = found.said.partition("\n")[0]
-    end = "RuntimeError: Error code: 400 - …." if in_process else "exit status 1."
+    end = f"RuntimeError: Error code: 400 - … at {__file__}:" if in_process else "exit status 1."
     assert first.startswith(refusal + end)
     assert "failed_reward" not in first
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.clock import SystemClock
-from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
+from agentrl.core.errors import is_user_code
+from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.bottleneck import BLOCKED, ActivityClock, find_bottleneck
 
 

@@ -88,7 +88,7 @@ _REMEDY = "name what differs by nature in `volatile`, or set replay_stable = Fal
 ORDER_S = 10.0
 """Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
-"""Bytes of text per token, to estimate lengths where another program tokenizes."""
+"""Bytes of text per token, to estimate lengths where another program tokenizes, or nothing does."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -506,8 +506,12 @@ class ExternalAgent(TurnRecorder):
         without_effect = (
             name for name in (*_request_fields(request), *request.demands) if name in ignored | refused.keys()
         )
+        max_tokens = request.max_tokens
+        if mode == "check" and max_tokens is not None:
+            max_tokens *= BYTES_PER_TOKEN  # a token of the checker's policy is a byte
         request = dataclasses.replace(
             request,
+            max_tokens=max_tokens,
             sampling={name: value for name, value in request.sampling.items() if name not in ignored},
             tool_choice=ToolChoice() if "tool_choice" in ignored else request.tool_choice,
             reply_form=ReplyForm() if "response_format" in ignored else request.reply_form,
@@ -662,11 +666,12 @@ async def open_endpoint(
                 episode.add_note(f"its external agent sent different requests on replay: {agent.difference}")
 
 
-def _count_program(episode: LiveEpisode, error: str | None) -> None:
+def _count_program(episode: LiveEpisode, error: str | None, place: str) -> None:
     episode.metric(PROGRAM_OK if error is None else PROGRAM_FAILED, 1.0)
     if error is not None:
-        episode.add_note(f"its program failed: {shorten_lines(error, 500)}")
-    count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error, PROGRAM_FAILED)
+        at = f" at {place}" if place else ""
+        episode.add_note(f"its program failed: {shorten_lines(error, 500)}{at}")
+    count_call(episode, f"the program of {episode.spec.environment.rpartition(':')[2]}", error, PROGRAM_FAILED, place)
 
 
 class LiveEndpoint(Endpoint):
@@ -681,7 +686,7 @@ class LiveEndpoint(Endpoint):
         perform: Callable[..., Awaitable[Any]],
         fail: Callable[[InfrastructureError], None],
         serve: Callable[[socket.socket], None],
-        ended: Callable[[str | None], None],
+        ended: Callable[[str | None, str], None],
     ) -> None:
         self.url, self.key, self.keys = endpoint.url, endpoint.key, endpoint.keys
         self._opened = endpoint
@@ -691,8 +696,8 @@ class LiveEndpoint(Endpoint):
         self._serve = serve
         self._ended = ended
 
-    def program_ended(self, error: str | None) -> None:
-        self._ended(error)
+    def program_ended(self, error: str | None, place: str = "") -> None:
+        self._ended(error, place)
 
     def serve(self, listening: socket.socket) -> None:
         self._serve(listening)
