@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.app.model_files import Setting, model_paths, with_model_paths
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import InputError, ModelError
 from agentrl.core.files import check_model_directory
 from agentrl.core.setting_paths import value_at
 
@@ -70,6 +70,15 @@ def check_local_models(config: RunConfig) -> None:
                 check_model_directory(path)
             except ModelError as error:
                 raise ModelError(f"{'.'.join(setting)}: {error}") from None
+
+
+def with_local_models(config: RunConfig) -> RunConfig | None:
+    """Return the configuration with the directories of its models; None if one is not on this machine."""
+    try:
+        check_local_models(config)
+        return with_downloaded_models(config, {}, download=False)
+    except InputError:
+        return None
 
 
 def check_hub_models(paths: Mapping[Setting, str], before: Mapping[str, Any]) -> None:

@@ -310,6 +310,12 @@ def base_model_chat_formats(model: ModelConfig, bases: Iterable[BaseModelPlan]) 
     return {name: chat_format for base in other_bases for chat_format in [load(base.path)] for name in base.policies}
 
 
+def chat_formats(plan: RolloutPlan, chat_format: ChatFormat) -> dict[str, ChatFormat]:
+    """Return the chat format of each policy that an engine serves; `chat_format` is that of `model.path`."""
+    formats = base_model_chat_formats(plan.model, plan.bases)
+    return {name: formats.get(name, chat_format) for name in plan.policies if name not in plan.external}
+
+
 def environments_with_tools(environment: type[Environment]) -> list[str]:
     """Return the names of the environments, of a mixture for example, that may offer tools from their first turn."""
     members = root_environments(environment)
@@ -326,15 +332,17 @@ def hidden_tools(plan: RolloutPlan, environment: type[Environment], chat_format:
         chat_format: the chat format of `model.path`.
     """
     with_tools = environments_with_tools(environment)
-    formats = base_model_chat_formats(plan.model, plan.bases)
-    policies = [
-        name for name in plan.policies if name not in plan.external and not formats.get(name, chat_format).shows_tools
-    ]
+    policies = [name for name, own_format in chat_formats(plan, chat_format).items() if not own_format.shows_tools]
     if not with_tools or not policies:
         return ""
+    return hidden_tools_line(policies, f"the tools of {' and '.join(with_tools)}")
+
+
+def hidden_tools_line(policies: Sequence[str], tools: str) -> str:
+    """Return the warning that chat templates of policies ignore tools."""
     return (
-        f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees the tools of "
-        f"{' and '.join(with_tools)}. Set model.tools_in = 'system' to list them in the system message"
+        f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees {tools}. Set "
+        "model.tools_in = 'system' to list them in the system message"
     )
 
 

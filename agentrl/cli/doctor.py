@@ -101,10 +101,12 @@ def _report_machine(options: argparse.Namespace) -> int:
         overrides.append(model_override(options.model))
     file = options.file or shipped_example("01_tool_use")
     if options.file is not None or overrides:
+        from agentrl.app.hub import with_local_models
+
         config = load(file, overrides)
         needs_ray = not config.trainer_plan.in_process
         memory: dict[str, tuple[Probe, ...]] = {"memory": (partial(memory_fit_checks, config),)}
-        local_config = _with_local_models(config)
+        local_config = with_local_models(config)
         models = () if local_config is None else (partial(chat_checks, local_config),)
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
@@ -479,17 +481,6 @@ def chat_checks(config: RunConfig) -> list[Check]:
     if not isinstance(chat_format, TemplateChatFormat) or not environments_with_tools(environment):
         return []
     return [Check(name="tool calls", result=chat_format.reply_format.description)]
-
-
-def _with_local_models(config: RunConfig) -> RunConfig | None:
-    """Return the configuration with the directories of its models; None if one is missing."""
-    from agentrl.app.hub import check_local_models, with_downloaded_models
-
-    try:
-        check_local_models(config)
-        return with_downloaded_models(config, {}, download=False)
-    except InputError:
-        return None
 
 
 def _nodes(config: RunConfig) -> list[Check]:

@@ -104,11 +104,11 @@ def env_check(options: argparse.Namespace) -> int:
                         "training would drop every episode (no_reward)",
                         "Call agent.reward(…) in run(), or let a policy that does not learn hold the seat",
                     )
-        tools = {*report.figures.get("called", ()), *report.figures.get("uncalled", ())}
+        _check_tools_shown(report, options.model, config)
         return {
             "passed": report.passed,
             "class": report.figures.get("resume_class"),
-            "text": report.text + _model_line(options.model, tools),
+            "text": report.text,
             "checks": [asdict(check) for check in report.checks],
         }
 
@@ -161,23 +161,47 @@ def env_import(options: argparse.Namespace) -> int:
     return 0 if usable == len(refusals) else CheckFailedError.exit_code
 
 
-def _model_line(model: str | None, tools: set[str]) -> str:
-    """Return a line about the tools that a model's chat template hides, or about the calls that a run reads; empty
-    without tools."""
-    if model is None or not tools:
-        return ""
+def _check_tools_shown(report: Any, model: str | None, config: RunConfig | None) -> None:
+    """Warn of tools that the episodes' requests offered and a chat template hides; else say how their calls are read.
+
+    Args:
+        report: the `EnvironmentReport`, which it extends.
+        model: a model directory, which replaces the configuration's `model.path`.
+        config: the configuration of the run, if the check has one.
+    """
+    offered = report.figures.get("offered_tools", {})
+    if not offered or (model is None and config is None):
+        return
+    from agentrl.app.hub import with_local_models
+    from agentrl.app.policies import chat_formats, hidden_tools_line
+    from agentrl.app.run_parts import make_chat_format
+    from agentrl.config.sections import ModelConfig
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
-    chat_format = TemplateChatFormat.load(model)
-    if chat_format.shows_tools:
-        return (
-            f"\nRuns with {model} read tool calls as {chat_format.reply_format.description}. `agentrl evaluate` warns "
-            "if the model writes them in another form."
-        )
-    return (
-        f"\nThe chat template of {model} ignores tools, so the model never sees {', '.join(sorted(tools))}. "
-        "Train and evaluate with model.tools_in = 'system'."
-    )
+    result = report.begin("model")
+    section = (ModelConfig() if config is None else config.model).model_copy(update={"path": model} if model else {})
+    holders = {seat: {section.path} for seat in offered}
+    try:
+        if config is None:
+            formats = {section.path: make_chat_format(section)}
+        elif (config := with_local_models(config.model_copy(update={"model": section}))) is None:
+            result.remarks.append(f"Whether {section.path} sees the tools is unknown: it is not on this machine.")
+            return
+        else:
+            formats = chat_formats(config.rollout_plan, make_chat_format(config.model))
+            holders = {seat: config.seat_assignment.policies_of([seat]) for seat in offered}
+    except InputError as error:
+        result.fault(str(error))
+        return
+    for name, chat_format in formats.items():
+        tools = sorted({tool for seat in offered if name in holders[seat] for tool in offered[seat]})
+        if tools and not chat_format.shows_tools:
+            result.warn(hidden_tools_line([name], ", ".join(tools)))
+        elif tools and isinstance(chat_format, TemplateChatFormat):
+            result.remarks.append(
+                f"Runs with {name} read tool calls as {chat_format.reply_format.description}. `agentrl evaluate` warns "
+                "if the model writes them in another form."
+            )
 
 
 def _check_function(kind: str, name: str, *, as_json: bool) -> int:

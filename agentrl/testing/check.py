@@ -25,12 +25,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import event_loop
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.own_loop import outside_event_loop
-from agentrl.core.records import EpisodeSpec, Task
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.core.text import plural, shorten_lines
 from agentrl.engines.scripted import Script
 from agentrl.environment.demonstrations import has_demonstrations
@@ -46,6 +47,7 @@ from agentrl.gateway.options import NO_PENALTIES, SAMPLING_FIELDS, UNSUPPORTED, 
 from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
+    ExternalRequestParameters,
     JournalEntry,
     ResourceCallEntry,
     ToolEntry,
@@ -55,6 +57,7 @@ from agentrl.observe.blocked_loop import PROGRAM_REMEDY, watch_event_loop
 from agentrl.observe.blocked_loop import REMEDY as BLOCKING_REMEDY
 from agentrl.observe.metrics import PROGRAM_FAILED
 from agentrl.rollout.calls.mismatch import shortened_repr
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import GatewaySampling
 from agentrl.testing.concurrency_check import compare_concurrent_episodes
 from agentrl.testing.differences import differing_call, is_external
@@ -89,7 +92,9 @@ from agentrl.testing.resumption import MAX_CUTS, Resumptions, resume_at_every_en
 from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
-from agentrl.testing.wrong_calls import play_wrong_calls
+from agentrl.testing.wrong_calls import play_wrong_calls, shown_tools
+
+T = TypeVar("T")
 
 WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
@@ -149,6 +154,10 @@ class Subject:
     tasks: list[Task] = field(default_factory=list)
     played: list[tuple[Task, ExecutedEpisode]] = field(default_factory=list)
     """Episodes of the random policy that did not fail, with their tasks."""
+    failed: list[Failure] = field(default_factory=list)
+    """Failures of its other episodes."""
+    offered_tools: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the tools that prompts showed, keyed by environment and seat, such as `Solve.solver`."""
     format_episodes: list[ExecutedEpisode] = field(default_factory=list)
     """Episodes that compare unreadable replies with readable ones."""
     has_won_demonstration: bool = False
@@ -190,6 +199,23 @@ class Subject:
     def bodies(self) -> Iterator[EntryBody]:
         """The journal entries of the random policy's episodes."""
         return (entry.decode() for _, episode in self.played for entry in episode.entries)
+
+    def requests(self) -> list[ExternalRequestParameters]:
+        """What an external agent asked for in the random policy's episodes, those that failed included."""
+        entries = [episode.entries for _, episode in self.played] + [failure.entries for failure in self.failed]
+        bodies = (entry.decode() for entry in itertools.chain.from_iterable(entries))
+        return [body.request for body in bodies if isinstance(body, TurnEntry) and body.request is not None]
+
+    def policy(self) -> Script:
+        """Return the random policy, which notes the tools that it is shown."""
+        script, chat_format = random_policy(self.environment), PlainChatFormat()
+
+        def noting(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+            if tools := shown_tools(chat_format.decode(request.token_ids.tolist())):
+                self.offered_tools.setdefault(request.seat.rpartition(":")[2], set()).update(tools)
+            return script(request, policy, version)
+
+        return noting
 
 
 class Check(NamedTuple):
@@ -490,7 +516,7 @@ async def _check_episode(
     clock = LoadClock()
     began = clock.monotonic()
     spec = spec_of(environment, task, number, subject.seed)
-    script = random_policy(environment)
+    script = subject.policy()
 
     def on_progress(part: str) -> None:
         subject.on_progress(_PLAYING, f"episode {number + 1}, task {task.id!r}: {part}")
@@ -516,6 +542,7 @@ async def _check_episode(
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, Failure):
         asks = calls_language_model(side_effects.source) and not side_effects.findings and not subject.is_external
+        subject.failed.append(first)
         result.fault(f"task {task.id!r}: {first.text}", f"By its imports or addresses {MODEL_ADVICE}" if asks else "")
         return
     subject.played.append((task, first))
@@ -591,25 +618,16 @@ def check_rewards(subject: Subject, result: CheckResult) -> None:
 
 def check_programs(subject: Subject, result: CheckResult) -> None:
     """The program of an external agent ends without an error in some episode."""
-    errors = [_program_error(episode.entries) for _, episode in subject.played if episode.metrics.get(PROGRAM_FAILED)]
+    errors = [episode.detail for _, episode in subject.played if episode.metrics.get(PROGRAM_FAILED)]
     if errors and len(errors) == len(subject.played):
         result.warn(
             f"the program failed in all of {plural(len(errors), 'episode')}, which got failed_reward = "
-            f"{_failed_reward(subject.environment)}, the last time with {errors[-1]}"
+            f"{_failed_reward(subject.environment)}; of the last one, {shorten_lines(errors[-1], 600)}"
         )
 
 
 def _failed_reward(environment: type[Environment]) -> float | None:
     return environment.failed_reward if issubclass(environment, HarnessEnvironment) else None
-
-
-def _program_error(entries: Sequence[JournalEntry]) -> str:
-    """Return why the program of an external agent failed."""
-    ends = [body for entry in entries if isinstance(body := entry.decode(), EffectEntry)]
-    error = ends[-1].error if ends else None
-    if error is None and ends and isinstance(ends[-1].value, dict):  # a command
-        error = ends[-1].value.get("error")
-    return shorten_lines(str(error), 300)
 
 
 def check_tools(subject: Subject, result: CheckResult) -> None:
@@ -641,6 +659,7 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
         "uncalled": uncalled,
         "tool_calls": dict(calls),
         "tool_errors": dict(raised),
+        "offered_tools": {seat: sorted(tools) for seat, tools in subject.offered_tools.items()},
     }
     if uncalled:
         result.remarks.append(f"Never called, and not tried: {', '.join(uncalled)}.")
@@ -752,7 +771,7 @@ def check_requests(subject: Subject, result: CheckResult) -> None:
 
 def check_request_fields(subject: Subject, result: CheckResult) -> None:
     """What the requests of an external agent ask for, all at once: what is refused, not trained, or has no effect."""
-    requests = [body.request for body in subject.bodies() if isinstance(body, TurnEntry) and body.request is not None]
+    requests = subject.requests()
     asked, ignored = Counter[tuple[str, Any]](), Counter[str]()
     for request in requests:
         asked.update(request.asked.items())
@@ -908,6 +927,21 @@ class _Actions:
                     self.refused += filter(None, [body.value.get("refused")])
 
 
+def _run_watched(subject: Subject, result: CheckResult, executing: Coroutine[Any, Any, T]) -> T:
+    """Run an execution whose code the first episodes may not have reached; code that blocks its loop is a fault."""
+    problems: list[str] = []
+    remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
+
+    async def watched() -> T:
+        with watch_event_loop(problems.append, users_only=True, remedy=remedy):
+            return await executing
+
+    outcome: T = subject.run(watched())
+    for text in problems[: not result.findings]:  # the same code blocks in each episode
+        result.fault(text)
+    return outcome
+
+
 def check_demonstrations(subject: Subject, result: CheckResult) -> None:
     """Demonstrations end, and win: they reach code that only runs after a success, which chance rarely does."""
     clock = LoadClock()
@@ -919,9 +953,10 @@ def check_demonstrations(subject: Subject, result: CheckResult) -> None:
         subject.on_progress("playing demonstrations", f"task {task.id!r}")
         spec = spec_of(subject.environment, task, number, subject.seed)
         policy = DemonstrationPolicy(subject.environment, spec)
-        outcome = subject.run(
-            execute_episode(subject.environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=subject.sampling)
+        executing = execute_episode(
+            subject.environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=subject.sampling
         )
+        outcome = _run_watched(subject, result, executing)
         if isinstance(outcome, Failure):
             result.fault(policy.failure or f"task {task.id!r}, as demonstrated: {outcome.text}")
             break
@@ -988,8 +1023,8 @@ def check_wrong_calls(subject: Subject, result: CheckResult) -> None:
     def play(task: Task, number: int, script: Script) -> Failure | bool:
         subject.on_progress("playing wrong tool calls", f"task {task.id!r}")
         spec = spec_of(environment, task, number, subject.seed)
-        outcome = subject.run(execute_episode(environment, spec, script, sampling=subject.sampling))
-        return outcome if isinstance(outcome, Failure) else subject.is_external and _has_failed(outcome)
+        outcome = _run_watched(subject, result, execute_episode(environment, spec, script, sampling=subject.sampling))
+        return outcome if isinstance(outcome, Failure) else bool(outcome.metrics.get(PROGRAM_FAILED))
 
     num_tasks = min(len(subject.tasks), 1 if subject.is_external else WRONG_CALL_TASKS)
     outcomes = play_wrong_calls(play, subject.tasks[:num_tasks])
@@ -1025,15 +1060,6 @@ def check_wrong_calls(subject: Subject, result: CheckResult) -> None:
             f"{plural(num_tasks, 'episode')})",
             "Answer such calls, or give them a low reward",
         )
-
-
-def _has_failed(outcome: ExecutedEpisode) -> bool:
-    """Whether the program of an external agent failed."""
-    results = [body for entry in outcome.entries if isinstance(body := entry.decode(), EffectEntry)]
-    return any(
-        body.error is not None or (isinstance(body.value, Mapping) and body.value.get("error") is not None)
-        for body in results
-    )
 
 
 def check_hash_order(subject: Subject, result: CheckResult) -> None:
@@ -1103,7 +1129,7 @@ CHECKS = (
     ),
     Check("answers", check_answers, _own_program_passed),
     Check("wrong_calls", check_wrong_calls, _passed),
-    Check("request_fields", check_request_fields, lambda subject: subject.is_external and bool(subject.played)),
+    Check("request_fields", check_request_fields, lambda subject: bool(subject.requests())),
     Check(
         "hash_order",
         check_hash_order,

@@ -30,6 +30,7 @@ from agentrl.core.errors import (
     EpisodeError,
     GlobalRandomError,
     InputError,
+    describe_failure_location,
     describe_user_code_error,
 )
 from agentrl.core.ids import random_stream
@@ -48,7 +49,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.journal.entries import SeatSettings, TurnEntry
+from agentrl.journal.entries import JournalEntry, SeatSettings, TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Engine, GenerateRequest
     from agentrl.environment.environment import Environment, OnCodeChange, Reply
-    from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
     from agentrl.rollout.effects import JournaledResource
     from agentrl.rollout.episode_context import LiveEpisodeContext
@@ -107,6 +107,8 @@ class Failure(msgspec.Struct, frozen=True):
     """Kind of the refused request that an external agent failed after; empty if none was refused."""
     advice: str = ""
     """The part of `text` that says what to do."""
+    entries: tuple[JournalEntry, ...] = ()
+    """Journal entries of the episode, if it was executed on its own."""
 
     @property
     def is_late(self) -> bool:
@@ -114,10 +116,12 @@ class Failure(msgspec.Struct, frozen=True):
         return self.reason in ("time_limit", "episode_timeout") or "timed out" in self.text
 
     @classmethod
-    def of_episode(cls, error: EpisodeError) -> Failure:
+    def of_episode(cls, error: EpisodeError, environment: type[Environment]) -> Failure:
         """Convert the error that ended an episode."""
         refusal = error.__cause__.kind if isinstance(error.__cause__, RequestRefusedError) else ""
-        return cls(str(error), error.reason, refusal, error.advice)
+        first, newline, rest = str(error).partition("\n")
+        text = f"{first}{describe_failure_location(error, environment)}{newline}{rest}"
+        return cls(text, error.reason, refusal, error.advice)
 
 
 class ExecutedEpisode(NamedTuple):
@@ -130,6 +134,8 @@ class ExecutedEpisode(NamedTuple):
     counts: EpisodeTotals
     metrics: dict[str, float]
     """Metrics of the episode, by name."""
+    detail: str
+    """What was noted of it for people, such as the error of a program that failed."""
     cuts: Counter[Cut]
     """Number of places at which a limit cut the episode, its children or a turn, keyed by limit."""
     has_turns: bool
@@ -198,7 +204,7 @@ async def execute_episode(
     """
     stage = _Stage(environment, script, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
     try:
-        return await stage.play(spec, prefix, answers)
+        outcome = await stage.play(spec, prefix, answers)
     except GlobalRandomError as error:
         if prefix:
             return Failure(str(error))
@@ -211,6 +217,9 @@ async def execute_episode(
             max_tokens=max_tokens,
             sampling=sampling,
         )
+    if isinstance(outcome, Failure):
+        return msgspec.structs.replace(outcome, entries=tuple(stage.entries(spec)))
+    return outcome
 
 
 async def execute_together(
@@ -260,6 +269,8 @@ class _Stage:
         self._journal = MemoryJournal()
         self._failures = list[BaseException]()
         self.engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, hold=in_lockstep > 0)
+        # Scripts see what a request asks of its reply; those that play wrong replies do not comply.
+        self.engine.capabilities = replace(self.engine.capabilities, grammars=True)
         longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
         self._longest_s = longest_s * max(in_lockstep, 1)
         settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=self._longest_s)
@@ -269,6 +280,10 @@ class _Stage:
             environment, self.engine, self._journal, self._settings, self._failures, runner_type=_StateRunner
         )
         self._log = self._journal.turn_log(PARTITION)
+
+    def entries(self, spec: EpisodeSpec) -> list[JournalEntry]:
+        """Return the journal entries of an episode."""
+        return self._log.read(spec.episode_id, spec.attempt)
 
     async def play(
         self, spec: EpisodeSpec, prefix: Sequence[JournalEntry] = (), answers: Sequence[JournalEntry] = ()
@@ -296,7 +311,7 @@ class _Stage:
         except GlobalRandomError:
             raise
         except EpisodeError as error:
-            return Failure.of_episode(error)
+            return Failure.of_episode(error, self._environment)
         except AgentRLError as error:
             return Failure(str(error))
         except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
@@ -310,10 +325,11 @@ class _Stage:
         ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
         return ExecutedEpisode(
             header=header,
-            entries=log.read(spec.episode_id, spec.attempt),
+            entries=self.entries(spec),
             states=self._runner.states[spec.episode_id],
             counts=dispatcher.buffer.counts,
             metrics=dict(ends[spec.episode_id].metrics),
+            detail=ends[spec.episode_id].detail,
             cuts=_find_cuts(journal, log.entries, self._settings),
             has_turns=any(isinstance(entry.decode(), TurnEntry) for entry in log.entries),
         )
@@ -636,7 +652,8 @@ def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Sc
     """Return a policy that calls tools with arguments of their schemas, takes legal actions or words that a game
     showed, or replies with a short text.
 
-    Its reply depends only on the request. `calling` is the probability of a call in each turn, if there are tools.
+    Its reply depends only on the request, and has the form that an external agent asks for: a required call, or JSON.
+    `calling` is the probability of a call in each turn, if there are tools.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
     is_game = issubclass(environment, GymEnvironment | GameEnvironment)
@@ -656,6 +673,8 @@ def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Sc
             arguments = {name: _random_argument(schema, draw, spec.parameters) for name, schema in schemas.items()}
             call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
             text = f"<tool_call>{call}</tool_call>"
+        if request.sampling.grammar:
+            text = text_of_grammar(request.sampling.grammar, draw)
         return [*text.encode(), STOP_TOKEN]
 
     return script
@@ -725,6 +744,30 @@ def _message_text(tokens: Sequence[int]) -> str:
     messages = (PlainChatFormat().decode(tokens[start + 1 : end - 1]) for start, end in itertools.pairwise(starts))
     parts = (message.partition("\n") for message in messages)
     return "\n".join(text for role, _, text in parts if role != "tools")
+
+
+def text_of_grammar(grammar: str, draw: random.Random) -> str:
+    """Return a random text that fits a grammar of `reply_grammar`: a tool call, or JSON."""
+    return _text_of(msgspec.json.decode(grammar)["format"], draw)
+
+
+def _text_of(part: Mapping[str, Any], draw: random.Random) -> str:
+    match part["type"]:
+        case "or":
+            return _text_of(draw.choice(part["elements"]), draw)
+        case "tags_with_separator":
+            tag = draw.choice(part["tags"])
+            return f"{tag['begin']}{_text_of(tag['content'], draw)}{tag['end']}"
+        case _:
+            return msgspec.json.encode(_random_json(part["json_schema"], draw)).decode()
+
+
+def _random_json(schema: Mapping[str, Any], draw: random.Random) -> Any:
+    try:
+        return random_value(schema, draw, schema)
+    except UnknownSchemaError:  # of some part: the others are still valid
+        parts = schema.get("properties", {})
+        return {name: _random_argument(part, draw, schema) for name, part in parts.items()}
 
 
 def _random_argument(schema: Any, draw: random.Random, root: Mapping[str, Any]) -> Any:

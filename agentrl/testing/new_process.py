@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from agentrl.core import event_loop
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, is_user_code
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
@@ -38,7 +38,6 @@ from agentrl.engines.scripted import Script
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import module_of, resolve
 from agentrl.journal.entries import JournalEntry
-from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import (
     ExecutedEpisode,
@@ -47,6 +46,7 @@ from agentrl.testing.execution import (
     execute_together,
     random_policy,
     spec_of,
+    text_of_grammar,
 )
 from agentrl.testing.side_effects import written_files
 from agentrl.testing.wrong_calls import shown_tools
@@ -122,7 +122,8 @@ class Played(msgspec.Struct):
 
 
 def program_policy(environment: type[Environment]) -> Script:
-    """Return a policy for external agents that calls the offered tools, and then replies with a unique text."""
+    """Return a policy for external agents that calls the offered tools, and then replies with a unique text; or with
+    the call or the JSON that a request asks for."""
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -136,6 +137,8 @@ def program_policy(environment: type[Environment]) -> Script:
             arguments = {parameter: draw.choice([draw.randint(1, 9), mark]) for parameter in tools[name]}
             call = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
             text = f"<tool_call>{call}</tool_call>"
+        if request.sampling.grammar:
+            text = text_of_grammar(request.sampling.grammar, draw)
         return [*text.encode(), STOP_TOKEN]
 
     return script

@@ -1,4 +1,5 @@
-"""Plays tool calls that no tool can answer. Every model writes some early in training.
+"""Plays tool calls that no tool can answer, and text where a call or JSON was asked for. Every model writes some early
+in training.
 
 An episode that they end as an error is dropped, so the policy never learns to stop writing them.
 """
@@ -20,6 +21,7 @@ from agentrl.testing.execution import Failure
 
 UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
 OTHER_FORM = "a form that the run does not read"
+PLAIN_TEXT = "text instead of the required call or JSON"
 _TOOL = re.compile(r"^([^\s(]+)\((.*)\)$", re.MULTILINE)
 """Pattern for a tool in the first message of `PlainChatFormat`."""
 _TOOLS = "<|start|>tools\n"
@@ -28,6 +30,7 @@ _REPLIES: dict[str, Callable[[str], str]] = {
     WRONG_ARGUMENTS: lambda tool: _written({"name": tool, "arguments": {"no_such_argument": 0}}),
     OTHER_FORM: lambda tool: msgspec.json.encode({"name": tool, "arguments": {"no_such_argument": 0}}).decode(),
     BROKEN_JSON: lambda tool: f'<tool_call>{{"name": "{tool or "no_such_tool"}", "arguments": {{"a": </tool_call>',
+    PLAIN_TEXT: lambda tool: "I do not know.",
 }
 
 
@@ -54,16 +57,26 @@ Play = Callable[[Task, int, Script], Failure | bool]
 of an external agent failed."""
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What the requests of the played episodes ask for."""
+
+    tools: set[str] = field(default_factory=set)
+    """Names of the offered tools."""
+    has_form: bool = False
+    """Whether a request asks for a call or for JSON."""
+
+
 def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
     """Play each kind of wrong call on each task."""
     outcomes = WrongCallOutcomes()
-    seen_tools: set[str] = set()
-    for kind in _REPLIES:
-        if kind in (WRONG_ARGUMENTS, OTHER_FORM) and not seen_tools:  # the first kind was shown none
+    seen = _Seen()
+    for kind in _REPLIES:  # the first kind shows what there is to get wrong
+        if (kind in (WRONG_ARGUMENTS, OTHER_FORM) and not seen.tools) or (kind == PLAIN_TEXT and not seen.has_form):
             continue
         outcomes.kinds.append(kind)
         for number, task in enumerate(tasks):
-            outcome = play(task, number, _always(kind, seen_tools))
+            outcome = play(task, number, _always(kind, seen))
             outcomes.episodes += 1
             if isinstance(outcome, Failure):
                 outcomes.errors.append((kind, task, outcome))
@@ -80,13 +93,14 @@ def shown_tools(prompt: str) -> dict[str, list[str]]:
     return {name: [*filter(None, parameters.split(", "))] for name, parameters in _TOOL.findall(listed)}
 
 
-def _always(kind: str, seen_tools: set[str]) -> Script:
-    """Return a policy whose every turn is a wrong call; it adds the tools that it is shown."""
+def _always(kind: str, seen: _Seen) -> Script:
+    """Return a policy whose every turn is a wrong call; it notes what it is asked for."""
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         tools = shown_tools(chat_format.decode(request.token_ids.tolist()))
-        seen_tools.update(tools)
+        seen.tools.update(tools)
+        seen.has_form |= bool(request.sampling.grammar)
         return [*_REPLIES[kind](next(iter(tools), "")).encode(), STOP_TOKEN]
 
     return script

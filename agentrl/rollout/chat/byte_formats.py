@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
-from agentrl.core.reply_formats import CLOSE, OPEN, arguments_object, find_foreign_call, parse_hermes
+from agentrl.core.reply_formats import CLOSE, OPEN, REPLY_FORMATS, arguments_object, find_foreign_call, parse_hermes
 from agentrl.environment.context import LimitReachedError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PlainChatFormat:
     rewrites: tuple[str, ...] = ()
     forks = False
     shows_tools = True
-    call_frame: tuple[str, ...] | None = None
+    call_frame: tuple[str, ...] | None = REPLY_FORMATS["hermes"].call_frame
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation; tools become a first message that lists name and argument
