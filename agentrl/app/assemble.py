@@ -123,7 +123,9 @@ class RunParts:
     workers: WorkerPool | None = None
     """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
-    """Receives a line for the user."""
+    """Receives a warning for the user."""
+    say: Callable[[str], None] = lambda line: None
+    """Receives information for the user."""
 
 
 def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
@@ -195,7 +197,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     )
     if parts.running_best.versions and not best.measured.versions and best.metric:
         chosen = ", ".join(map(str, parts.running_best.versions.values()))
-        parts.tell(
+        parts.say(
             f"the best version is chosen again: {chosen} was chosen by another metric, on other held-out tasks, or "
             "with other code or settings"
         )
@@ -237,6 +239,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         roles=RoleMeans(parts.role_means) if config.credit.advantage.name == "role_mean" else None,
         step_advantages=_step_advantages(config.credit, parts.estimator),
         tell=parts.tell,
+        say=parts.say,
         code_changes=sum(bool(start.code_changed) for start in parts.store.starts()),
         admission=admission,
         staleness=staleness,

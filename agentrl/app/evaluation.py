@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from agentrl.app.assemble import make_local_worker
 from agentrl.app.engines import check_endpoints, make_engine
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
-from agentrl.app.memory_estimate import check_gpu_memory
+from agentrl.app.memory_estimate import check_gpu_memory, memory_line
 from agentrl.app.model_files import model_paths
 from agentrl.app.plan import with_chosen_settings
 from agentrl.app.policies import (
@@ -74,7 +74,7 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
-from agentrl.observe.alarms import fill_commands, foreign_calls_alarm
+from agentrl.observe.alarms import cut_off_alarm, fill_commands, foreign_calls_alarm
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
@@ -321,7 +321,7 @@ def evaluate(
         }
         asyncio.run(_record_metrics(run_path, metrics_by_policy))
     metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
-    if (alarm := foreign_calls_alarm(metrics, "", held_out=True)) is not None:
+    for alarm in filter(None, [foreign_calls_alarm(metrics, "", held_out=True), cut_off_alarm(metrics, "")]):
         run = "RUN" if journal is None else run_argument(run_path)
         warnings.warn(alarm._replace(advice=fill_commands(alarm.advice, run, "")).line, stacklevel=1)
     return Evaluation(metrics, episodes, config.evaluation)
@@ -583,7 +583,10 @@ async def play_in_new_run(
         stack.enter_context(recording_process_state(run))
         await stack.enter_async_context(gpu_reservation())
         versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
-        phase = "starting the engine: it loads the model, and checks itself" if config.bases else "starting"
+        phase = "starting"
+        if config.bases:
+            memory = await asyncio.to_thread(memory_line, config.engine_plan, config.trainer_plan)
+            phase = f"starting the engine: it loads the model, and checks itself ({memory})"
         clock = SystemClock()
         began = clock.monotonic()
         on_phase(phase, "")

@@ -50,6 +50,7 @@ from agentrl.core.errors import (
     TrainerError,
     TrainerLostError,
     describe_user_code_error,
+    is_user_code,
 )
 from agentrl.core.event_loop import EpisodeEventLoop, was_stopped
 from agentrl.core.files import was_closed_by_foreign_code
@@ -66,7 +67,7 @@ from agentrl.journal.run_process import (
     format_episode_list,
     write_error,
 )
-from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
+from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.run_state import RunSnapshot, display_settings_from_config
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -437,6 +438,7 @@ def _parts(
         estimator=setup.estimator,
         workers=workers,
         tell=setup.observer.warn,
+        say=setup.observer.say,
         journal_size=directory.journal_size,
         running_best=running_best,
     )

@@ -415,6 +415,8 @@ def _plan_lines(
         yield "nothing is evaluated: there are no held-out tasks"
     elif config.evaluation.splits and num_evaluated < num_held_out:
         yield f"evaluating on {num_evaluated:,} of {num_held_out:,} held-out tasks, drawn with seed {config.seed}"
+    elif (requested := sum(count for _, _, count in config.evaluation.splits)) > num_evaluated:
+        yield f"evaluating on all {plural(num_held_out, 'held-out task')}, fewer than evaluation.tasks = {requested:,}"
     if num_recorded_turns:
         share, count = config.environment.recorded_share, plural(num_recorded_turns, "recorded turn")
         yield f"{share:.0%} of the groups begin at one of {count}"

@@ -213,10 +213,9 @@ def evaluate(options: argparse.Namespace) -> int:
         )
     from agentrl.app.evaluation import evaluate as run_evaluation
 
-    tasks = sum(count for _, _, count in config.evaluation.splits)
     with (
         _warnings_as_lines(),
-        contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress,
+        contextlib.closing(ProgressLine("evaluating", sys.stderr)) as progress,
     ):
 
         def on_progress(num_ended: int, episodes: int) -> None:

@@ -22,6 +22,7 @@ from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
     FOREIGN_CALLS,
+    HELD_OUT_CUTS,
     HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     PROGRAM_OK,
@@ -166,10 +167,18 @@ _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl epis
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
+_LIMITS = {
+    "max_tokens": ("sampling.max_tokens", "raise sampling.max_tokens, or ask for shorter replies"),
+    "max_turns": ("sampling.max_turns", "raise sampling.max_turns, or say in the prompt how an episode ends"),
+    "context_length": ("engine.max_context", "raise engine.max_context, or shorten the prompts"),
+    "time_limit": ("episode_timeout_s", "raise episode_timeout_s"),
+}
+"""Setting and remedy of each limit that ends an episode, by stop reason."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
-    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception",
+    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception; if replies make an "
+    "outside agent fail, set failed_reward = 0.0 in its class, so that the policy learns to avoid them",
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
@@ -374,6 +383,34 @@ def foreign_calls_alarm(values: Values, policy: str, *, held_out: bool = False) 
         "FILE` shows, with a worked call in the prompt. `agentrl episode list RUN --where "
         f"'metric.{FOREIGN_CALLS}{form} > 0'` lists such replies for `agentrl episode show`",
         f"{FOREIGN_CALLS}{form}",
+    )
+
+
+def _cut_off(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the evaluation before training, until the first steps have their own alarms."""
+    if not policy.last and (alarm := cut_off_alarm(policy.evaluations.get(0, {}), policy.name)) is not None:
+        yield alarm
+
+
+def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
+    """Return the alarm about an evaluation without reward in which limits cut off most episodes; None if it is none.
+
+    Args:
+        values: metrics of the evaluation.
+        policy: name of the policy concerned.
+    """
+    cuts = {limit: values.get(f"{HELD_OUT_CUTS}{limit}", 0.0) for limit in _LIMITS}
+    episodes = values.get("evaluation/episodes", 0.0)
+    if values.get("evaluation/reward", 1.0) > 0.0 or not episodes or sum(cuts.values()) < MOST_SHARE * episodes:
+        return None
+    commonest = sorted(filter(cuts.get, cuts), key=lambda limit: -cuts[limit])
+    counts = ", ".join(f"{cuts[limit]:.0f} at {_LIMITS[limit][0]}" for limit in commonest)
+    return Alarm(
+        "cut_off",
+        policy,
+        f"the mean held-out reward is {values['evaluation/reward']:g}, and limits cut off {sum(cuts.values()):.0f} of "
+        f"{plural(episodes, 'episode')}: {counts}",
+        f"`agentrl episode show` shows where one was cut; {'; '.join(_LIMITS[limit][1] for limit in commonest)}",
     )
 
 
@@ -958,6 +995,13 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "not read"
         },
         _foreign_calls,
+    ),
+    Rule(
+        {
+            "cut_off": f"in the evaluation before training, before the first step, the mean reward is not above 0 and "
+            f"limits (`sampling.max_turns`, for example) ended {MOST_SHARE:.0%} or more of the episodes"
+        },
+        _cut_off,
     ),
     Rule(
         {

@@ -46,6 +46,7 @@ CALLS_OUTSIDE = "tool/outside"
 FOREIGN_CALLS = "foreign_calls/"
 """Prefix of the metric of the turns that hold a call in a form that the run does not read."""
 HELD_OUT_FOREIGN_CALLS = f"evaluation/{FOREIGN_CALLS}"
+HELD_OUT_CUTS = "evaluation/cut/"
 SCORES_FAILED = "scores/failed/"
 """Prefix of the metric of the scores that another scorer gave, because the named one failed."""
 SCORE_REQUESTS = "scores/requests/"
@@ -141,6 +142,12 @@ METRICS: tuple[Metric, ...] = (
         "evaluation/truncated",
         "episodes",
         "committed held-out episodes that a limit ended, such as `sampling.max_tokens`, without their children",
+    ),
+    Metric(
+        f"{HELD_OUT_CUTS}<reason>",
+        "episodes",
+        "those of `evaluation/truncated` with this stop reason, if there are any: `max_tokens`, `max_turns`, "
+        "`context_length`, `time_limit`, `refused`",
     ),
     Metric(
         "evaluation/failed",

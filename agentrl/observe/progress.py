@@ -73,6 +73,8 @@ class LineDisplay:
         self._stream = stream
         self._next_pace = "", 0.0
         """Phase of the last line about progress, and the seconds of the run from which it is written again."""
+        self._phase = "", 0.0
+        """The phase, and the seconds of the run at which it began."""
 
     def line(self, text: str) -> None:
         """Write a line."""
@@ -98,11 +100,18 @@ class LineDisplay:
     def show(self) -> None:
         """Write the progress of an evaluation or of the first step now and then; all changes are written at once."""
         status = self._state.status
-        if status is None or (status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]):
+        if status is None:
+            return
+        if status.phase != self._phase[0]:
+            self._phase = status.phase, status.seconds
+        if status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]:
             return
         if status.progress is not None and status.is_evaluating:
             num_ended, total = status.progress
             text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
+            if num_ended:
+                left_s = (status.seconds - self._phase[1]) * (total - num_ended) / num_ended
+                text = f"{text}, about {format_duration(left_s)} left"
         elif status.pace:
             text = f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else "")
         else:
@@ -272,7 +281,8 @@ class ProgressLine:
         self._title = title
         self._stream = stream
         self._clock = clock or SystemClock()
-        self._shown_at = -LINE_INTERVAL_S
+        self._shown_at, self._interval_s = -LINE_INTERVAL_S, LINE_INTERVAL_S
+        self._shown = ""
         self._phases = PhaseTimer(self._clock, self._say)
 
     def phase(self, phase: str, part: str = "") -> None:
@@ -288,9 +298,13 @@ class ProgressLine:
         """Show the part that begins, with a bar if the share that is done is known."""
         on_terminal = self._stream.isatty()
         now = self._clock.monotonic()
-        if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
+        if part != self._shown:
+            self._interval_s = LINE_INTERVAL_S
+        if not on_terminal and now - self._shown_at < self._interval_s:
             return
-        self._shown_at = now
+        if part == self._shown:  # without news, lines become rarer
+            self._interval_s *= 2
+        self._shown_at, self._shown = now, part
         line = terminal_safe_line(f"{self._title}: {part}")
         if on_terminal:
             if share is not None:

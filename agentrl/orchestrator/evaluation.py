@@ -34,6 +34,7 @@ from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_log import RunJournal
 from agentrl.observe.metrics import (
+    HELD_OUT_CUTS,
     HELD_OUT_FOREIGN_CALLS,
     PROGRAM_FAILED,
     TASK_DIGEST,
@@ -688,6 +689,7 @@ def _course(
     """Compute turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
     main_headers = [header for header in headers if header.parent_id is None and header.committed]
     dropped_headers = [header for header in headers if not header.committed]
+    cuts = Counter(header.stop_reason for header in main_headers if header.stop_reason != "completed")
     if not main_headers:
         first = dropped_headers[0]
         raise CheckFailedError(
@@ -701,7 +703,8 @@ def _course(
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),
         "evaluation/tokens": _mean([float(header.tokens) for header in main_headers]),
         "evaluation/episodes": float(len(main_headers)),
-        "evaluation/truncated": float(sum(header.stop_reason != "completed" for header in main_headers)),
+        "evaluation/truncated": float(cuts.total()),
+        **{f"{HELD_OUT_CUTS}{reason}": float(number) for reason, number in cuts.items()},
         "evaluation/dropped": float(len(dropped_headers)),
         **({"evaluation/failed": float(num_failed)} if num_failed else {}),
         **{f"{HELD_OUT_FOREIGN_CALLS}{form}": count / len(main_headers) for form, count in foreign_calls.items()},

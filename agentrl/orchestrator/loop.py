@@ -162,7 +162,9 @@ class Orchestrator:
     step_advantages: OptimizerStepCreditAssigner | None = None
     """Estimator over the units of each step; None if rewards are compared in groups."""
     tell: Callable[[str], None] = lambda line: None
-    """Callback that shows a line to the user."""
+    """Callback that shows a warning to the user."""
+    say: Callable[[str], None] = lambda line: None
+    """Callback that shows information to the user."""
     code_changes: int = 0
     """Value of the metric `run/code_changes`."""
     admission: AdmissionController | None = None
@@ -409,7 +411,7 @@ class Orchestrator:
             await self._drain()
         else:
             if unfinished := self.buffer.ledger.in_flight:
-                self.tell(f"{plural(unfinished, 'episode')} in flight at the end: dropped (run_ended)")
+                self.say(f"{plural(unfinished, 'episode')} in flight at the end: dropped (run_ended)")
             await self.dispatcher.end_running("run_ended")
             self._drop_ready()
         self._phase = "writing the last checkpoint"
@@ -622,7 +624,7 @@ class Orchestrator:
         )
         if is_chosen:
             self.scheduler.bound(policy, controller.bound)
-            self.tell(f"policy {policy}: {controller.reason}")
+            self.say(f"policy {policy}: {controller.reason}")
         return controller.metrics()
 
     def _normalizer(self, policy: str, ready_units: Sequence[ReadyUnit]) -> float:

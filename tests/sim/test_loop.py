@@ -15,7 +15,9 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, 
 from agentrl.core.records import StepReport
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
+from agentrl.orchestrator.dispatch import BROKEN_IN_A_ROW
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.scheduler import FAILED_IN_A_ROW
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
@@ -213,10 +215,24 @@ class Broken(agentrl.Environment):
         ctx.agent("guesser").reward("one")  # type: ignore[arg-type]
 
 
-def test_a_run_that_only_fails_ends_with_the_reason(simulated_loop: SeededSimulation) -> None:
+def test_a_run_that_only_fails_says_so_at_once_and_ends_with_the_reason(simulated_loop: SeededSimulation) -> None:
+    place = f"{__file__}:{Broken.run.__code__.co_firstlineno + 2} in run, calling reward()"
+
     async def main() -> None:
-        with pytest.raises(CheckFailedError, match=r"bad_reward.*'one' \(str\)"):
-            await SmallRun(environment=Broken).run()
+        told: list[str] = []
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.dispatcher.tell = told.append
+
+        run = SmallRun(environment=Broken, during=listen)
+        with pytest.raises(CheckFailedError, match=r"bad_reward.*'one' \(str\)") as ended:
+            await run.run()
+        assert told[0].startswith("1 episode dropped as bad_reward: return a finite number from `reward`")
+        assert place in told[0]
+        assert place in str(ended.value)
+        assert len(told) == 2, "the tenth is the next"
+        dropped = run.orchestrator.buffer.ledger.dropped["bad_reward"]
+        assert BROKEN_IN_A_ROW <= dropped < FAILED_IN_A_ROW
 
     simulated_loop.run(main)
 

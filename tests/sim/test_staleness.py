@@ -13,6 +13,7 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.observe.bottleneck import PASSES
 from agentrl.observe.metrics import PREDICTED_STEP, STALENESS_BOUND
 from agentrl.observe.pace import NO_LIMIT, choose_staleness, fit_together, predict_step_seconds
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.staleness import StalenessController, StalenessRules
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
@@ -82,15 +83,20 @@ def slow_run(journal: MemoryJournal, **changes: Any) -> SmallRun:
 
 def test_every_bound_is_in_the_journal_and_a_resumed_run_continues_with_it(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        told: list[str] = []
+        said, warned = list[str](), list[str]()
         run = slow_run(MemoryJournal(), steps=8)
-        run.during = lambda orchestrator: setattr(orchestrator, "tell", told.append)
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.say, orchestrator.tell = said.append, warned.append
+
+        run.during = listen
         await run.run()
         bounds = [metrics[STALENESS_BOUND] for _, _, metrics in run.seen.steps]
         assert bounds[0] == 0
         assert bounds[-1] > 0
         assert {f"{PREDICTED_STEP}{bound}" for bound in BOUNDS} <= run.seen.steps[-1][2].keys()
-        assert f"staleness {bounds[-1]:.0f}: a step takes" in told[0]
+        assert f"staleness {bounds[-1]:.0f}: a step takes" in said[0]
+        assert not warned, "nobody needs to do anything"
         recorded = [
             row[0]
             for row in run.journal.rows("SELECT value FROM metrics WHERE name = ? ORDER BY step", STALENESS_BOUND)
@@ -216,7 +222,7 @@ def test_an_evaluation_beside_training_changes_no_prediction(simulated_loop: See
     async def main() -> None:
         predictions = []
         for every in (0, 3):
-            tasks = [Task(id=f"held-out {number}", data={}) for number in range(64)]
+            tasks = [Task(id=f"held-out {number}", data={"digit": str(number % 10)}) for number in range(64)]
             changes = {"evaluation": {"tasks": 64 if every else 0, "every": every}}
             run = slow_run(MemoryJournal(), steps=16, **changes)
             run.held_out = tasks if every else []

@@ -253,3 +253,21 @@ def test_a_check_of_a_configuration_knows_which_seats_it_trains(
     assert refusal in capsys.readouterr().err
     assert main(["env", "check", "pair.py:Both", "--steps=3"]) == InputError.exit_code
     assert "only a run's FILE.toml has settings" in capsys.readouterr().err
+
+
+def test_a_part_without_news_is_repeated_ever_more_rarely() -> None:
+    class Clock(SystemClock):
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, file = Clock(), io.StringIO()
+    progress, shown = ProgressLine("evaluating", file, clock), list[float]()
+    for second in range(300):
+        before = len(file.getvalue())
+        progress("0 of 12 episodes" if second < 200 else f"{second // 50} of 12 episodes")
+        if len(file.getvalue()) > before:
+            shown.append(second)
+        clock.now += 1.0
+    assert shown == [0, 10, 30, 70, 150, 200, 210, 230, 250, 260, 280]

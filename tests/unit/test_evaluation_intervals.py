@@ -81,7 +81,7 @@ def test_episodes_that_a_limit_ended_and_failed_programs_are_counted() -> None:
     failed = {"v0": {"program/ok": 1.0}, "v2": {"program/failed": 1.0}, "v3": {"program/failed": 1.0}}
     for policy in (None, "policy"):
         metrics = evaluation_metrics(cut, policy, 1, (), failed)
-        assert metrics["evaluation/truncated"] == 1.0
+        assert metrics["evaluation/truncated"] == metrics["evaluation/cut/max_tokens"] == 1.0
         assert metrics["evaluation/failed"] == 1.0, "dropped episodes are counted as such"
 
 

@@ -487,7 +487,7 @@ def test_a_pipe_gets_a_line_about_an_evaluation_now_and_then() -> None:
         display.show()
     assert stream.getvalue().splitlines() == [
         "evaluating after training: 0 of 512 episodes",
-        "evaluating after training: 310 of 512 episodes",
+        "evaluating after training: 310 of 512 episodes, about 0:20 left",
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.observe import alarms
-from agentrl.observe.alarms import MEANINGS, RULES, MetricRule, Rule, find_alarms
+from agentrl.observe.alarms import MEANINGS, RULES, MetricRule, Rule, cut_off_alarm, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_screen import render_run_screen
@@ -518,3 +518,27 @@ def test_advice_names_the_run_and_an_example_and_is_given_once() -> None:
         assert not any("EPISODE" in text for text in advice.values())
         assert f"`agentrl episode show {newest}`" in advice["no_signal", "solver"]
         assert f"`agentrl episode why {newest}`" in advice["tool_errors", "solver"]
+
+
+CUT = {"evaluation/episodes": 16.0, "evaluation/reward": 0.0, "evaluation/cut/max_turns": 14.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "alarming"),
+    [
+        ({}, True),
+        ({"evaluation/cut/max_turns": 7.0}, False),
+        ({"evaluation/reward": 0.1}, False),
+        ({"evaluation/reward": -1.0}, True),
+    ],
+)
+def test_an_evaluation_without_reward_whose_episodes_were_cut_off_names_the_limit(
+    values: dict[str, float], alarming: bool
+) -> None:
+    state = RunState(plan=RunDisplaySettings())
+    state.record("solver", 0, {**CUT, **values})
+    assert [alarm.name == "cut_off" for alarm in find_alarms(state)] == [True] * alarming
+    alarm = cut_off_alarm({**CUT, "evaluation/cut/max_tokens": 1.0}, "solver")
+    assert alarm is not None
+    assert "limits cut off 15 of 16 episodes: 14 at sampling.max_turns, 1 at sampling.max_tokens" in alarm.text
+    assert "raise sampling.max_turns" in alarm.advice
