@@ -1,7 +1,7 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
     python -m benchmarks.pace [--quick]
-        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication]
+        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication|full_weights]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -34,6 +34,10 @@
   of the published bytes. `publication_difference`: the largest
   difference of weights and of log-probabilities between the two. `publication_control`: whether that comparison finds
   one number of one factor moved by a thousandth.
+* `full_weights`. `full_NAME_seconds`: seconds from the changed weights to the first token under them, journal included,
+  over those of the commit before full weights were served without a sync, by `pace_publication.FULL`; medians of rounds
+  in turn. `full_NAME_cpu`, `full_NAME_bytes`: the same of the CPU seconds of all processes, and of the bytes written to
+  files. `full_control`: seconds of that commit over its own, for the calculator. `--quick` has only the calculator.
 """
 
 from __future__ import annotations
@@ -162,6 +166,7 @@ PARTS: Mapping[str, Figures] = {
     "limit": pace_limit.figures,
     "start": pace_limit.start,
     "publication": pace_publication.figures,
+    "full_weights": pace_publication.full_figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
@@ -173,6 +178,10 @@ FIGURES = (
     *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
     *("publication_ratio", "publication_cpu_ratio", "publication_bytes"),
     *("publication_difference", "publication_control"),
+    *("full_calculator_seconds", "full_calculator_cpu", "full_calculator_bytes", "full_control"),
+    *("full_smollm2_seconds", "full_smollm2_cpu", "full_smollm2_bytes"),
+    *("full_smollm2_process_seconds", "full_smollm2_process_cpu", "full_smollm2_process_bytes"),
+    *("full_smollm2_vllm_seconds", "full_smollm2_vllm_cpu", "full_smollm2_vllm_bytes"),
 )
 
 if __name__ == "__main__":
