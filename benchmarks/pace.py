@@ -19,6 +19,9 @@
 * `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
   largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
   (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
+  `harm_default_over_lockstep`: on a task on which stale data does harm, in virtual time, what the policy earns with the
+  default at staleness 4 over what it earns in lockstep, medians of five seeds. `harm_uncorrected_over_lockstep`: the
+  same without correction, the control. `harm_best_over_default`: the best variant's over the default's.
 * `growth`. `growth`: the CPU seconds of a command that reads a whole run of about 20,000 episodes, beyond its start,
   over what a run of a quarter of them predicts; the worst of `pace_growth.COMMANDS`. `jsonl_ms_per_episode`,
   `parquet_ms_per_episode`: CPU milliseconds of an export of the larger run.
@@ -173,6 +176,7 @@ FIGURES = (
     *("end_over_waiting", "end_dropped", "end_wait_error"),
     *("calculator_error", "calculator_auto_over_best", "smollm2_error", "smollm2_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
+    *("harm_default_over_lockstep", "harm_uncorrected_over_lockstep", "harm_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
     *("calculator_first_token_s", "smollm2_first_token_s", "imports_s"),
     *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
