@@ -1,7 +1,7 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
     python -m benchmarks.pace [--quick]
-        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication]
+        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication|full_weights]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -19,6 +19,9 @@
 * `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
   largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
   (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
+  `harm_default_over_lockstep`: on a task on which stale data does harm, in virtual time, what the policy earns with the
+  default at staleness 4 over what it earns in lockstep, medians of five seeds. `harm_uncorrected_over_lockstep`: the
+  same without correction, the control. `harm_best_over_default`: the best variant's over the default's.
 * `growth`. `growth`: the CPU seconds of a command that reads a whole run of about 20,000 episodes, beyond its start,
   over what a run of a quarter of them predicts; the worst of `pace_growth.COMMANDS`. `jsonl_ms_per_episode`,
   `parquet_ms_per_episode`: CPU milliseconds of an export of the larger run.
@@ -34,6 +37,10 @@
   of the published bytes. `publication_difference`: the largest
   difference of weights and of log-probabilities between the two. `publication_control`: whether that comparison finds
   one number of one factor moved by a thousandth.
+* `full_weights`. `full_NAME_seconds`: seconds from the changed weights to the first token under them, journal included,
+  over those of the commit before full weights were served without a sync, by `pace_publication.FULL`; medians of rounds
+  in turn. `full_NAME_cpu`, `full_NAME_bytes`: the same of the CPU seconds of all processes, and of the bytes written to
+  files. `full_control`: seconds of that commit over its own, for the calculator. `--quick` has only the calculator.
 """
 
 from __future__ import annotations
@@ -162,17 +169,23 @@ PARTS: Mapping[str, Figures] = {
     "limit": pace_limit.figures,
     "start": pace_limit.start,
     "publication": pace_publication.figures,
+    "full_weights": pace_publication.full_figures,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
     *("end_over_waiting", "end_dropped", "end_wait_error"),
     *("calculator_error", "calculator_auto_over_best", "smollm2_error", "smollm2_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
+    *("harm_default_over_lockstep", "harm_uncorrected_over_lockstep", "harm_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
     *("calculator_first_token_s", "smollm2_first_token_s", "imports_s"),
     *("tokens_over_distinct", "unshared_over_distinct", "calculator_over_arithmetic", "smollm2_over_arithmetic"),
     *("publication_ratio", "publication_cpu_ratio", "publication_bytes"),
     *("publication_difference", "publication_control"),
+    *("full_calculator_seconds", "full_calculator_cpu", "full_calculator_bytes", "full_control"),
+    *("full_smollm2_seconds", "full_smollm2_cpu", "full_smollm2_bytes"),
+    *("full_smollm2_process_seconds", "full_smollm2_process_cpu", "full_smollm2_process_bytes"),
+    *("full_smollm2_vllm_seconds", "full_smollm2_vllm_cpu", "full_smollm2_vllm_bytes"),
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What makes training on stale tokens cost fewer steps: losses, and a warm-up of the learning rate."""
+"""What makes training on stale tokens cost fewer steps: losses, and a warm-up of the learning rate.
+
+The negative control is a task on which stale data does harm (`tests.simulation.stale`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from agentrl.config.sections import TrainerConfig
 from benchmarks.report import ROOT
+from tests.simulation.stale import settle
 
 
 class Example(NamedTuple):
@@ -39,12 +44,46 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "masked_ratio": ("--trainer.loss.name=importance_sampling", "--trainer.loss.outside=mask"),
 }
 SEEDS, QUICK_STEPS = 5, 3
+HARM_RATE, HARM_VERSIONS, HARM_STALENESS = 0.4, 40, 4
+
+
+def harm(quick: bool) -> dict[str, float | None]:
+    """Play the task on which stale data does harm: in lockstep, and with each variant; quick: one seed of three."""
+    shares: dict[str, float] = {}
+    runs: dict[str, tuple[int, Sequence[str]]] = {"lockstep": (0, ())}
+    runs |= {name: (HARM_STALENESS, options) for name, options in VARIANTS.items()}
+    for name in ("lockstep", "default", "no_correction") if quick else runs:
+        staleness, options = runs[name]
+        settled = [
+            settle(trainer_section(options), staleness=staleness, rate=HARM_RATE, seed=seed, versions=HARM_VERSIONS)
+            for seed in range(1 if quick else SEEDS)
+        ]
+        shares[name] = statistics.median(each.mean for each in settled)
+        means = " ".join(f"{each.mean:.3f}" for each in settled)
+        worst, lag = min(each.worst for each in settled), settled[0].mean_lag
+        print(f"  harm {name}: {shares[name]:.3f} ({means}), worst {worst:.3f}, lag {lag:.1f}", flush=True)
+    stale = {name: share for name, share in shares.items() if name != "lockstep"}
+    return {
+        "harm_default_over_lockstep": shares["default"] / shares["lockstep"],
+        "harm_uncorrected_over_lockstep": shares["no_correction"] / shares["lockstep"],
+        "harm_best_over_default": None if quick else max(stale.values()) / shares["default"],
+    }
+
+
+def trainer_section(options: Sequence[str]) -> TrainerConfig:
+    """The trainer's section with options of the command line."""
+    section: dict[str, dict[str, str]] = {"loss": {}, "optimizer": {}}
+    for option in options:
+        key, value = option.removeprefix("--trainer.").split("=")
+        part, _, name = key.partition(".")
+        section[part][name] = value
+    return TrainerConfig.model_validate(section)
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """Train each example in lockstep and with each variant at each bound; a quick run takes three steps of the
-    calculator in lockstep and with the default."""
-    found: dict[str, float | None] = {}
+    """Play the harmful task. Then train each example in lockstep and with each variant at each bound; a quick run takes
+    three steps of the calculator in lockstep and with the default."""
+    found = harm(quick)
     with tempfile.TemporaryDirectory(prefix="agentrl-stale-") as directory:
         for prefix, example in list(EXAMPLES.items())[: 1 if quick else None]:
             versions: dict[str, float] = {}

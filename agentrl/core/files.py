@@ -3,7 +3,8 @@
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
 tests use one that crashes. Only this module knows the protocol: build in a `staging_directory` directory, then
 `rename_durably`: sync every file, sync the directories, rename, sync the parent. A name that exists is therefore
-complete, even after a power cut. The half-built directories of dead processes have staging names;
+complete, even after a power cut. Files that may be lost in one are put in place by `rename_whole`, and made durable by
+`sync_directory` once something durable names them. The half-built directories of dead processes have staging names;
 `remove_staging_directories` removes them.
 
 `open_regular` opens regular files only: no endless device or pipe, and no link to another place.
@@ -403,14 +404,14 @@ LOCAL: Disk = LocalDisk()
 
 
 @contextlib.contextmanager
-def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
-    """Yield an empty staging directory next to `target`; remove it at the end, unless `rename_durably` has renamed it.
+def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1, durable: bool = True) -> Iterator[Path]:
+    """Yield an empty staging directory next to `target`; remove it at the end, unless it was renamed.
 
-    Up to `depth` parent directories are created. A run directory that was moved away is never re-created: it would
-    contain nothing but the newest file.
+    Up to `depth` parent directories are created, and synced if the target should be `durable`. A run directory that was
+    moved away is never re-created: it would contain nothing but the newest file.
     """
     staging = target.with_name(STAGING + target.name)
-    _make_durable(target.parent, disk, depth)
+    _make_parents(target.parent, disk, depth, durable=durable)
     disk.remove_tree(staging)
     disk.make_directory(staging)
     try:
@@ -422,7 +423,22 @@ def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> It
 def rename_durably(
     staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: Callable[[Path], bool] | None = None
 ) -> None:
-    """Sync a staged directory with all its contents, then rename it to `target` and sync the parent.
+    """Sync a staged directory with all its contents, rename it to `target` and sync the parent; see `rename_whole`.
+
+    Raises:
+        FileExistsError: the target exists with different content.
+        OSError: the disk failed; the target does not exist.
+    """
+    _sync_contents(staging, disk)
+    rename_whole(staging, target, disk=disk, unless_same=unless_same)
+    disk.sync(target.parent)
+
+
+def rename_whole(
+    staging: Path, target: Path, *, disk: Disk = LOCAL, unless_same: Callable[[Path], bool] | None = None
+) -> None:
+    """Rename a staged directory to `target`. No other process sees a part of it, but a power cut may leave one, until
+    `sync_directory` was called.
 
     Args:
         staging: a directory from `staging_directory`.
@@ -434,12 +450,6 @@ def rename_durably(
         FileExistsError: the target exists with different content.
         OSError: the disk failed; the target does not exist.
     """
-    names = disk.files(staging)
-    for name in names:
-        disk.sync(staging / name)
-    folders = {folder for name in names for folder in Path(name).parents}
-    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
-        disk.sync(staging / folder)
     try:
         disk.rename(staging, target)
     except OSError as error:
@@ -449,7 +459,27 @@ def rename_durably(
             if unless_same is not None and unless_same(target):
                 return
         raise FileExistsError(error.errno, "exists with different content", str(target)) from error
-    disk.sync(target.parent)
+
+
+def sync_directory(directory: Path, *, disk: Disk = LOCAL, depth: int = 1) -> None:
+    """Make a directory that `rename_whole` put in place durable, with its name and those of `depth` - 1 parents.
+
+    Raises:
+        OSError: the disk failed, or there is no such directory.
+    """
+    _sync_contents(directory, disk)
+    for parent in directory.parents[:depth]:
+        disk.sync(parent)
+
+
+def _sync_contents(directory: Path, disk: Disk) -> None:
+    """Sync a directory, its files, and the folders below it."""
+    names = disk.files(directory)
+    for name in names:
+        disk.sync(directory / name)
+    folders = {Path(), *(folder for name in names for folder in Path(name).parents)}
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        disk.sync(directory / folder)
 
 
 def remove_whole(directory: Path, *, disk: Disk = LOCAL) -> None:
@@ -469,9 +499,9 @@ def remove_staging_directories(directory: Path, *, disk: Disk = LOCAL) -> None:
             disk.remove_tree(directory / name)
 
 
-def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
-    """Make a directory and up to `depth - 1` of its parents, and sync each into the directory above. Syncs existing
-    ones too: a process may have been killed between making and syncing one."""
+def _make_parents(directory: Path, disk: Disk, depth: int, *, durable: bool) -> None:
+    """Make a directory and up to `depth - 1` of its parents. If they should be durable, sync each into the directory
+    above, existing ones too: a process may have been killed between making and syncing one."""
     try:
         disk.make_directory(directory)
     except FileExistsError:
@@ -479,9 +509,10 @@ def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
     except FileNotFoundError:
         if depth <= 1:
             raise
-        _make_durable(directory.parent, disk, depth - 1)
+        _make_parents(directory.parent, disk, depth - 1, durable=durable)
         disk.make_directory(directory)
-    disk.sync(directory.parent)
+    if durable:
+        disk.sync(directory.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:

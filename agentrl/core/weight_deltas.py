@@ -17,7 +17,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import struct
 import zlib
 from collections.abc import Generator, Iterator
@@ -350,13 +349,14 @@ def remove_delta(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def make_whole(directory: Path, *, into: Path | None = None, base: Path | None = None) -> None:
+def make_whole(directory: Path, *, into: Path | None = None, base: Path | None = None, durable: bool = True) -> None:
     """Write the `model.safetensors` of a version that lacks it, for programs that cannot read deltas.
 
     Args:
         directory: directory of the version.
         into: directory of the file, if it is another one.
         base: see `open_weights`.
+        durable: whether the file must survive a power cut.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -370,15 +370,17 @@ def make_whole(directory: Path, *, into: Path | None = None, base: Path | None =
         with partial.open("wb") as file:
             copy_weights(directory / _WHOLE_FILE, file, base=base)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(partial, into / _WHOLE_FILE)
-        LOCAL.sync(into)
+        if durable:
+            LOCAL.sync(into)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def copy_weights(path: Path, into: BinaryIO, *, base: Path | None = None) -> None:
-    """Write the bytes of a version's file into an open one. If the file is rebuilt, its digest is checked.
+    """Write the bytes of a version's file into an open, empty one. If the file is rebuilt, its digest is checked.
 
     Raises:
         OSError, WeightDeltaError: see `open_weights`.
@@ -387,7 +389,8 @@ def copy_weights(path: Path, into: BinaryIO, *, base: Path | None = None) -> Non
         _read_checked(path, hashlib.sha256(), base=base, copy=into)
     else:
         with path.open("rb") as content:
-            shutil.copyfileobj(content, into, BLOCK_BYTES)
+            while os.sendfile(into.fileno(), content.fileno(), None, 1 << 30):  # the kernel copies
+                pass
 
 
 def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:

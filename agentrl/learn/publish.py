@@ -3,7 +3,11 @@
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
 Full weights of 16 bits are stored as the changes since the policy's last version (`core.weight_deltas`) where these are
 small.
-`core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
+The directory is named last, so one that exists is complete. Adapters are durable then: unfinished trees and pinned
+episodes resume with them. Full weights are not synced, because a resumed run publishes its checkpoint's: after a power
+cut only the digest in the journal tells whether a version is complete. The orchestrator syncs those that a checkpoint
+needs (`VersionRetention.make_durable`).
+
 The metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next
 tokens, which an engine must reproduce before it serves the version.
 
@@ -32,6 +36,7 @@ from agentrl.core.files import (
     WEIGHT_FILES,
     link_or_copy,
     rename_durably,
+    rename_whole,
     staging_directory,
 )
 from agentrl.core.ids import stable_hash64
@@ -51,6 +56,7 @@ from agentrl.core.weight_deltas import (
 )
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
+from agentrl.engines.weights.reading import HeldWeights, hold_weights
 from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
 from agentrl.engines.weights.transports import transport_named
 from agentrl.learn.packing import MicroBatch
@@ -100,9 +106,13 @@ class Publisher:
         settings: ModelConfig | None = None,
         *,
         publish: Literal["auto", "full", "delta"] = "full",
+        holds: bool = False,
     ) -> None:
         """Publish to `run_directory`/versions; configuration and tokenizer come from the base models, with a chat
-        template that shows a conversation as the settings do. `publish` is that of `EngineConfig`."""
+        template that shows a conversation as the settings do. `publish` is that of `EngineConfig`; `holds`: an engine
+        in this process may copy the newest full weights of a policy until `withdraw`."""
+        self._holds = holds
+        self._held: dict[str, HeldWeights] = {}
         self._delta_from_bytes = {"auto": DELTA_FROM_BYTES, "full": math.inf, "delta": 0}[publish]
         self._bases: dict[str, _Base] = {}
         """Last version of each policy whose next one may be stored as changes. The first one of a process is whole."""
@@ -125,10 +135,12 @@ class Publisher:
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         kind, policy = model.publication.kind, version.policy
+        durable = kind == "adapter"
+        rename = rename_durably if durable else rename_whole
         with (
             exhaust_on_exit(model.publication.tensors()) as tensors,
             converting_write_errors(directory),
-            staging_directory(directory, depth=2) as staging,
+            staging_directory(directory, depth=2, durable=durable) as staging,
         ):
             try:
                 digest, num_deltas, changed_numbers = self._write(staging, policy, model, tensors, canary)
@@ -137,18 +149,26 @@ class Publisher:
                     f"{error}; start the run again with --resume, which stores its next version whole"
                 ) from error
             try:
-                rename_durably(staging, directory, unless_same=lambda same: digest_of_version(same, kind) == digest)
+                rename(staging, directory, unless_same=lambda same: digest_of_version(same, kind) == digest)
             except FileExistsError as error:
                 raise TrainerError(
                     f"version {version} exists in {directory} with different weights; version ids are never reused"
                 ) from error
             if kind == "full" and not num_deltas:
-                make_whole(directory)  # it may have existed as changes
+                make_whole(directory, durable=False)  # it may have existed as changes
+        if kind == "full" and self._holds:
+            self._held[policy] = hold_weights(digest, _metadata(canary), model.publication.tensors)
         if self._changes_may_be_small(model.publication.layout()):
             self._bases[policy] = _Base(directory, digest, num_deltas)
         return WeightsRef(
             version=version, path=str(directory), kind=kind, sha256=digest, changed_numbers=changed_numbers
         )
+
+    def withdraw(self, policy: str) -> None:
+        """Let no engine copy the policy's weights, which are about to change."""
+        held = self._held.pop(policy, None)
+        if held is not None:
+            held.withdraw()
 
     def _changes_may_be_small(self, layout: Mapping[str, Tensor]) -> bool:
         """Whether steps leave most of a version's bytes as they are: of 32-bit numbers, each step changes most."""
@@ -191,7 +211,7 @@ class Publisher:
         """Write all files of a version of a policy. Returns its digest, the number of deltas from which it is read, and
         the share of its numbers that changed."""
         digest = hashlib.sha256()
-        metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
+        metadata = _metadata(canary)
         layout = model.publication.layout()
         if isinstance(model.publication, PublishedAdapter):
             write_tensors(directory / ADAPTER_FILE, layout, tensors, metadata, digest)
@@ -201,14 +221,14 @@ class Publisher:
             return digest.hexdigest(), 0, None
         base, num_deltas, changed_numbers = self._readable_base(policy), 0, None
         if base is None or self._num_whole.get(policy, 0):
-            write_tensors(directory / FULL_FILE, layout, tensors, metadata, digest)
+            write_tensors(directory / FULL_FILE, layout, tensors, metadata, digest, durable=False)
             self._num_whole[policy] = max(0, self._num_whole.get(policy, 0) - 1)
         else:
             encoder = self._write_changes(directory, base, layout, tensors, metadata, digest)
             is_small = 2 * (directory / DELTA_FILE).stat().st_size < sum(each.nbytes for each in layout.values())
             num_deltas = (base.num_deltas + 1) % MAX_DELTAS if is_small else 0
             if not num_deltas:
-                make_whole(directory)
+                make_whole(directory, durable=False)
             if not is_small:
                 remove_delta(directory)
                 self._num_whole[policy] = MAX_DELTAS
@@ -239,7 +259,7 @@ class Publisher:
         with open_weights(base.directory / FULL_FILE) as content:
             read_header(content)
             encoder = DeltaEncoder(content)
-            write_tensors(directory / DELTA_FILE, layout, tensors, metadata, digest, encoder)
+            write_tensors(directory / DELTA_FILE, layout, tensors, metadata, digest, encoder, durable=False)
         write_record(directory, DeltaRecord(base.directory.name, base.sha256, digest.hexdigest()))
         return encoder
 
@@ -268,6 +288,11 @@ class Publisher:
             target = directory / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(file, target)
+
+
+def _metadata(canary: Canary | None) -> dict[str, str]:
+    """Return the metadata of a version's safetensors file."""
+    return {"format": "pt"} | (canary.metadata() if canary is not None else {})
 
 
 def _read_tensors(content: BufferedReader, layout: Mapping[str, Tensor], device: str) -> Iterator[tuple[str, Tensor]]:

@@ -252,6 +252,8 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     digest: _Hash | None = None,
     encoder: DeltaEncoder | None = None,
+    *,
+    durable: bool = True,
 ) -> None:
     """Write a safetensors file, one tensor at a time; equal tensors and metadata give equal files.
 
@@ -265,6 +267,7 @@ def write_tensors(
         metadata: metadata of the file.
         digest: hash to update with the file's content.
         encoder: turns the content into a delta, which is written in its place.
+        durable: whether the file will be synced when it is complete.
     """
     with (
         path.open("wb", buffering=0) as file,
@@ -283,7 +286,7 @@ def write_tensors(
                     num_written = file.write(data[:SYNC_BYTES])
                     data = data[num_written:]
                     unsynced_bytes += num_written
-                    if unsynced_bytes >= SYNC_BYTES:
+                    if durable and unsynced_bytes >= SYNC_BYTES:
                         unsynced_bytes = 0
                         syncs.append(syncer.submit(os.fdatasync, file.fileno()))
 

@@ -126,7 +126,9 @@ class PolicyTrainer:
         self._read_file = read_file
         self._loss = make_loss(plan.trainer, loss)
         self._gae = plan.credit.advantage.gae
-        self._publisher = Publisher(run_directory, plan.model, publish=plan.publish)
+        self._publisher = Publisher(
+            run_directory, plan.model, publish=plan.publish, holds=plan.demand.engine_in_process and ranks is None
+        )
         self._publishes = publishes
         self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
@@ -700,6 +702,7 @@ class PolicyTrainer:
             )
         # Write before the weights change, because this may fail.
         columns, merged_columns = self._write_columns(learner, step)
+        self._publisher.withdraw(policy)
         learner.apply(learner.rate(step_id), grad_norm)
         report = StepReport(
             step_id=step_id,
@@ -839,6 +842,7 @@ class PolicyTrainer:
             JournalError: the units cannot be read.
         """
         learner = self._learner(batch.policy)
+        self._publisher.withdraw(batch.policy)
         learner.discard()
         learner.step, learner.version, learner.report = started_from.step, started_from, None
         if isinstance(weights, WeightsRef):

@@ -27,7 +27,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, open_regular, read_at_most, refuse_links, refuse_links_below, replace_file
+from agentrl.core.files import (
+    LOCAL,
+    open_regular,
+    read_at_most,
+    refuse_links,
+    refuse_links_below,
+    replace_file,
+    sync_directory,
+)
 from agentrl.core.weight_deltas import WeightDeltaError, make_whole
 
 if TYPE_CHECKING:
@@ -199,8 +207,8 @@ class RunDirectory:
         return False
 
     def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `FOLDER/NAME` to a version of each policy, stored whole, and remove all other links there. If a version
-        cannot be stored whole, the previous links stay.
+        """Point `FOLDER/NAME` to a version of each policy, stored whole and durable, and remove all other links there.
+        If a version cannot be stored so, the previous links stay.
 
         Raises:
             StorageError: the disk failed, or a version is damaged.
@@ -210,6 +218,8 @@ class RunDirectory:
         try:
             for weights_ref in weights.values():
                 make_whole(Path(weights_ref.path))
+                with contextlib.suppress(FileNotFoundError):  # a trainer of tests writes no files
+                    sync_directory(Path(weights_ref.path), depth=3)
             if weights or directory.exists():
                 directory.mkdir(exist_ok=True)
             for link in directory.glob("*"):

@@ -28,7 +28,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, refuse_links, rename_durably, resume_advice, staging_directory
+from agentrl.core.files import (
+    LOCAL,
+    Disk,
+    refuse_links,
+    rename_durably,
+    resume_advice,
+    staging_directory,
+    sync_directory,
+)
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -308,7 +316,8 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 
 class VersionRetention:
-    """Deletes versions that fall out of the window, from any attempt of the run, and that no delta in it needs.
+    """Makes versions durable that a checkpoint needs. Deletes those that fall out of the window, from any attempt of
+    the run, and that no delta in it needs.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.
@@ -318,6 +327,33 @@ class VersionRetention:
     def __init__(self, *, keep: int, disk: Disk = LOCAL) -> None:
         self._keep = keep
         self._disk = disk
+        self._durable: set[WeightsRef] = set()
+        """Versions that `make_durable` has synced."""
+
+    async def make_durable(self, versions: Iterable[WeightsRef]) -> None:
+        """Sync versions, and those that their deltas need, before something durable names them; leave out versions
+        whose files are gone.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        new = set(versions) - self._durable
+        try:
+            await self._disk.run_in_thread(lambda: self._sync(new))
+        except OSError as error:
+            raise StorageError(
+                f"published versions could not be synced ({error.strerror or error}); {resume_advice(error)}"
+            ) from error
+        self._durable |= new
+
+    def _sync(self, versions: Iterable[WeightsRef]) -> None:
+        for weights in versions:
+            directory: Path | None = Path(weights.path)
+            with contextlib.suppress(FileNotFoundError, WeightDeltaError):  # readers of a version report its damage
+                while directory is not None:
+                    sync_directory(directory, disk=self._disk, depth=3)
+                    base = base_needed(directory, disk=self._disk)
+                    directory = None if base is None else directory.with_name(base)
 
     async def prune(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
         """Delete outdated versions of a policy after its new version became current; `pinned` ones stay."""

@@ -30,17 +30,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
 from agentrl.core.holds import SET_LIMIT, AdmissionWait, Hold, HoldKind, InFlightLimit
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import GroupStart, PolicyVersion, StepReport, TrainBatch
+from agentrl.core.records import GroupStart, PolicyVersion, StepReport, TrainBatch, WeightsRef
 from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
-from agentrl.journal.port import JournalStore, MetricRow, StepRow
+from agentrl.journal.port import MetricRow, StepRow
+from agentrl.journal.run_log import RunJournal
 from agentrl.observe.bottleneck import (
     TURNS,
     ActivityClock,
@@ -146,7 +148,7 @@ class Orchestrator:
     board: PolicyBoard
     trainer: Trainer
     versions: ServedVersions
-    store: JournalStore
+    store: RunJournal
     checkpoints: CheckpointWriter | None
     changed: ChangeCondition
     stopping: RunStop
@@ -709,6 +711,7 @@ class Orchestrator:
             self.buffer.ledger.check()
             with self.activity.during("step"), self.activity.during("checkpoint"):
                 await self.store.flush()
+                await self.retention.make_durable(self._weights_of_checkpoint())
                 await self.checkpoints.write(
                     self.trainer,
                     versions,
@@ -730,6 +733,14 @@ class Orchestrator:
     def _needed_versions(self) -> set[PolicyVersion]:
         """Return the older versions whose files must stay for now."""
         return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed(self.board)}
+
+    def _weights_of_checkpoint(self) -> list[WeightsRef]:
+        """Return the published versions that a resumed run may load besides its checkpoint: the best ones and
+        opponents. Adapters are durable once published."""
+        opponents = chain.from_iterable(pool.served for pool in self.opponents.pools.values())
+        versions = {*self.best.needed(self.board), *opponents}
+        found = (self.versions.find(version) or self.store.published(version) for version in versions)
+        return [weights for weights in found if weights is not None]
 
     def _steps_left(self) -> int:
         return sum(map(self.scheduler.phases.left, self.board.trainable))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
-from agentrl.core.files import LOCAL, Disk, rename_durably, resume_advice, staging_directory
+from agentrl.core.files import LOCAL, Disk, rename_whole, resume_advice, staging_directory
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
@@ -201,17 +201,17 @@ class RecordingTrainer:
         )
 
     def _weights(self, version: PolicyVersion) -> WeightsRef:
-        """Return the reference of a version and write its file as a trainer would."""
+        """Return the reference of a version and write its file as a trainer writes full weights, without a sync."""
         sha256 = hashlib.sha256(str(version).encode()).hexdigest()
         name = f"{version.lineage}.{version.step}"
         if self._root is None:
             return WeightsRef(version=version, path=f"weights/{version.policy}/{name}", kind="full", sha256=sha256)
         target = self._root / version.policy / name
         try:
-            with staging_directory(target, disk=self._disk, depth=2) as staging:
+            with staging_directory(target, disk=self._disk, depth=2, durable=False) as staging:
                 weights = self._weights_of(version.policy)
                 self._disk.write(staging / TRAINED_FILE, weights)
-                rename_durably(
+                rename_whole(
                     staging,
                     target,
                     disk=self._disk,

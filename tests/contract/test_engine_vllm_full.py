@@ -14,10 +14,12 @@ import pytest
 from safetensors.torch import load_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.records import WeightsRef
 from agentrl.core.tokens import Completion, Tokens
 from tests.contract.engine_kinds import (
     START,
     ModelZoo,
+    canary_of,
     check_logprobs,
     check_refused,
     plain_logprobs,
@@ -310,6 +312,42 @@ def test_a_directory_that_is_written_again_changes_nothing_that_is_loaded(
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", context))
             check_logprobs(zoo.load(seed=step), context, completion)
             assert len(list(COPIES.glob("weights-*/*"))) == 1, "the version that serves"
+        await engine.close()
+
+    make_vllm.run(main)
+
+
+def test_a_trainers_version_is_loaded_without_a_copy(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:
+    """If the next one cannot be loaded, its file serves again; if it was changed in place, its canary tells."""
+
+    def publish(step: int, *, seed: int) -> WeightsRef:
+        canary = canary_of(zoo.load(seed=seed), zoo.load())
+        return write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, seed), canary=canary)
+
+    async def main() -> None:
+        engine, context = make_vllm(), prompt(40)
+        before = set(COPIES.glob("weights-*/*"))
+
+        async def check(name: str) -> None:
+            completion = await engine.open(name, "solver").generate(request(name, context))
+            assert steps(completion) == [1]
+            check_logprobs(zoo.load(seed=1), context, completion)
+            assert set(COPIES.glob("weights-*/*")) == before
+
+        await engine.serve([publish(1, seed=1)])
+        await check("served")
+        second, third = (publish(step, seed=step) for step in (2, 3))
+        make_vllm.llm.before["start_weight_update"] = lambda: Path(second.path, "model.safetensors").unlink()
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+            await engine.serve([second])
+        await check("after a load that failed")
+        other = Path(publish(4, seed=4).path, "model.safetensors")
+        make_vllm.llm.before["start_weight_update"] = partial(
+            shutil.copyfile, other, Path(third.path, "model.safetensors")
+        )
+        with pytest.raises(EngineError, match=r"solver@0\.3 refused"):
+            await engine.serve([third])
+        await check("after a canary that failed")
         await engine.close()
 
     make_vllm.run(main)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import check_partitions_unlocked, retry_until_writer_exits
+from tests.journal_oracle import judge
 from tests.processes import descendants, running
 from tests.support.killed_runs import calculator_job, digests, two_policies_job
 
@@ -142,3 +144,32 @@ def test_weights_after_real_kills_are_bit_identical(tmp_path: Path) -> None:
     killed = digests(job.train("killed", steps=2, kills=2))
     assert set(undisturbed) == {"solver"}
     assert killed == undisturbed
+
+
+@pytest.mark.exhaustive
+def test_a_kill_between_serving_full_weights_and_their_durable_write_changes_nothing(tmp_path: Path) -> None:
+    """The kill falls while the version after the checkpoint's samples. What a power cut may leave of full weights that
+    no checkpoint needs is torn: so are all of them here."""
+    settings = ("--policies.solver.max_staleness=0", "--checkpoint.every=2", "--evaluation.tasks=0")
+    job = calculator_job(tmp_path)
+    kept = [each for each in job.settings if not each.startswith(("--policies.solver.lora", "--engine.refresh"))]
+    job = replace(job, settings=(*kept, *settings))
+    undisturbed = digests(job.train("undisturbed", steps=4, kills=0))
+    run = tmp_path / "killed"
+    with job._life("killed", steps=4, resume=False) as process:
+        wait_until(process, (run / "versions/solver/0.3").is_dir)
+        published = entries(run)
+        wait_until(process, lambda: entries(run) > published)  # sampled with it: nothing is stale
+        assert process.poll() is None, job._log("killed")
+    files = list(run.glob("versions/solver/*/model.safetensors"))
+    assert len(files) == 4
+    for file in files:
+        os.truncate(file, file.stat().st_size // 2)
+    assert digests(job.train("killed", steps=4, kills=0)) == undisturbed
+    assert len([problem for problem in judge(run) if "have another digest" in problem]) == 4
+    for file in files:
+        shutil.rmtree(file.parent)
+    reader = RunReader(run)
+    assert reader.log.starts()[-1].checkpoint == "step_000002-0"
+    assert reader.ledger().holds
+    reader.close()

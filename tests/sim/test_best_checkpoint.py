@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 import agentrl
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.orchestrator.checkpoints import VersionRetention
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
 from tests.support.crash_scenario import VERSIONS, CrashScenario, Machine
+from tests.support.sim_disk import Fate
 
 pytestmark = pytest.mark.sim
 
@@ -29,38 +32,74 @@ class Heard(CrashScenario):
         self.orchestrator = orchestrator
 
     def chosen(self, machine: Machine) -> tuple[float, int]:
-        """The best mean and its step; the files of all that was chosen are there."""
+        """The best mean and its step; the files of all that was chosen are there, as published."""
         measured = self.orchestrator.best.measured
         assert measured.versions.keys() == {"left", "right"}
         for policy, version in measured.versions.items():
-            assert f"{version.lineage}.{version.step}" in machine.disk.names(VERSIONS / policy)
+            weights, file = machine.journal.published(version), VERSIONS / policy / f"{version.lineage}.{version.step}"
+            assert weights is not None
+            assert machine.disk.digest(file / TRAINED_FILE) == weights.sha256
         return measured.best, measured.versions["left"].step
 
 
-def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
-    changes: dict[str, Any] = {
+class Unsynced(Heard):
+    """Writes checkpoints that name versions which a power cut may take."""
+
+    def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
+        super().rewired(orchestrator, machine)
+        orchestrator.retention = _NeverDurable(keep=orchestrator.retention._keep, disk=machine.disk)
+
+
+class _NeverDurable(VersionRetention):
+    async def make_durable(self, versions: Iterable[WeightsRef]) -> None:
+        pass
+
+
+FATES: tuple[Fate, ...] = ("kill", "lost", "mixed")
+
+
+def resumed_after_best(scenario: Heard) -> int:
+    """Crash between a version's first tokens and the checkpoint that needs its files, among others; returns the number
+    of crashes after the best step's checkpoint, after each of which the choice was the undisturbed run's."""
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=0) is None
+    expected = scenario.chosen(undisturbed)
+    assert 2 <= expected[1] < 6, "the last step is no choice"
+    count = 0
+    for operation in range(20, undisturbed.disk.operations, 31):
+        crashed = scenario.new_machine()
+        crashed.disk.before = lambda number, _, disk=crashed.disk, at=operation: number == at and disk.crash()
+        scenario.run(crashed, seed=operation)
+        for fate in FATES:
+            machine = crashed.after_crash(fate, seed=operation)
+            assert scenario.run(machine, seed=operation + 1) is None
+            assert scenario.chosen(machine) == expected, f"operation {operation}, {fate}"
+            recovered = scenario.orchestrator.board.current("left").lineage
+            count += scenario.orchestrator.best.measured.versions["left"].lineage < recovered
+    return count
+
+
+def changes_of_best() -> dict[str, Any]:
+    return {
         "steps": 6,
         "deterministic": True,
         "policies": {name: {"step_size": 4, "max_staleness": 0} for name in ("left", "right")},
         "checkpoint": {"every": 2, "versions": 1},
         "best": {"metric": "reward/mean", "window": 2},
     }
-    scenario = Heard(Talk, changes=changes)
+
+
+def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
+    assert resumed_after_best(Heard(Talk, changes=changes_of_best())), "no crash fell after the best step's checkpoint"
+
+
+def test_a_best_version_that_its_checkpoint_did_not_sync_is_missed() -> None:
+    scenario = Unsynced(Talk, changes=changes_of_best())
     undisturbed = scenario.new_machine()
     assert scenario.run(undisturbed, seed=0) is None
-    expected = scenario.chosen(undisturbed)
-    assert 2 <= expected[1] < 6, "the last step is no choice"
-    resumed_after_it = 0
-    for operation in range(20, undisturbed.disk.operations, 31):
-        machine = scenario.new_machine()
-        machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
-        scenario.run(machine, seed=operation)
-        machine = machine.after_crash("kill")
-        assert scenario.run(machine, seed=operation + 1) is None
-        assert scenario.chosen(machine) == expected, f"operation {operation}"
-        recovered = scenario.orchestrator.board.current("left").lineage
-        resumed_after_it += scenario.orchestrator.best.measured.versions["left"].lineage < recovered
-    assert resumed_after_it, "no crash fell after the best step's checkpoint"
+    assert scenario.chosen(undisturbed), "without a crash nothing is missed"
+    with pytest.raises((AssertionError, OSError)):
+        resumed_after_best(scenario)
 
 
 def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulation) -> None:

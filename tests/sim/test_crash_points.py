@@ -112,7 +112,7 @@ def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() ->
     [
         "rename /run/checkpoints",
         "sync /run/checkpoints/.tmp-step",
-        "sync /run/versions/left",
+        "rename /run/versions/left",
     ],
 )
 def test_a_recovery_that_dies_at_any_operation_is_recovered_from(operation: str) -> None:

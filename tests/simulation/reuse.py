@@ -20,7 +20,7 @@ import agentrl
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
 from agentrl.core.tokens import Completion
-from agentrl.credit.samples import trained_positions, unit_samples
+from agentrl.credit.samples import TrainingSample, trained_positions, unit_samples
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
@@ -148,7 +148,8 @@ class Choose(agentrl.Environment):
         solver.reward(float(is_right))
 
 
-def _state(token_ids: NDArray[np.int32]) -> tuple[int, int]:
+def state_of(token_ids: NDArray[np.int32]) -> tuple[int, int]:
+    """Task and turn of a context."""
     text = _CHAT.decode(token_ids.tolist())
     task, turn = text[text.rindex("[") + 1 : text.rindex("]")].split()
     return int(task), int(turn)
@@ -168,7 +169,7 @@ class TabularEngine(ScriptedEngine):
     def _completion(self, request: GenerateRequest, tokens: Sequence[int], reason: Any, spans: Any) -> Completion:
         if not len(tokens):
             return super()._completion(request, tokens, reason, spans)
-        logprobs = log_softmax(self._tables[spans[0].version.step][_state(request.token_ids)])
+        logprobs = log_softmax(self._tables[spans[0].version.step][state_of(request.token_ids)])
         values = [0.0 if token == STOP_TOKEN else logprobs[int(chr(token))] for token in tokens]
         return Completion(
             token_ids=np.array(tokens, np.int32),
@@ -203,6 +204,9 @@ class TabularTrainer(RecordingTrainer):
         """Number of new episodes of each step, and of those trained again."""
         self.trained_again: list[int] = []
 
+    reward_of = staticmethod(success)
+    """The exact mean reward of a table."""
+
     def _seconds(self, batch: TrainBatch) -> float:
         again = self._plan.uses - 1 if self._plan.in_a_row else len(self._usable())
         return self._plan.episode_s * len(batch.units) * (1 + again)
@@ -211,11 +215,14 @@ class TabularTrainer(RecordingTrainer):
         logprobs = log_softmax(self._logits)
         return [rows for rows in self._older if effective_share(logprobs, rows) >= self._plan.least_ess]
 
+    def _samples(self, unit: Unit) -> Sequence[TrainingSample]:
+        return unit_samples(unit, assemble_trajectories(self._log.read(unit.episode_id, unit.attempt), POLICY, ()))
+
     def _row(self, unit: Unit) -> Row:
-        samples = unit_samples(unit, assemble_trajectories(self._log.read(unit.episode_id, unit.attempt), POLICY, ()))
+        samples = self._samples(unit)
         return [
             Decision(
-                _state(sample.token_ids[:at]),
+                state_of(sample.token_ids[:at]),
                 int(chr(sample.token_ids[at])),
                 float(sample.logprobs[at]),
                 float(sample.advantages[at]),
@@ -225,8 +232,11 @@ class TabularTrainer(RecordingTrainer):
             if sample.token_ids[at] != STOP_TOKEN
         ]
 
+    def _ascent(self, rows: Sequence[Row]) -> Logits:
+        return gradient(self._logits, rows, exact=self._plan.exact)
+
     def _update(self, rows: Sequence[Row]) -> None:
-        ascent = gradient(self._logits, rows, exact=self._plan.exact)
+        ascent = self._ascent(rows)
         self._updates += 1
         corrected = []
         for moment, beta, value in zip(self._moments, BETAS, (ascent, ascent**2), strict=True):
@@ -257,27 +267,34 @@ class TabularTrainer(RecordingTrainer):
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         weights = await super().publish(policy, version)
         self._tables[version.step] = self._logits.copy()
-        self.curve.append((self._time.monotonic(), success(self._logits)))
+        self.curve.append((self._time.monotonic(), self.reward_of(self._logits)))
         return weights
 
 
-def play(plan: Plan, seed: int) -> tuple[TabularTrainer, float]:
+def play(
+    plan: Plan,
+    seed: int,
+    *,
+    environment: type[agentrl.Environment] = Choose,
+    trainer_class: type[TabularTrainer] = TabularTrainer,
+    **trainer_options: Any,
+) -> tuple[TabularTrainer, float]:
     """Play a run; returns its trainer, and when it began."""
     start = 0.3 * np.random.default_rng(seed).standard_normal((TASKS, TURNS, CHOICES))
     start[..., 0] += 1.2
     tables: dict[int, Logits] = {0: start}
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        weights = np.exp(log_softmax(tables[version.step][_state(request.token_ids)])).tolist()
+        weights = np.exp(log_softmax(tables[version.step][state_of(request.token_ids)])).tolist()
         return [ord(str(random.Random(request.seed).choices(range(CHOICES), weights)[0])), STOP_TOKEN]
 
     Choose.tool_s = plan.tool_s
     run = SmallRun(
-        environment=Choose,
+        environment=environment,
         script=script,
         engine_class=partial(TabularEngine, tables=tables, refresh="turn"),
         engine_options={"seconds_per_call": 0.05, "seconds_per_token": 0.02},
-        trainer_options={"publish_seconds": 0.05, "plan": plan, "tables": tables},
+        trainer_options={"publish_seconds": 0.05, "plan": plan, "tables": tables, **trainer_options},
         tasks=[agentrl.Task(id=str(number), data={}) for number in range(TASKS)],
         config=config_for(
             steps=1 << 20,
@@ -288,7 +305,7 @@ def play(plan: Plan, seed: int) -> tuple[TabularTrainer, float]:
             max_in_flight=1024,
         ),
     )
-    run.trainer_class = partial(TabularTrainer, journal=run.journal)
+    run.trainer_class = partial(trainer_class, journal=run.journal)
     simulate(partial(run.stop_after, plan.limit_s), seed=seed, max_steps=1 << 40)
     assert isinstance(run.trainer, TabularTrainer)
     return run.trainer, run.trainer.curve[0][0]

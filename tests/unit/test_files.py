@@ -17,7 +17,9 @@ from agentrl.core.files import (
     remove_staging_directories,
     remove_whole,
     rename_durably,
+    rename_whole,
     staging_directory,
+    sync_directory,
 )
 from agentrl.orchestrator.checkpoints import list_version_directories
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
@@ -208,3 +210,21 @@ def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, 
 )
 def test_what_to_do_depends_on_what_was_refused(number: int, told: str) -> None:
     assert told in os_error_advice(OSError(number, os.strerror(number)))
+
+
+def test_a_directory_that_was_not_synced_may_be_torn_until_it_is() -> None:
+    disk, target = SimDisk(), Path("/run/versions/policy/0.1")
+    disk.make_directory(Path("/run"))
+    disk.sync(Path("/"))
+    with staging_directory(target, disk=disk, depth=2, durable=False) as staging:
+        disk.write(staging / "weights", b"weights")
+        rename_whole(staging, target, disk=disk)
+    assert disk.read(target / "weights", limit=99) == b"weights"
+    assert disk.after_crash("kill").read(target / "weights", limit=99) == b"weights"
+    assert disk.after_crash("lost").names(Path("/run")) == []
+    assert disk.after_crash("kept").read(target / "weights", limit=99) != b"weights"
+    sync_directory(target, disk=disk, depth=3)
+    for fate in ("lost", "kept", "mixed"):
+        assert disk.after_crash(fate).read(target / "weights", limit=99) == b"weights"
+    with pytest.raises(FileNotFoundError):
+        sync_directory(target.with_name("0.2"), disk=disk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import OptimizerConfig
 from agentrl.core.errors import (
     ConfigError,
+    EngineError,
     EntriesError,
     ModelError,
     NonFiniteError,
@@ -26,6 +28,7 @@ from agentrl.core.errors import (
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, Unit, VersionSpan
 from agentrl.core.tokens import KeptSets, TrajectoryRow
+from agentrl.engines.weights.reading import read_metadata, read_weights
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
 from tests.learn_cases import (
     LORA,
@@ -464,3 +467,42 @@ def test_the_port_runs_in_a_thread_and_the_loop_goes_on(model: Path, tmp_path: P
     assert turns > 1
     assert len(sha256) == 64
     assert (tmp_path / "checkpoint" / "policy" / "rng.json").is_file()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapter"])
+def test_only_versions_that_a_resume_loads_are_synced(
+    model: Path, tmp_path: Path, episodes: Episodes, lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = started(run_config(model, policies={"policy": PolicyConfig(lora=lora)}), tmp_path, episodes)
+    trainer.publish("policy", START)  # also copies configuration and tokenizer, once
+    synced: list[str] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    trainer.forward_backward(episodes.batch())
+    trainer.optim_step("policy", 1)
+    weights = trainer.publish("policy", START._replace(step=1))
+    assert Path(weights.path).is_dir()
+    assert bool(synced) == (lora is not None), synced
+
+
+def test_an_engine_in_this_process_needs_no_file_of_the_newest_weights(
+    model: Path, tmp_path: Path, episodes: Episodes
+) -> None:
+    trainer = started(run_config(model), tmp_path, episodes)
+    trainer.forward_backward(episodes.batch())
+    trainer.optim_step("policy", 1)
+    weights = trainer.publish("policy", START._replace(step=1))
+    file = Path(weights.path) / "model.safetensors"
+    expected = load_file(file)
+    metadata = read_metadata(weights)
+    file.unlink()
+    taken = read_weights(weights, max_numbers=1 << 24)
+    assert taken.metadata == metadata
+    assert taken.tensors.keys() == expected.keys()
+    assert all(torch.equal(taken.tensors[name], tensor) for name, tensor in expected.items())
+    trainer.forward_backward(episodes.batch(2))
+    assert read_weights(weights, max_numbers=1 << 24).tensors.keys() == expected.keys(), "nothing has changed yet"
+    trainer.optim_step("policy", 2)
+    with pytest.raises(EngineError, match="cannot be read"):
+        read_weights(weights, max_numbers=1 << 24)
+    assert all(torch.equal(taken.tensors[name], tensor) for name, tensor in expected.items()), "a copy"

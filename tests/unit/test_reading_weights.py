@@ -19,11 +19,12 @@ from agentrl.engines.weights.reading import (
     copy_weight_files,
     count_adapter_numbers,
     count_numbers,
+    hold_weights,
     read_weights,
 )
 from tests.learn_cases import write_model
 
-PRIVATE = pytest.mark.parametrize("is_private", [False, True])
+MAPPED = pytest.mark.parametrize("maps", [False, True])
 
 
 def written(directory: Path, tensors: dict[str, torch.Tensor]) -> WeightsRef:
@@ -33,22 +34,22 @@ def written(directory: Path, tensors: dict[str, torch.Tensor]) -> WeightsRef:
     return WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(directory), kind="full", sha256=digest)
 
 
-@PRIVATE
-def test_tensors_and_metadata_are_those_of_the_file(tmp_path: Path, is_private: bool) -> None:
+@MAPPED
+def test_tensors_and_metadata_are_those_of_the_file(tmp_path: Path, maps: bool) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "empty": torch.empty(0, 4)}
-    read = read_weights(written(tmp_path, tensors), is_private=is_private, max_numbers=1 << 24)
+    read = read_weights(written(tmp_path, tensors), maps=maps, max_numbers=1 << 24)
     assert read.metadata == {"format": "pt"}
     assert read.tensors.keys() == tensors.keys()
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
 
 
-@PRIVATE
-def test_a_changed_file_is_refused(tmp_path: Path, is_private: bool) -> None:
+@MAPPED
+def test_a_changed_file_is_refused(tmp_path: Path, maps: bool) -> None:
     weights = written(tmp_path, {"a": torch.zeros(9)})
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(EngineError, match="SHA-256"):
-        read_weights(weights, is_private=is_private, max_numbers=1 << 24)
+        read_weights(weights, maps=maps, max_numbers=1 << 24)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -88,16 +89,14 @@ HUGE: dict[str, tuple[Mapping[str, Any], int, bool]] = {
 }
 
 
-@PRIVATE
+@MAPPED
 @pytest.mark.parametrize("name", HUGE)
-def test_a_file_that_is_too_large_is_refused_before_it_is_read_or_copied(
-    tmp_path: Path, name: str, is_private: bool
-) -> None:
+def test_a_file_that_is_too_large_is_refused_before_it_is_read_or_copied(tmp_path: Path, name: str, maps: bool) -> None:
     """Four tebibytes, which could be neither read nor hashed."""
     header, size, is_whole = HUGE[name]
     weights = sparse(tmp_path, header, size, is_whole=is_whole)
     with pytest.raises(EngineError, match=r"describes|damaged"):
-        read_weights(weights, max_numbers=1000, is_private=is_private)
+        read_weights(weights, max_numbers=1000, maps=maps)
     with pytest.raises(EngineError, match=r"describes|damaged"):
         copy_weight_files(weights, tmp_path / "copy", max_numbers=1000)
     assert not any((tmp_path / "copy").iterdir())
@@ -109,3 +108,22 @@ def test_a_version_is_not_larger_than_its_model(tmp_path: Path) -> None:
     assert sum(one.numel() for one in model.parameters()) <= count <= 3 * sum(one.numel() for one in model.parameters())
     shapes = [one.shape for one in model.parameters() if one.ndim > 1]
     assert count_adapter_numbers(model, 4) == 16 * sum(rows + columns for rows, columns in shapes)
+
+
+def test_a_trainer_of_this_process_gives_its_weights_until_it_changes_them(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    weights = written(tmp_path, tensors)
+    held = hold_weights(weights.sha256, {"format": "of the trainer"}, lambda: iter(tensors.items()))
+    read = read_weights(weights, max_numbers=1 << 24)
+    assert read.metadata == {"format": "of the trainer"}
+    tensors["a"] += 1.0  # the next optimizer step, after the copy
+    assert torch.equal(read.tensors["a"] + 1.0, tensors["a"])
+    assert torch.equal(read.tensors["b"], tensors["b"])
+    held.withdraw()
+    assert read_weights(weights, max_numbers=1 << 24).metadata == {"format": "pt"}
+    tensors["b"][3] = torch.nan
+    held = hold_weights(weights.sha256, {}, lambda: iter(tensors.items()))
+    with pytest.raises(EngineError, match="b has values that are not finite"):
+        read_weights(weights, max_numbers=1 << 24)
+    del held
+    assert read_weights(weights, max_numbers=1 << 24).metadata == {"format": "pt"}, "the trainer is gone"

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -43,6 +44,7 @@ from agentrl.learn.trainer import PolicyTrainer
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.checkpoints import VersionRetention
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.support.sim_disk import SimDisk
 
 (WHOLE,) = WEIGHT_FILES["full"]
 RECORD, DELTA = DELTA_FILES
@@ -238,6 +240,33 @@ def test_versions_that_a_delta_needs_stay_while_it_does(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_version_is_durable_with_those_that_its_delta_needs() -> None:
+    disk, directory = SimDisk(), Path("/run/versions/policy")
+    for folder in (*reversed(directory.parents[:2]), directory):
+        disk.make_directory(folder)
+    disk.sync(Path("/"))
+    for step in range(4):
+        version = directory / f"0.{step}"
+        disk.make_directory(version)
+        if step:
+            record = DeltaRecord(f"0.{step - 1}", "0" * 64, "1" * 64)
+            disk.write(version / RECORD, msgspec.json.encode(record))
+        disk.write(version / (DELTA if step else WHOLE), b"numbers")
+    needed = WeightsRef(
+        version=PolicyVersion("policy", 0, 2), path=str(directory / "0.2"), kind="full", sha256="1" * 64
+    )
+    retention = VersionRetention(keep=1, disk=disk)
+    asyncio.run(retention.make_durable([needed, replace(needed, path=str(directory / "0.7"))]))
+    survivor = disk.after_crash("lost")
+    assert survivor.files(directory).keys() == {f"0.0/{WHOLE}"} | {
+        f"0.{step}/{name}" for step in (1, 2) for name in (DELTA, RECORD)
+    }
+    assert survivor.read(directory / "0.2" / DELTA, limit=99) == b"numbers"
+    operations = disk.operations
+    asyncio.run(retention.make_durable([needed]))
+    assert disk.operations == operations, "each version is synced once"
+
+
 def test_nothing_is_deleted_while_a_record_cannot_be_read(tmp_path: Path) -> None:
     class FailingDisk(LocalDisk):
         fails = True
@@ -278,7 +307,8 @@ def model(tmp_path: Path) -> Path:
 
 def config_of(model: Path, publish: str = "delta", **policy: object) -> RunConfig:
     config = run_config(model, policies={"policy": PolicyConfig(**{"learning_rate": 1e-4, **policy})})  # type: ignore[arg-type]
-    engine = config.engine.model_copy(update={"publish": publish})
+    # an engine in this process would take the newest weights from the trainer
+    engine = config.engine.model_copy(update={"publish": publish, "replicas": 1})
     return config.model_copy(update={"model": ModelConfig(path=str(model), dtype="bfloat16"), "engine": engine})
 
 

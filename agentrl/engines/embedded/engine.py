@@ -81,6 +81,7 @@ from agentrl.engines.weights.reading import (
     check_dtypes,
     count_adapter_numbers,
     count_numbers,
+    is_from_trainer,
     map_weights_to_state,
     read_adapter,
     read_weights,
@@ -620,7 +621,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     def _read_full(self, weights: WeightsRef) -> tuple[Callable[[Any], None], Canary | None]:
         """Read full weights; returns a function that fills a copy of the model with them, and their canary."""
         base = self.base
-        file = read_weights(weights, max_numbers=count_numbers(base.model))
+        file = read_weights(weights, max_numbers=count_numbers(base.model), maps=is_from_trainer(weights))
         state = map_weights_to_state(weights, file.tensors, base.state, base.model)
         canary = read_canary(weights, file.metadata, file.tensors)
         if canary is not None:

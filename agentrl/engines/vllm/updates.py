@@ -25,7 +25,7 @@ import os
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ from agentrl.engines.weights.reading import (
     copy_weight_files,
     count_adapter_numbers,
     count_numbers,
+    is_from_trainer,
     map_weights_to_state,
     read_adapter,
     read_metadata,
@@ -87,7 +88,7 @@ class VllmVersion(LiveVersion):
     salt: str | None = None
     """Salt that separates its prefixes in vLLM's cache; for an adapter its path does that."""
     files: WeightsRef | None = None
-    """Full weights, or an adapter to be merged: a private copy, or the published files if the trainer sent the weights;
+    """Full weights, or an adapter to be merged: the published files of a trainer, or a private copy;
     None: the weights with which vLLM was started."""
     check: asyncio.Future[bool] | None = None
     """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
@@ -344,14 +345,14 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
-        delivery, canary = await self._receive_offer(weights)
+        files, (delivery, canary) = weights, await self._receive_offer(weights)
         try:
             if delivery is None:
-                canary = await self._copy(weights, copy)
+                files, canary = await self._files(weights, copy)
             self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
-            await run_shielded(self._replace_full(weights, canary, copy, delivery))
+            await run_shielded(self._replace_full(weights, canary, files, copy, delivery))
         finally:
             if delivery is not None:
                 delivery.close()
@@ -392,25 +393,27 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             raise version_refused_error(weights, "it has no canary, so only its published file can be checked")
         return canary
 
-    async def _copy(self, weights: WeightsRef, copy: Path) -> Canary | None:
-        """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
+    async def _files(self, weights: WeightsRef, copy: Path) -> tuple[WeightsRef, Canary | None]:
+        """Return the checked files to load, and their canary, so that nothing is left to check while vLLM is paused. A
+        trainer's whole files are loaded as they are; others are copied (see `_copy_checked`)."""
         if weights.kind == "adapter":
             return await asyncio.to_thread(self._copy_merged, weights, copy)
         await self._inbox.fetch(weights.version)
 
-        def read_copy() -> WeightFile:
-            count = count_numbers(self._model)
-            copied = copy_weight_files(weights, copy, max_numbers=count)
-            return read_weights(copied, max_numbers=count, is_private=True)
+        def read() -> tuple[WeightsRef, Canary | None]:
+            files, count = weights, count_numbers(self._model)
+            if not (Path(weights.path) / WEIGHT_FILES["full"][0]).is_file() or not is_from_trainer(weights):
+                files = copy_weight_files(weights, copy, max_numbers=count)
+            return files, self._check_full(weights, read_weights(files, max_numbers=count, maps=True))
 
-        read = await asyncio.to_thread(read_copy)
-        return await asyncio.to_thread(self._check_full, weights, read)
+        return await asyncio.to_thread(read)
 
-    def _copy_merged(self, weights: WeightsRef, copy: Path) -> Canary | None:
+    def _copy_merged(self, weights: WeightsRef, copy: Path) -> tuple[WeightsRef, Canary | None]:
         count = count_numbers(self._model)
-        adapter = read_adapter(copy_weight_files(weights, copy, max_numbers=count), max_numbers=count)
+        files = copy_weight_files(weights, copy, max_numbers=count)
+        adapter = read_adapter(files, max_numbers=count)
         check_adapter(weights, adapter, self._model, max_rank=adapter.rank)
-        return self._of_the_model(weights, adapter.canary)
+        return files, self._of_the_model(weights, adapter.canary)
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file.metadata, file.tensors)
@@ -427,14 +430,18 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 shutil.rmtree(copy, ignore_errors=True)
 
     async def _replace_full(
-        self, weights: WeightsRef, canary: Canary | None, copy: Path, delivery: IncomingTransfer | None
+        self,
+        weights: WeightsRef,
+        canary: Canary | None,
+        files: WeightsRef,
+        copy: Path,
+        delivery: IncomingTransfer | None,
     ) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
             raise version_refused_error(
                 weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora"
             )
-        files = replace(weights, path=str(copy)) if delivery is None else weights
         new = VllmVersion(
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), files=files
         )
@@ -460,8 +467,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 if await self._control.receive(delivery, str(new.version)):
                     return
                 # The trainer is gone or cannot continue; load the file, which has the same weights.
-                await self._copy(weights, copy)
-                new.files = replace(weights, path=str(copy))
+                new.files, _ = await self._files(weights, copy)
             await self._control.load_full(new.files, str(new.version))
         except EngineDeadError:
             raise

@@ -15,7 +15,9 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
@@ -28,7 +30,7 @@ from agentrl.core.errors import EngineStorageError, ModelError, version_refused_
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES
 from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.core.weight_deltas import WeightDeltaError, copy_weights, open_weights, read_header_of
-from agentrl.engines.canary import Canary, read_canary
+from agentrl.engines.canary import CANARY_KEY, Canary, read_canary
 from agentrl.engines.experts import (
     adaptable_experts,
     adapter_module,
@@ -53,7 +55,7 @@ from agentrl.engines.process import MAKE_ROOM
 from agentrl.engines.stored_tensors import checkpoint_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -144,28 +146,92 @@ def count_adapter_numbers(model: PreTrainedModel, max_rank: int) -> int:
     return sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * 4 * max_rank for shape in matrices)
 
 
-def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", is_private: bool = False) -> WeightFile:
-    """Read a version's safetensors file after checking its size, and its digest, which also covers the bytes of its
-    `config`.
+class HeldWeights:
+    """Full weights of a version that a trainer in this process still has. Engines copy them instead of reading the
+    version's file, whose digest was computed from them.
 
-    No other process writes a private file, so it is mapped into memory.
+    Args:
+        metadata: metadata of the file.
+        tensors: yields the tensors.
+    """
+
+    def __init__(self, metadata: dict[str, str], tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self._metadata = metadata
+        self._tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = tensors
+        self._lock = Lock()
+
+    def copy(self) -> WeightFile | None:
+        """Return a copy on the CPU; None if the trainer has changed the weights."""
+        with self._lock:
+            if self._tensors is None:
+                return None
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
+        return WeightFile(tensors, self._metadata)
+
+    def withdraw(self) -> None:
+        """Let no engine copy the weights from now on; waits for copies in progress."""
+        with self._lock:
+            self._tensors = None
+
+
+_held_weights: WeakValueDictionary[str, HeldWeights] = WeakValueDictionary()
+"""Weights that trainers in this process have, by the digest of their version."""
+
+
+def hold_weights(
+    sha256: str, metadata: dict[str, str], tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+) -> HeldWeights:
+    """Let engines in this process copy the weights of a published version, as long as the result is referenced."""
+    held = _held_weights[sha256] = HeldWeights(metadata, tensors)
+    return held
+
+
+def is_from_trainer(weights: WeightsRef) -> bool:
+    """Whether a version has a canary, so that a trainer published it. Nothing changes such a file in place, so it needs
+    no copy; if someone does, the canary check fails.
+
+    Raises:
+        EngineError: the file cannot be read.
+    """
+    return CANARY_KEY in read_metadata(weights)
+
+
+def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", maps: bool = False) -> WeightFile:
+    """Read a version's safetensors file after checking its size, and its digest, which also covers the bytes of its
+    `config`. A trainer in this process gives the tensors instead, if it still has them.
 
     Args:
         weights: the version.
         max_numbers: see `check_size`.
         config: content of the version's other file.
-        is_private: whether the file is this process's own copy.
+        maps: whether the file, which no one changes, is mapped into memory; otherwise it is read.
 
     Raises:
         EngineError: the file is missing, damaged, too large, or not the one whose digest was published; or a tensor is
             of a wrong dtype or has a value that is not finite.
     """
+    held = _held_weights.get(weights.sha256) if weights.kind == "full" else None
+    file = None if held is None else held.copy()
+    if file is None:
+        file = _read_file(weights, max_numbers, config, maps=maps)
+    for key, tensor in file.tensors.items():
+        if tensor.dtype not in _WEIGHT_TYPES:
+            raise version_refused_error(
+                weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed"
+            )
+        if not _is_finite(tensor):
+            raise version_refused_error(weights, f"{key} has values that are not finite")
+    return file
+
+
+def _read_file(weights: WeightsRef, max_numbers: int, config: bytes, *, maps: bool) -> WeightFile:
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     content, digest = b"", hashlib.sha256()
+    maps &= path.is_file()  # a delta is rebuilt
     try:
         size = check_size(weights, max_numbers)
         with open_weights(path) as file:
-            if not is_private:
+            if not maps:
                 content = file.read(size)
                 digest.update(content)
             hashlib.file_digest(file, lambda: digest)
@@ -180,17 +246,12 @@ def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", 
             weights, f"the SHA-256 digest of {description} is {digest.hexdigest()}, but {weights.sha256} was published"
         )
     try:
-        tensors = load_file(path) if is_private else load_safetensors(content)
+        tensors = load_file(path) if maps else load_safetensors(content)
+    except OSError as error:
+        raise version_refused_error(weights, f"{path} cannot be read ({error.strerror})") from error
     except SafetensorError as error:
         raise version_refused_error(weights, f"{path} is damaged ({error})") from error
-    for key, tensor in tensors.items():
-        if tensor.dtype not in _WEIGHT_TYPES:
-            raise version_refused_error(
-                weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed"
-            )
-        if not _is_finite(tensor):
-            raise version_refused_error(weights, f"{key} has values that are not finite")
-    if is_private:
+    if maps:
         return WeightFile(tensors, read_metadata(weights))
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors has validated the header
     return WeightFile(tensors, header.get("__metadata__") or {})
