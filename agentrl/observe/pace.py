@@ -265,15 +265,15 @@ class _Simulation:
                 del self._open[group]
 
 
-def fit_together(timings: LoopTimings, staleness: int, step_s: float) -> float:
-    """Return the speed of engine and trainer at the same time with which the prediction is the time that was seen.
+def fit_together(timings: LoopTimings, staleness: int, share: float) -> float:
+    """Return the speed of engine and trainer at the same time with which a step takes `share` of lockstep's time.
 
     Args:
         timings: measured while engine and trainer took turns.
-        staleness: bound under which the time was seen.
-        step_s: seconds per step that were seen.
+        staleness: bound with which steps took that share.
+        share: seconds per step over those in lockstep, both as seen.
     """
-    slow, fast = SLOWEST_TOGETHER, 1.0
+    slow, fast, step_s = SLOWEST_TOGETHER, 1.0, share * predict_step_seconds(timings, 0)
     for _ in range(5):
         middle = (slow + fast) / 2
         is_too_slow = predict_step_seconds(replace(timings, together=middle), staleness) > step_s
@@ -382,7 +382,7 @@ def _seen_seconds(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
             seconds.setdefault(bound, deque(maxlen=MEASURED_STEPS)).append(step_s)
         unsettled = max(unsettled - 1, 0)
         if (recorded := _recorded_bound(values)) != bound:
-            bound, unsettled = recorded, recorded or 0
+            bound, unsettled = recorded, max(recorded or 0, bound or 0)  # a larger bound's episodes are trained first
     return {bound: fmean(values) for bound, values in seconds.items()}
 
 

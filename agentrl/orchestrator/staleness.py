@@ -83,13 +83,14 @@ class StalenessController:
         self._is_chosen = False
         """Whether a prediction chose the bound, in this process or an earlier one."""
         self.predicted: Mapping[int, float] = {}
-        """Seconds per step by bound, as last predicted; empty before."""
+        """Seconds per step by bound; empty before the first prediction. That of the bound in force is the time of its
+        newest steps, and the others keep their ratios to it."""
         self._together = rules.together
         self._groups: deque[Sequence[EpisodeHeader]] = deque(maxlen=MAX_GROUPS)
         self._num_episodes = 0
         self._readings: deque[_Reading] = deque(maxlen=MAX_WINDOW + 1)
-        self._alone: LoopTimings | None = None
-        """Timings while engine and trainer took turns, until `_together` is measured."""
+        self._alone: tuple[LoopTimings, float] | None = None
+        """Timings while engine and trainer took turns, and the seconds per step, until `_together` is measured."""
         self._timed: tuple[float, ...] = ()
         """What the last prediction rested on."""
         self._unsettled = 0
@@ -139,7 +140,10 @@ class StalenessController:
         self._readings.append(reading)
         self._since += 1
         self._in_lockstep = 0 if self.bound else self._in_lockstep + 1
-        if len(self._readings) < 2 or self._since < self._interval:
+        if len(self._readings) < 2:
+            return False
+        self._calibrate()
+        if self._since < self._interval:
             return False
         timings = self._timings(places, max_in_flight)
         if timings is None:
@@ -155,40 +159,60 @@ class StalenessController:
     def _look(self, timings: LoopTimings) -> bool:
         timed = (self._seen_s, timings.step_s, fmean(pace.wait_s for group in timings.groups for pace in group))
         if not self.bound:
-            self._alone = timings
+            self._alone = timings, self._seen_s
             if self._in_lockstep >= RETRY_AFTER and self._together < self._rules.together:
                 self._together, self._in_lockstep, self._timed = self._rules.together, 0, ()
-        elif self._alone is not None:
-            self._together, self._timed = fit_together(self._alone, self.bound, self._seen_s), ()
+        elif self._alone is not None and self._is_pace:
+            alone, lockstep_s = self._alone
+            self._together, self._timed = fit_together(alone, self.bound, self._seen_s / lockstep_s), ()
             self._alone = None  # later, other episodes may be longer
         if self._timed and not any(_differs(*pair, self._seen_s) for pair in zip(timed, self._timed, strict=True)):
             return False
         is_first, self._timed = not self.predicted, timed
         timings = replace(timings, together=self._together)
         self.predicted = {bound: predict_step_seconds(timings, bound) for bound in self._rules.choices}
+        self._calibrate()
         bound, before = choose_staleness(self.predicted, self.bound if self._is_chosen else None), self.bound
         self._is_chosen = True
         self._interval = FIRST_INTERVAL if is_first else min(2 * self._interval, LAST_INTERVAL)
         if bound != before:
             self.bound = bound
-            self.restart()
+            self.restart(before)
         return is_first or bound != before
+
+    def _calibrate(self) -> None:
+        """Scale the predictions to what a step takes. A simulation knows neither the loop's own work nor a process that
+        warms up, which raise the time with every bound alike."""
+        if self.predicted and self._is_pace and self._seen_s > 0.0:
+            factor = self._seen_s / self.predicted[self.bound]
+            self.predicted = {bound: factor * seconds for bound, seconds in self.predicted.items()}
 
     def leave_out_step(self) -> None:
         """Take no reading at the end of a step beside which other episodes ran, or a policy was frozen."""
         self._unsettled = max(self._unsettled - 1, 0)
         self._readings.clear()
 
-    def restart(self) -> None:
+    def restart(self, before: int = 0) -> None:
         """Take new readings, after a pause or under a new bound. Left out are the steps until the bound shows, and the
-        first step of a process, which is slow. Totals of other processes are up to a second old."""
-        self._unsettled, self._since = 1 + self.bound, 0
-        self._interval = 1 if not self.predicted and self._rules.workers == 1 else FIRST_INTERVAL + self.bound
+        first step of a process, which is slow. Totals of other processes are up to a second old.
+
+        Args:
+            before: bound that was in force. If it was larger, the next steps train what was sampled ahead.
+        """
+        lag = max(self.bound, before)
+        self._unsettled, self._since = 1 + lag, 0
+        is_first = not self.predicted and self._rules.workers == 1
+        self._interval = 1 if is_first else max(FIRST_INTERVAL + lag, 2 + lag + self.bound)
 
     @property
     def _seen_s(self) -> float:
         """Seconds per step in the window."""
         return (self._readings[-1].at - self._readings[0].at) / (len(self._readings) - 1)
+
+    @property
+    def _is_pace(self) -> bool:
+        """Whether `_seen_s` is the pace of the run: steps on what was sampled ahead may come all at once."""
+        return len(self._readings) - 1 > self.bound
 
     def _timings(self, places: int, max_in_flight: int) -> LoopTimings | None:
         """Return what the readings of the window say of engine and trainer alone; None if too little ended."""

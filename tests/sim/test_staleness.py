@@ -65,8 +65,8 @@ def test_with_engine_and_trainer_exchanged_the_choice_is_wrong() -> None:
 def test_what_engine_and_trainer_share_is_found_from_the_time_of_a_step() -> None:
     timings = timings_of("engine and trainer")
     slow = predict_step_seconds(replace(timings, together=0.5), 2)
-    assert fit_together(timings, 2, slow) == pytest.approx(0.5, abs=0.03)
     lockstep = predict_step_seconds(replace(timings, together=0.5), 0)
+    assert fit_together(timings, 2, slow / lockstep) == pytest.approx(0.5, abs=0.03)
     assert lockstep == pytest.approx(predict_step_seconds(timings, 0), rel=0.01)
 
 
@@ -159,16 +159,18 @@ def test_the_bound_stays_while_predictions_are_close_to_each_other() -> None:
     assert choose_staleness({0: 1.0, 1: 0.5, 2: 0.44}, current=1) == 1
 
 
-def controller_after(num_steps: int, *, sharing: float = 1.0, together: float = 1.0, groups: int = 8) -> Any:
+def controller_after(
+    num_steps: int, *, sharing: float = 1.0, together: float = 1.0, groups: int = 8, unknown: float = 1.0
+) -> Any:
     """A controller that was given steps of 8 episodes per group: 10 s of engine and 10 s of trainer, no waits, which
-    slow each other down to `sharing` while both compute."""
+    slow each other down to `sharing` while both compute. Steps take `unknown` times as long as that."""
     controller = StalenessController(StalenessRules(choices=(0, 1, 2, 4), together=together))
     now, totals = 0.0, dict.fromkeys((*PASSES, "engine", "engine/any"), 0.0)
     header = SimpleNamespace(turns=1, tokens=9, seconds=10.0)
     for _ in range(num_steps):
         overlaps = bool(controller.bound)
         step_s = 10.0 / sharing if overlaps else 20.0
-        now += step_s
+        now += step_s * unknown
         turn_s = 10.0 / (sharing if overlaps else 1.0)
         for _ in range(8 * groups):
             passes = 10.0
@@ -192,6 +194,14 @@ def test_a_prediction_counts_all_episodes_of_its_window_also_where_it_draws_from
     assert controller.bound == 1
     assert controller.predicted[0] == pytest.approx(20.0, rel=0.1)
     assert controller.predicted[1] == pytest.approx(10.0, rel=0.15)
+
+
+@pytest.mark.parametrize("num_steps", [2, 40])
+def test_what_no_timing_knows_makes_each_bound_slower(num_steps: int) -> None:
+    """The loop's own work, and waits that are left out."""
+    controller = controller_after(num_steps, unknown=1.5)
+    assert controller.predicted[0] == pytest.approx(30.0, rel=0.1)
+    assert controller.predicted[1] == pytest.approx(15.0, rel=0.15)
 
 
 def test_asynchrony_that_does_not_pay_ends_and_is_tried_again() -> None:

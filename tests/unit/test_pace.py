@@ -47,6 +47,15 @@ def test_a_step_belongs_to_the_bound_before_it_once_that_shows() -> None:
     assert chosen.table[4] == "1 s predicted, 1 s seen"
 
 
+def test_steps_on_what_was_sampled_ahead_belong_to_no_bound() -> None:
+    steps = steps_of(4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0)
+    for step in range(8, 12):
+        steps[step]["step/seconds"] = 0.1
+    chosen = ChosenStaleness.of_steps(steps)
+    assert chosen is not None
+    assert chosen.paces[0] == StepPace(4.0, 4.0)
+
+
 def test_a_run_with_a_number_chose_nothing() -> None:
     assert ChosenStaleness.of_steps({1: {"step/seconds": 1.0}}) is None
 
