@@ -82,7 +82,7 @@ class StalenessController:
         self.bound = rules.choices[0]
         self._is_chosen = False
         """Whether a prediction chose the bound, in this process or an earlier one."""
-        self.predicted: Mapping[int, float] = {}
+        self.predicted: dict[int, float] = {}
         """Seconds per step by bound; empty before the first prediction. That of the bound in force is the time of its
         newest steps, and the others keep their ratios to it."""
         self._together = rules.together
@@ -91,6 +91,9 @@ class StalenessController:
         self._readings: deque[_Reading] = deque(maxlen=MAX_WINDOW + 1)
         self._alone: tuple[LoopTimings, float] | None = None
         """Timings while engine and trainer took turns, and the seconds per step, until `_together` is measured."""
+        self._correction = 1.0
+        """Factor of lockstep's prediction while engine and trainer overlap: they need not slow each other down alike,
+        and timings of that time say little of each alone."""
         self._timed: tuple[float, ...] = ()
         """What the last prediction rested on."""
         self._unsettled = 0
@@ -158,19 +161,25 @@ class StalenessController:
 
     def _look(self, timings: LoopTimings) -> bool:
         timed = (self._seen_s, timings.step_s, fmean(pace.wait_s for group in timings.groups for pace in group))
+        share = 0.0
         if not self.bound:
-            self._alone = timings, self._seen_s
+            self._alone, self._correction = (timings, self._seen_s), 1.0
             if self._in_lockstep >= RETRY_AFTER and self._together < self._rules.together:
                 self._together, self._in_lockstep, self._timed = self._rules.together, 0, ()
         elif self._alone is not None and self._is_pace:
             alone, lockstep_s = self._alone
-            self._together, self._timed = fit_together(alone, self.bound, self._seen_s / lockstep_s), ()
+            share = self._seen_s / lockstep_s
+            self._together, self._timed = fit_together(alone, self.bound, share), ()
             self._alone = None  # later, other episodes may be longer
         if self._timed and not any(_differs(*pair, self._seen_s) for pair in zip(timed, self._timed, strict=True)):
             return False
         is_first, self._timed = not self.predicted, timed
         timings = replace(timings, together=self._together)
         self.predicted = {bound: predict_step_seconds(timings, bound) for bound in self._rules.choices}
+        if share:
+            self._correction = self.predicted[self.bound] / self.predicted[0] / share
+        if 0 in self.predicted:
+            self.predicted[0] *= self._correction
         self._calibrate()
         bound, before = choose_staleness(self.predicted, self.bound if self._is_chosen else None), self.bound
         self._is_chosen = True

@@ -160,10 +160,17 @@ def test_the_bound_stays_while_predictions_are_close_to_each_other() -> None:
 
 
 def controller_after(
-    num_steps: int, *, sharing: float = 1.0, together: float = 1.0, groups: int = 8, unknown: float = 1.0
+    num_steps: int,
+    *,
+    sharing: float = 1.0,
+    engine_sharing: float | None = None,
+    together: float = 1.0,
+    groups: int = 8,
+    unknown: float = 1.0,
 ) -> Any:
     """A controller that was given steps of 8 episodes per group: 10 s of engine and 10 s of trainer, no waits, which
-    slow each other down to `sharing` while both compute. Steps take `unknown` times as long as that."""
+    slow each other down to `sharing`, the engine to `engine_sharing`, while both compute. Steps take `unknown` times as
+    long as that."""
     controller = StalenessController(StalenessRules(choices=(0, 1, 2, 4), together=together))
     now, totals = 0.0, dict.fromkeys((*PASSES, "engine", "engine/any"), 0.0)
     header = SimpleNamespace(turns=1, tokens=9, seconds=10.0)
@@ -171,7 +178,8 @@ def controller_after(
         overlaps = bool(controller.bound)
         step_s = 10.0 / sharing if overlaps else 20.0
         now += step_s * unknown
-        turn_s = 10.0 / (sharing if overlaps else 1.0)
+        trainer_s = 10.0 / (sharing if overlaps else 1.0)
+        turn_s = 10.0 / (engine_sharing or sharing) if overlaps else 10.0
         for _ in range(8 * groups):
             passes = 10.0
             rows = 8.0 * groups
@@ -183,7 +191,7 @@ def controller_after(
         totals["engine/any"] += turn_s
         for _ in range(groups):
             controller.record_group([cast("EpisodeHeader", header)] * 8)
-        controller.step_ended(now, dict(totals), turn_s, places=0, max_in_flight=NO_LIMIT)
+        controller.step_ended(now, dict(totals), trainer_s, places=0, max_in_flight=NO_LIMIT)
     return controller
 
 
@@ -202,6 +210,13 @@ def test_what_no_timing_knows_makes_each_bound_slower(num_steps: int) -> None:
     controller = controller_after(num_steps, unknown=1.5)
     assert controller.predicted[0] == pytest.approx(30.0, rel=0.1)
     assert controller.predicted[1] == pytest.approx(15.0, rel=0.15)
+
+
+def test_lockstep_takes_what_it_took_where_only_the_trainer_is_slowed_down() -> None:
+    controller = controller_after(40, sharing=0.7, engine_sharing=1.0)
+    assert controller.bound == 1
+    assert controller.predicted[0] == pytest.approx(20.0, rel=0.03)
+    assert controller.predicted[1] == pytest.approx(10.0 / 0.7, rel=0.03)
 
 
 def test_asynchrony_that_does_not_pay_ends_and_is_tried_again() -> None:
