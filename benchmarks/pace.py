@@ -1,7 +1,7 @@
 """The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
 
     python -m benchmarks.pace [--quick]
-        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication|full_weights]
+        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication|full_weights|step]
 
 * `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
   1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
@@ -31,6 +31,9 @@
   of a step, episodes included, over those of its linear layers alone. SmolLM2 is not in `--quick`.
 * `start`. `calculator_first_token_s`, `smollm2_first_token_s`: CPU seconds of a run until its first sampled token.
   `imports_s`: those of torch and transformers alone, which no start can avoid and a busy machine raises too.
+* `step`, only with `--part`. `step_time_error`: the largest relative error of the CPU seconds of a step in lockstep, as
+  `app.time_estimate` predicts them from the tokens that the step computed, for SmolLM2 (LoRA and full weights) and
+  Qwen2.5-Coder-0.5B (LoRA), on one thread. `step_time_control`: the same with the calculator's seconds per token.
 * `publication`. `publication_ratio`: seconds from the end of an optimizer step to the first token of the new version,
   for a merged LoRA on SmolLM2 with vLLM that is published as factors, over publishing the merged weights; median of
   interleaved rounds. `publication_cpu_ratio`, `publication_bytes`: the same of the CPU seconds of all processes, and
@@ -177,6 +180,7 @@ PARTS: Mapping[str, Figures] = {
     "start": pace_limit.start,
     "publication": pace_publication.figures,
     "full_weights": pace_publication.full_figures,
+    "step": pace_limit.step_time,
 }
 FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
@@ -193,7 +197,8 @@ FIGURES = (
     *("full_smollm2_seconds", "full_smollm2_cpu", "full_smollm2_bytes"),
     *("full_smollm2_process_seconds", "full_smollm2_process_cpu", "full_smollm2_process_bytes"),
     *("full_smollm2_vllm_seconds", "full_smollm2_vllm_cpu", "full_smollm2_vllm_bytes"),
+    *("step_time_error", "step_time_control"),
 )
 
 if __name__ == "__main__":
-    run_functions("pace", FIGURES, PARTS, description=__doc__)
+    run_functions("pace", FIGURES, PARTS, description=__doc__, on_request=("step",))

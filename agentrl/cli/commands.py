@@ -491,6 +491,11 @@ def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
         "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"
     )
     parser.add_argument("--suggest", action="store_true", help="also show settings that suit the models' sizes")
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="also measure what a step of FILE takes on this machine's CPUs: 20 s or more",
+    )
     parser.set_defaults(takes_overrides=True, opening="examining this machine")
 
 

@@ -28,7 +28,8 @@ from agentrl.cli.output import print_json
 from agentrl.cli.training import model_override, override_arguments, train_arguments
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
-from agentrl.core.errors import AgentRLError, InputError, StorageError
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, InputError, PredictionError, StorageError
 from agentrl.core.files import temporary_directory
 from agentrl.core.machine import (
     DISTRIBUTION,
@@ -40,7 +41,7 @@ from agentrl.core.machine import (
     needs_reasoning_gym,
 )
 from agentrl.core.machine import machine_memory as memory_here
-from agentrl.core.text import escape_line, plural
+from agentrl.core.text import escape_line, format_seconds, plural
 from agentrl.observe.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def doctor(options: argparse.Namespace) -> int:
     run = None if options.file is None else _run_directory(options.file)
     if run is None:
         return _report_machine(options)
-    if options.overrides or options.model is not None or options.sandbox or options.suggest:
+    if options.overrides or options.model is not None or options.sandbox or options.suggest or options.time:
         raise InputError(f"{options.file} is a run, whose steps are reported; give other options with a TOML file")
     return _report_run(run, as_json=options.json)
 
@@ -123,10 +124,14 @@ def _report_machine(options: argparse.Namespace) -> int:
             ),
             **memory,
         }
-    if options.suggest:
-        sections = {**sections, "suggested settings": (partial(suggestion_checks, load(file, overrides)),)}
-    if options.sandbox:
-        sections = {**sections, "sandboxes": (partial(sandbox_checks, load(file, overrides).sandbox.driver),)}
+    requested: dict[str, tuple[bool, Callable[[RunConfig], list[Check]]]] = {
+        "suggested settings": (options.suggest, suggestion_checks),
+        "time of a step in lockstep": (options.time, time_checks),
+        "sandboxes": (options.sandbox, lambda config: sandbox_checks(config.sandbox.driver)),
+    }
+    for title, (is_requested, checks_of) in requested.items():
+        if is_requested:
+            sections = {**sections, title: (partial(checks_of, load(file, overrides)),)}
     report: dict[str, list[Check]] = {}
     with contextlib.closing(ProgressLine("examining", sys.stderr)) as progress:
         for title, checks in _results(sections, progress):
@@ -554,6 +559,41 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
         if row.current == row.suggested
         else Check(name=row.setting, result=row.current, level="note", fix=f"{row.suggested} ({row.source})")
         for row in rows
+    ]
+
+
+def time_checks(config: RunConfig) -> list[Check]:
+    """Measure what the tokens of a step take on this machine, and bound the time of a step."""
+    from agentrl.app.hub import check_local_models, with_downloaded_models
+    from agentrl.app.plan import with_chosen_settings
+    from agentrl.app.time_estimate import measure_token_seconds
+
+    try:
+        check_local_models(config)
+        sized_config, _ = with_chosen_settings(with_downloaded_models(config, {}, download=False), {})
+        seconds = measure_token_seconds(sized_config, SystemClock().monotonic)
+    except (InputError, PredictionError) as error:
+        return [Check(name="time", result=str(error), level="note")]
+    context, slots, plan = sized_config.engine.max_context, sized_config.slots, sized_config.trainer_plan
+    policy = next(iter(plan.policies.values()))
+    episodes, sampled = policy.step_size, min(plan.max_sampled, context - 1)
+    rows = min(slots, episodes)
+    longest = seconds.longest_step(episodes=episodes, slots=slots, context=context - sampled, sampled=sampled)
+    sampling = format_seconds(1000 * (seconds.sampling_pass / rows + seconds.sampled))
+    return [
+        Check(name="1,000 sampled tokens", result=f"{sampling} to sample, with {plural(rows, 'conversation')} at once"),
+        Check(name="1,000 context tokens", result=f"{format_seconds(1000 * seconds.context)} for the engine"),
+        Check(
+            name="1,000 trained tokens",
+            result=f"{format_seconds(1000 * (seconds.forwarded + seconds.trained))} for the trainer; "
+            f"{format_seconds(1000 * seconds.forwarded)} if they are context",
+        ),
+        Check(name="a new version", result=format_seconds(seconds.update)),
+        Check(
+            name="a step",
+            result=f"at most {format_seconds(longest)} without tools and waits, if all {plural(episodes, 'episode')} "
+            f"have {context:,} tokens, {sampled:,} of them sampled",
+        ),
     ]
 
 
