@@ -709,18 +709,20 @@ class Orchestrator:
             if steps == self._checkpoint_steps:
                 return
             self.buffer.ledger.check()
+            measured = self.best.measured  # an evaluation that ends meanwhile counts for the next checkpoint
+            weights = self._weights_of_checkpoint()
             with self.activity.during("step"), self.activity.during("checkpoint"):
                 await self.store.flush()
-                await self.retention.make_durable(self._weights_of_checkpoint())
+                await self.retention.make_durable(weights)
                 await self.checkpoints.write(
                     self.trainer,
                     versions,
                     self.buffer.ledger,
                     self.roles,
-                    self.best.measured,
+                    measured,
                     self.opponents.drawn_from(),
                 )
-            self.best.record_checkpoint(self.board)
+            self.best.record_checkpoint(measured, self.board)
             self.opponents.record_checkpoint()
             self._checkpoint_steps = steps
         self.journal_retention.start_pruning(self.stopping.fail)

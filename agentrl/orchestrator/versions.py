@@ -467,9 +467,9 @@ class BestCheckpointTracker:
         """Return the step of the oldest version that counts as measured by the policy's next step."""
         return max(board.step(policy) - self.lags.get(policy, 0), 0)
 
-    def record_checkpoint(self, board: PolicyBoard) -> None:
-        """Record that a checkpoint with the current measurements was written."""
-        self._saved.append({*self.measured.needed(), *self._measurable(board)})
+    def record_checkpoint(self, measured: BestRunningMean, board: PolicyBoard) -> None:
+        """Record that a checkpoint with these measurements was written."""
+        self._saved.append({*measured.needed(), *self._measurable(board)})
 
     def needed(self, board: PolicyBoard) -> set[PolicyVersion]:
         """Return the versions whose files must stay, so that a later step or resume can choose them."""

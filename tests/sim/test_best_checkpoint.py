@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 import agentrl
+from agentrl.app.recovery import ResumeCheckpoint
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.orchestrator.checkpoints import VersionRetention
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.orchestrator.checkpoints import CheckpointWriter, VersionRetention
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
-from tests.support.crash_scenario import VERSIONS, CrashScenario, Machine
+from tests.support.crash_scenario import CHECKPOINTS, VERSIONS, CrashScenario, Machine
 from tests.support.sim_disk import Fate
 
 pytestmark = pytest.mark.sim
@@ -100,6 +102,68 @@ def test_a_best_version_that_its_checkpoint_did_not_sync_is_missed() -> None:
     assert scenario.chosen(undisturbed), "without a crash nothing is missed"
     with pytest.raises((AssertionError, OSError)):
         resumed_after_best(scenario)
+
+
+class SlowlySynced(CrashScenario):
+    """A disk that syncs for seconds, in which evaluations end. Looks after each checkpoint at what a power cut left."""
+
+    def __init__(self) -> None:
+        self.chosen: list[PolicyVersion] = []
+        self.missing: list[PolicyVersion] = []
+        super().__init__(
+            Talk,
+            held_out=[Task(id=f"{number}", data={}) for number in range(4)],
+            changes={
+                "steps": 6,
+                "checkpoint": {"every": 1, "versions": 2},
+                "evaluation": {"tasks": 4, "every": 1},
+                "best": {"metric": "evaluation/reward"},
+            },
+        )
+
+    def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
+        orchestrator.retention = _SlowlyDurable(keep=orchestrator.retention._keep, disk=machine.disk)
+
+    def checkpoints(self, machine: Machine) -> CheckpointWriter:
+        return _ExaminedCheckpoints(self, machine)
+
+    def examine(self, machine: Machine) -> None:
+        left = machine.after_crash("lost")
+        manifest = ResumeCheckpoint.find(CHECKPOINTS, disk=left.disk).manifest
+        assert manifest is not None
+        for version in manifest.measured.versions.values():
+            weights, name = machine.journal.published(version), f"{version.lineage}.{version.step}"
+            self.chosen.append(version)
+            try:
+                digest = left.disk.digest(VERSIONS / version.policy / name / TRAINED_FILE)
+            except OSError:
+                digest = ""
+            if weights is None or digest != weights.sha256:
+                self.missing.append(version)
+
+
+class _SlowlyDurable(VersionRetention):
+    async def make_durable(self, versions: Iterable[WeightsRef]) -> None:
+        await super().make_durable(versions)
+        await asyncio.sleep(2.0)
+
+
+class _ExaminedCheckpoints(CheckpointWriter):
+    def __init__(self, scenario: SlowlySynced, machine: Machine) -> None:
+        super().__init__(CHECKPOINTS, disk=machine.disk)
+        self._scenario, self._machine = scenario, machine
+
+    async def write(self, *arguments: Any) -> None:
+        await super().write(*arguments)
+        self._scenario.examine(self._machine)
+
+
+def test_a_checkpoint_names_no_best_version_that_was_measured_while_it_synced() -> None:
+    for seed in range(4):
+        scenario = SlowlySynced()
+        assert scenario.run(scenario.new_machine(), seed=seed) is None
+        assert scenario.chosen
+        assert scenario.missing == []
 
 
 def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulation) -> None:

@@ -153,7 +153,7 @@ def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
     for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
         hear(best, [value], first=step)
         if step != 3:
-            best.record_checkpoint(board(step))
+            best.record_checkpoint(best.measured, board(step))
     assert {version.step for version in best.needed(board(4)) if version.policy == "solver"} == {2, 4}
 
 

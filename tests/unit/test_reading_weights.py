@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.protocol import WeightChunk
+from agentrl.engines.remote.engine_server import PRIVATE_DIRECTORY_VARIABLE, ReceivedWeightFiles
 from agentrl.engines.weights.reading import (
     copy_weight_files,
     count_adapter_numbers,
@@ -127,3 +132,38 @@ def test_a_trainer_of_this_process_gives_its_weights_until_it_changes_them(tmp_p
         read_weights(weights, max_numbers=1 << 24)
     del held
     assert read_weights(weights, max_numbers=1 << 24).metadata == {"format": "pt"}, "the trainer is gone"
+
+
+def test_weights_change_only_after_a_copy_that_began_before(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4)}
+    copying, may_go_on = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        copying.set()
+        may_go_on.wait()
+        yield from tensors.items()
+
+    weights = written(tmp_path, tensors)
+    held = hold_weights(weights.sha256, {}, slow)
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(read_weights, weights, max_numbers=1 << 24)
+        copying.wait()
+        step = threads.submit(lambda: (held.withdraw(), tensors["a"].add_(1.0)))
+        with pytest.raises(TimeoutError):
+            step.result(0.2)
+        may_go_on.set()
+        assert read.result().tensors["a"].sum() == 0.0
+
+
+def test_a_received_file_may_arrive_again_while_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRIVATE_DIRECTORY_VARIABLE, str(tmp_path / "private"))
+    tensors = {"a": torch.ones(1 << 16)}
+    sent = written(tmp_path, tensors)
+    data = (Path(sent.path) / "model.safetensors").read_bytes()
+    files = ReceivedWeightFiles()
+    for end in (len(data), 4096):  # the second time, the sender dies early
+        chunk = WeightChunk(call=1, sha256=sent.sha256, name="model.safetensors", start=0, data=data[:end])
+        files.keep_chunk(chunk)
+        if end == len(data):
+            received = read_weights(files.local(sent), max_numbers=1 << 24, maps=True)
+    assert torch.equal(received.tensors["a"], tensors["a"])

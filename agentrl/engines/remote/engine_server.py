@@ -210,7 +210,7 @@ class ReceivedWeightFiles:
         self._digests: set[str] = set()
 
     def keep_chunk(self, chunk: protocol.WeightChunk) -> None:
-        """Write bytes of a file; the first bytes truncate it.
+        """Write bytes of a file; the first bytes begin a new one.
 
         Raises:
             EngineStorageError: writing failed.
@@ -223,7 +223,9 @@ class ReceivedWeightFiles:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._digests.add(chunk.sha256)
-            with (directory / chunk.name).open("wb" if chunk.start == 0 else "ab") as file:
+            if chunk.start == 0:  # the engine may have mapped a file that arrives again
+                (directory / chunk.name).unlink(missing_ok=True)
+            with (directory / chunk.name).open("ab") as file:
                 if file.tell() != chunk.start:
                     raise EngineError(f"{chunk.name} has {file.tell():,} bytes, but {chunk.start:,} were sent")
                 file.write(chunk.data)
