@@ -317,13 +317,17 @@ class Evaluator:
             self._played = {weights: each for weights, each in self._played.items() if weights == best}
         self.observer.on_evaluation(versions, metrics)
 
-    def was_cut(self, versions: Mapping[str, PolicyVersion]) -> bool:
-        """Whether an earlier process of the run ended during an evaluation of these versions, or after it and before a
-        checkpoint recorded its result."""
+    def was_cut(self, versions: Mapping[str, PolicyVersion], *, is_due: bool) -> bool:
+        """Whether an earlier process of the run ended before a checkpoint recorded the result of these versions.
+
+        Args:
+            versions: the versions with which this process begins.
+            is_due: whether they are evaluated at their step; otherwise only an evaluation that began counts.
+        """
         if self.question is None:
             return False
         self._read_journal(versions, self.best.measured.versions)
-        return self._is_unrecorded(versions)
+        return not self._is_measured(versions) if is_due else self._is_unrecorded(versions)
 
     # --- playing ----------------------------------------------------------------------------------------------------
 
@@ -454,8 +458,11 @@ class Evaluator:
 
     def _is_unrecorded(self, versions: Mapping[str, PolicyVersion]) -> bool:
         """Whether versions have played held-out tasks, and no checkpoint has the result."""
-        weights, measured = self._weights(versions), map(self._weights, self.best.measured.measured_versions)
-        return weights in self._played and bool(self._played[weights].roots) and weights not in measured
+        played = self._played.get(self._weights(versions))
+        return played is not None and bool(played.roots) and not self._is_measured(versions)
+
+    def _is_measured(self, versions: Mapping[str, PolicyVersion]) -> bool:
+        return self._weights(versions) in map(self._weights, self.best.measured.measured_versions)
 
     def _read_played(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
         parents, weights_by_version = self.store.parents(), dict[PolicyVersion, str]()

@@ -401,7 +401,7 @@ class Orchestrator:
                     loops.create_task(self._adjust_limit(), name="adjust the limit")
                     for policy in self.board.trainable:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
-                    if not (is_at_start or self._finished()) and self.evaluator.was_cut(self._versions()):
+                    if not (is_at_start or self._finished()) and self._evaluation_was_cut():
                         for policy in self.board.trainable:
                             self._evaluate(policy, loops)
         except BaseExceptionGroup as group:
@@ -504,6 +504,11 @@ class Orchestrator:
             phases = self.scheduler.phases
             if evaluates and not phases.is_over(policy) and not self._finished():
                 self._evaluate(policy, loops)
+
+    def _evaluation_was_cut(self) -> bool:
+        versions = self._versions()
+        is_due = all(_is_due(version.step, self.plan.evaluate_every) for version in versions.values())
+        return self.evaluator.was_cut(versions, is_due=is_due)
 
     def _evaluations_left(self, version: PolicyVersion) -> int:
         """Return the number of evaluations from that of a version to the last one."""
