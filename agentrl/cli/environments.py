@@ -82,8 +82,8 @@ def env_check(options: argparse.Namespace) -> int:
     environment, settings = options.id, dict[str, Any]()
     if config is not None:
         sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
-        filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
-        environment, settings = config.environment.id, {"options": config.environment.options, "sampling": filters}
+        limits = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_turns"})
+        environment, settings = config.environment.id, {"options": config.environment.options, "sampling": limits}
         settings["gateway_sampling"] = config.gateway.sampling
 
     def check() -> dict[str, Any]:

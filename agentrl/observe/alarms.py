@@ -309,8 +309,9 @@ def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
             "always_fails",
             "",
             f"{name} failed in {times}, most often with {failing.error}",
-            f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'` lists episodes for "
-            "`agentrl episode why`; until it is fixed, such episodes are trained with the reward that they get then",
+            f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'`, for dropped ones `--where "
+            "'drop_reason = environment_error'`, lists episodes for `agentrl episode why`; until it is fixed, those "
+            "that are not dropped are trained with the reward that they get then",
             failing.metric,
         )
 

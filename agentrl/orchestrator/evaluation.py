@@ -322,12 +322,14 @@ class Evaluator:
 
         Args:
             versions: the versions with which this process begins.
-            is_due: whether they are evaluated at their step; otherwise only an evaluation that began counts.
+            is_due: whether they are evaluated at their step; otherwise only an evaluation that began counts. After a
+                change of the rewards, that is so at every step.
         """
         if self.question is None:
             return False
-        self._read_journal(versions, self.best.measured.versions)
-        return not self._is_measured(versions) if is_due else self._is_unrecorded(versions)
+        measured = self.best.measured
+        self._read_journal(versions, measured.versions)
+        return not self._is_measured(versions) if is_due and measured.newest else self._is_unrecorded(versions)
 
     # --- playing ----------------------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ def check_environment(  # noqa: PLR0913 (one keyword per setting)
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
         options: arguments of the environment's task source.
-        sampling: `temperature`, `top_p`, `top_k` and `min_p` of the run, if they are not the defaults.
+        sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_turns` of the run, if they are not the defaults.
         gateway_sampling: the run's `gateway.sampling`.
         on_progress: receives the phase of the check, and what is about to be checked.
         hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
@@ -569,7 +569,7 @@ def _show_resumptions(result: CheckResult, rewards: Sequence[float], totals: Res
         "untried_kills": totals.untried_kills,
     }
     mean = sum(rewards) / len(rewards) if rewards else 0.0
-    asked = f"{plural(requests, 'request')}, no tool call, " if requests else ""
+    asked = f"{plural(requests, 'request')}, " if requests else ""
     result.shown = (
         f"{plural(len(rewards), 'episode')} of a random policy ({asked}mean reward {mean:.2f}), killed and resumed "
         f"{plural(totals.number, 'time')}: {_PROOF_TEXTS[totals.resume_class]}."

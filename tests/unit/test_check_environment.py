@@ -454,6 +454,7 @@ def test_what_the_check_cuts_is_said() -> None:
         re.search(rf"\b{number} (episode|turn)s? at its limit of {limit}", report.text)
         for limit, number in cuts.items()
     )
+    assert " at its limit of 3 turns" in check_environment(Talkative, sampling={"max_turns": 3}).text
     assert "cut" not in check_environment(Judged, tasks=[agentrl.Task(id="0", data={})]).text.lower()
 
 
