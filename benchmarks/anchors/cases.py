@@ -63,7 +63,6 @@ NOT_RUN = (
     "recipes` runs them with a tiny model.",
     "Countdown with a solver and a judge that both learn.",
     "Sokoban.",
-    "The same algorithm in TRL from the same start, step by step. `python -m benchmarks.peers` compares times.",
 )
 """Anchors that were not tried."""
 _LAKES = "examples/02_gymnasium.toml"

@@ -37,6 +37,8 @@ generated from the records in `docs/anchors.json` by `python -m docs.generators.
   stopped and resumed.
 * A digest is the start of a SHA-256 over the names and contents of all files of the run directory
   (`benchmarks.anchors.recording.digest`).
+* The same algorithm from the same start in TRL gives [the same curve, step by
+  step](benchmarks.md#the-calculator-step-by-step-the-same-algorithm-in-three-trainers).
 """
 
 
