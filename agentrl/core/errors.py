@@ -245,11 +245,15 @@ class EffectError(EpisodeError):
     Args:
         message: description of the call.
         error: the error that it raised, as `Type: message`.
+        location: the line of code that raised it, as `FILE:LINE in FUNCTION`, for messages only: it is empty if the
+            error was recalled from the journal.
     """
 
-    def __init__(self, message: str, *, error: str) -> None:
+    # Never raise it from the exception of the call: a re-execution has none, and `run` could take another branch.
+    def __init__(self, message: str, *, error: str, location: str = "") -> None:
         super().__init__(f"{message}: {error}", reason="environment_error")
         self.error = error
+        self.location = location
 
     @property
     def error_type(self) -> str:
@@ -350,6 +354,8 @@ def describe_raise_location(error: BaseException | None) -> str:
 def describe_failure_location(error: EpisodeError, environment: type) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the user's code that ended an episode: the line that raised the cause or
     gave a bad reward, or the first line of the `reward` that returned one; "" if unknown."""
+    if isinstance(error, EffectError):
+        return f" at {error.location}" if error.location else ""
     if not isinstance(error, RewardError):
         return "" if isinstance(error.__cause__, AgentRLError) else describe_raise_location(error.__cause__)
     given = describe_raise_location(error)
