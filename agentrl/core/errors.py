@@ -7,6 +7,8 @@ interrupted. agentrl raises only `AgentRLError`s on purpose; any other exception
 from __future__ import annotations
 
 import os
+import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -245,11 +247,15 @@ class EffectError(EpisodeError):
     Args:
         message: description of the call.
         error: the error that it raised, as `Type: message`.
+        location: the line of code that raised it, as `FILE:LINE in FUNCTION`, for messages only: it is empty if the
+            error was recalled from the journal.
     """
 
-    def __init__(self, message: str, *, error: str) -> None:
+    # Never raise it from the exception of the call: a re-execution has none, and `run` could take another branch.
+    def __init__(self, message: str, *, error: str, location: str = "") -> None:
         super().__init__(f"{message}: {error}", reason="environment_error")
         self.error = error
+        self.location = location
 
     @property
     def error_type(self) -> str:
@@ -323,21 +329,41 @@ _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
 _PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}/"
+_OF_ANY_PYTHON = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)3[\d.]*t?/")
+"""Part of the file names of libraries, also of another interpreter's."""
 
 
 def is_user_code(file: str) -> bool:
     """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
     `__init__`)."""
-    is_library = "/site-packages/" in file or "/dist-packages/" in file  # also of another environment on the path
-    return not is_library and not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))
+    is_ours = file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))
+    return not is_ours and _OF_ANY_PYTHON.search(file) is None
 
 
-def describe_raise_location(error: BaseException | None) -> str:
+def _code_of(environment: type | None) -> str:
+    """Return the file of an environment's class, or the directory of its package; "" if it is agentrl's or unknown."""
+    name = "" if environment is None else environment.__module__
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if file.startswith(_PACKAGE):
+        return ""
+    for _ in range(name.count(".") + file.endswith("/__init__.py")):
+        file = os.path.dirname(file.rstrip("/")) + "/"
+    return file
+
+
+def describe_raise_location(error: BaseException | None, environment: type | None = None) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the innermost line of the user's code that an error passed, and the
     function of agentrl that it called. Without such a line: the innermost of agentrl, or of all; "" if unknown.
+
+    An installed package is the user's code if it defines `environment`.
     """
     lines = [] if error is None else [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    of_user = [n for n, (code, _) in enumerate(lines) if is_user_code(code.co_filename)]
+    installed = _code_of(environment)
+    of_user = [
+        n
+        for n, (code, _) in enumerate(lines)
+        if is_user_code(code.co_filename) or (installed and code.co_filename.startswith(installed))
+    ]
     of_agentrl = [n for n, (code, _) in enumerate(lines) if code.co_filename.startswith(_PACKAGE)]
     for number in (of_user or of_agentrl or range(len(lines)))[-1:]:
         code, line = lines[number]
@@ -347,15 +373,18 @@ def describe_raise_location(error: BaseException | None) -> str:
     return ""
 
 
-def describe_failure_location(error: EpisodeError, environment: type) -> str:
+def describe_failure_location(error: EpisodeError, environment: type | None) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the user's code that ended an episode: the line that raised the cause or
     gave a bad reward, or the first line of the `reward` that returned one; "" if unknown."""
+    if isinstance(error, EffectError):
+        return f" at {error.location}" if error.location else ""
     if not isinstance(error, RewardError):
-        return "" if isinstance(error.__cause__, AgentRLError) else describe_raise_location(error.__cause__)
-    given = describe_raise_location(error)
+        cause = error.__cause__
+        return "" if isinstance(cause, AgentRLError) else describe_raise_location(cause, environment)
+    location = describe_raise_location(error, environment)
     code = getattr(getattr(environment, "reward", None), "__code__", None)
-    if given.endswith(", calling reward()") or code is None or not is_user_code(code.co_filename):
-        return given
+    if location.endswith(", calling reward()") or code is None or not is_user_code(code.co_filename):
+        return location
     return f" at {code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 

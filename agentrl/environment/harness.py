@@ -41,7 +41,6 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
     RewardError,
-    describe_raise_location,
     is_user_code,
 )
 from agentrl.core.records import Task, Turn
@@ -215,9 +214,9 @@ class HarnessEnvironment(Environment):
                 refusal = endpoint.refusal
                 is_command = type(self).play is HarnessEnvironment.play
                 last_line = _last_line(output) if is_command and error and refusal is None else ""
-                told = f"{error} ({last_line})" if last_line else error
+                message = f"{error} ({last_line})" if last_line else error
                 if limit is None:  # else it had to fail
-                    endpoint.program_ended(told, place)
+                    endpoint.program_ended(message, place)
             if limit is not None:
                 ctx.truncate(limit)
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
@@ -227,13 +226,13 @@ class HarnessEnvironment(Environment):
                 address = "OPENAI_BASE_URL" if is_command else "endpoint.url"
                 cure = "" if refusal else f" Does it send its requests to {address}?"
                 raise _failure(
-                    f"the program {how} before it got a reply", told, place, refusal, cure, output
+                    f"the program {how} before it got a reply", message, place, refusal, cure, output
                 ) from refusal
             is_setting = refusal is not None and refusal.kind == "setting"
             if limit is None and error is not None and self.failed_reward is None:
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
                 raise _failure(
-                    "the program failed", told, place, refusal, "" if is_setting else cure, output
+                    "the program failed", message, place, refusal, "" if is_setting else cure, output
                 ) from refusal
             if limit is None and error is not None and is_setting:
                 # Most likely the program's mistake, but a policy with a shell can send such a request too.
@@ -269,8 +268,7 @@ class HarnessEnvironment(Environment):
         try:
             result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
         except EffectError as failure:
-            place = describe_raise_location(failure.__cause__).removeprefix(" at ")
-            return _Outcome(None, failure.error, "".join(tracebacks), place=place)
+            return _Outcome(None, failure.error, "".join(tracebacks), place=failure.location)
         except LimitReachedError as reached:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_specials, self._directory)

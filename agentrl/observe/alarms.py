@@ -174,11 +174,12 @@ _LIMITS = {
     "time_limit": ("episode_timeout_s", "raise episode_timeout_s"),
 }
 """Setting and remedy of each limit that ends an episode, by stop reason."""
+_HELD_OUT_REWARD = re.compile(r"evaluation/(?:reward|named_reward/.*|reward/.*|reward_deviation)$")
+"""Metrics of the rewards of an evaluation."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
-    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception; if replies make an "
-    "outside agent fail, set failed_reward = 0.0 in its class, so that the policy learns to avoid them",
+    "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception",
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
@@ -396,21 +397,24 @@ def _cut_off(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
 def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
     """Return the alarm about an evaluation without reward in which limits cut off most episodes; None if it is none.
 
+    Rewards other than 0, also negative ones, show that the environment rewards what a limit ends, by design.
+
     Args:
         values: metrics of the evaluation.
         policy: name of the policy concerned.
     """
     cuts = {limit: values.get(f"{HELD_OUT_CUTS}{limit}", 0.0) for limit in _LIMITS}
     episodes = values.get("evaluation/episodes", 0.0)
-    if values.get("evaluation/reward", 1.0) > 0.0 or not episodes or sum(cuts.values()) < MOST_SHARE * episodes:
+    rewards = [value for name, value in values.items() if _HELD_OUT_REWARD.match(name)]
+    if any(rewards) or not rewards or not episodes or sum(cuts.values()) < MOST_SHARE * episodes:
         return None
     commonest = sorted(filter(cuts.get, cuts), key=lambda limit: -cuts[limit])
     counts = ", ".join(f"{cuts[limit]:.0f} at {_LIMITS[limit][0]}" for limit in commonest)
     return Alarm(
         "cut_off",
         policy,
-        f"the mean held-out reward is {values['evaluation/reward']:g}, and limits cut off {sum(cuts.values()):.0f} of "
-        f"{plural(episodes, 'episode')}: {counts}",
+        f"all held-out rewards are 0, and limits cut off {sum(cuts.values()):.0f} of {plural(episodes, 'episode')}: "
+        f"{counts}",
         f"`agentrl episode show` shows where one was cut; {'; '.join(_LIMITS[limit][1] for limit in commonest)}",
     )
 
@@ -999,7 +1003,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
     ),
     Rule(
         {
-            "cut_off": f"in the evaluation before training, before the first step, the mean reward is not above 0 and "
+            "cut_off": f"in the evaluation before training, before the first step, all rewards are 0 and "
             f"limits (`sampling.max_turns`, for example) ended {MOST_SHARE:.0%} or more of the episodes"
         },
         _cut_off,

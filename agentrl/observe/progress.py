@@ -73,8 +73,8 @@ class LineDisplay:
         self._stream = stream
         self._next_pace = "", 0.0
         """Phase of the last line about progress, and the seconds of the run from which it is written again."""
-        self._phase = "", 0.0
-        """The phase, and the seconds of the run at which it began."""
+        self._phase = "", 0.0, 0
+        """The phase; the seconds of the run and the number of ended episodes when it was first seen."""
 
     def line(self, text: str) -> None:
         """Write a line."""
@@ -103,14 +103,15 @@ class LineDisplay:
         if status is None:
             return
         if status.phase != self._phase[0]:
-            self._phase = status.phase, status.seconds
+            self._phase = status.phase, status.seconds, status.progress[0] if status.progress else 0
         if status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]:
             return
         if status.progress is not None and status.is_evaluating:
             num_ended, total = status.progress
             text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
-            if num_ended:
-                left_s = (status.seconds - self._phase[1]) * (total - num_ended) / num_ended
+            num_new = num_ended - self._phase[2]
+            if num_new > 0:
+                left_s = (status.seconds - self._phase[1]) * (total - num_ended) / num_new
                 text = f"{text}, about {format_duration(left_s)} left"
         elif status.pace:
             text = f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else "")

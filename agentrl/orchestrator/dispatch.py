@@ -36,13 +36,6 @@ from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker
 from agentrl.orchestrator.tree_leases import TreeLeases, unfinished_tree_members
 
-BROKEN_IN_A_ROW = 16
-"""Number of root episodes, before any is committed, that end the run if its code drops all of them for one reason."""
-CODE_DROPS = frozenset(
-    {"environment_error", "bad_reward", "nondeterminism", "unstructured_concurrency", "fan_out", "branches"}
-)
-"""Drop reasons for which the code of an environment is at fault."""
-
 
 class ChangeCondition:
     """Wakes every waiter whose predicate has become true; predicates are checked again after every notification.
@@ -142,13 +135,8 @@ class Dispatcher:
     worker: Worker = field(init=False)
     _drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped episodes by reason, held-out ones and children included."""
-    _has_committed: bool = False
-    """Whether an episode was committed in this process."""
     _is_failing: bool = False
     """Whether the run ends because of its episodes."""
-    _broken_as: str | None = None
-    _broken_tasks: list[str] = field(default_factory=list)
-    """Tasks of the last root episodes, all dropped as `_broken_as`, until one is committed."""
     _to_resume: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of a previous attempt that cannot continue yet."""
     _resumed: set[str] = field(default_factory=set)
@@ -335,7 +323,6 @@ class Dispatcher:
         self.reservations.cancel(spec.episode_id)
         self.children.record_end(spec, header)
         self._report_drop(header)
-        self._end_if_broken(spec, header)
         if spec.purpose == "train":
             if header.drop_reason is not None:
                 self.examples[header.drop_reason] = header.episode_id
@@ -355,40 +342,13 @@ class Dispatcher:
             return
         self._drops[reason] += 1
         if str(self._drops[reason]).rstrip("0") == "1":
+            advice = fill_commands(ADVICE_ON_DROPS.get(reason, ""), self.run_name, header.episode_id)
+            all_dropped = f"; `agentrl episode list {self.run_name} --where 'drop_reason = {reason}'` lists all"
             self.tell(
-                f"{plural(self._drops[reason], 'episode')} dropped as {reason}{self._advice(header)}; `agentrl episode "
-                f"list {self.run_name} --where 'drop_reason = {reason}'` lists all. Last failure: "
-                + shorten_lines(self.worker.last_failure, 1500)
+                f"{plural(self._drops[reason], 'episode')} dropped as {reason}"
+                f"{f': {advice}' if advice and self.run_name else ''}{all_dropped if self.run_name else ''}. Last "
+                f"failure: {shorten_lines(self.worker.last_failure, 1500)}"
             )
-
-    def _advice(self, header: EpisodeHeader) -> str:
-        advice = ADVICE_ON_DROPS.get(header.drop_reason or "", "")
-        return f": {fill_commands(advice, self.run_name, header.episode_id)}" if advice and self.run_name else ""
-
-    def _end_if_broken(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """End the run if its code drops all episodes, of several tasks, for one reason: none will be different."""
-        if self._has_committed or (header.parent_id is not None and not header.committed):
-            return
-        if spec.purpose == "evaluate" and self.buffer.trainable:  # training may work where held-out tasks do not
-            return
-        self._has_committed = header.committed
-        if header.drop_reason != self._broken_as:
-            self._broken_as, self._broken_tasks = header.drop_reason, []
-        self._broken_tasks.append(spec.task.id)
-        number = len(self._broken_tasks)
-        if header.drop_reason in CODE_DROPS and number >= BROKEN_IN_A_ROW and len({*self._broken_tasks}) > 1:
-            why = f"all of the first {number} episodes were dropped as {header.drop_reason}{self._advice(header)}"
-            self._fail_because(why, header, self.worker.last_failure)
-
-    def _fail_because(self, why: str, header: EpisodeHeader, failure: str) -> None:
-        """End the run; `header` is that of the last episode, and `failure` why it was dropped, or empty."""
-        hint = (
-            f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl run "
-            f"ledger {self.run_name}` counts drops"
-        )
-        last_failure = f". Last failure: {failure}" if failure else ""
-        self._is_failing = True
-        self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
 
     def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
         """Record the end of a training episode, once its group is scored if a scorer scores groups."""
@@ -411,7 +371,14 @@ class Dispatcher:
         why = self.admission.record_end(spec, header, learning)
         if why is not None:
             scoring = self.group_scoring
-            self._fail_because(why, header, (scoring and scoring.last_failure) or self.worker.last_failure)
+            failure = (scoring and scoring.last_failure) or self.worker.last_failure
+            hint = (
+                f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl "
+                f"run ledger {self.run_name}` counts drops"
+            )
+            last_failure = f". Last failure: {failure}" if failure else ""
+            self._is_failing = True
+            self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
 
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():

@@ -746,8 +746,8 @@ class Orchestrator:
         opponents. Adapters are durable once published."""
         opponents = chain.from_iterable(pool.served for pool in self.opponents.pools.values())
         versions = {*self.best.needed(self.board), *opponents}
-        found = (self.versions.find(version) or self.store.published(version) for version in versions)
-        return [weights for weights in found if weights is not None]
+        known_weights = (self.versions.find(version) or self.store.published(version) for version in versions)
+        return [weights for weights in known_weights if weights is not None]
 
     def _steps_left(self) -> int:
         return sum(map(self.scheduler.phases.left, self.board.trainable))

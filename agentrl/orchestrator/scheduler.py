@@ -10,9 +10,11 @@ at the task, which is drawn in between.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from agentrl.core import ids
@@ -370,7 +372,21 @@ class Scheduler:
                     "some attempts succeed and some fail, a larger credit.group_size or sampling.temperature, or "
                     "credit.release = 'group'"
                 )
-        return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
+        return self._starvation.record_end(header, self._buffer.policies_of(spec), learning, self._running_roots)
+
+    def _running_roots(self, policy: str | None) -> set[int]:
+        """Return the numbers of the root episodes of running training episodes, of those that seat a policy or all.
+
+        Branches are left out: they teach nothing if their main episode fails.
+        """
+        running = ((episode_id, self._in_flight.get(episode_id)) for episode_id in self._in_flight.training())
+        return {
+            ids.root_episode_number(episode_id)
+            for episode_id, spec in running
+            if ids.main_episode_id(episode_id) == episode_id
+            # an episode without a spec waits for its scores
+            if policy is None or spec is None or policy in self._buffer.policies_of(spec)
+        }
 
     def record_step(self, policy: str, seconds: float) -> None:
         """Record the time from a policy's step before to the one that ended now."""
@@ -424,7 +440,7 @@ class Scheduler:
 WITHOUT_SIGNAL_IN_A_ROW = 4096
 """Number of units of a policy in a row, dropped as `no_signal` or `too_few_members`, that ends the run."""
 FAILED_IN_A_ROW = 32
-"""Number of episodes in a row that seat a policy and give it no unit, from at least two groups, that ends the run."""
+"""Number of episodes in a row that seat a policy and give it no unit, from at least four groups, that ends the run."""
 FAILED_GROUPS = 8
 """Minimum number of groups of those episodes if they are child episodes: one bad proposal fails in all its children."""
 NO_UNIT_IN_A_ROW = 256
@@ -440,42 +456,58 @@ class StarvationGuard:
     refuses every proposal for its child episodes. The second case may pass while another policy learns from those
     episodes, so it ends the run only when they give no unit to any policy that learns.
 
+    Failures often end long before successes, so that a few broken tasks can make up all of the first ends. Failures
+    therefore count only if no earlier root episode still plays. Each one that does requires as many failures again: one
+    episode that hangs cannot hide that all others fail.
+
     Args:
         group_size: size of root groups.
     """
 
     def __init__(self, group_size: int) -> None:
-        self._failures = max(FAILED_IN_A_ROW, 2 * group_size)
-        self._failed: Counter[str] = Counter()
+        self._failures = max(FAILED_IN_A_ROW, 4 * group_size)
+        self._failed: defaultdict[str, list[int]] = defaultdict(list)
+        """Sorted numbers of the root episodes of the episodes that failed since the policy last got a unit."""
         self._failed_groups: defaultdict[str, set[str]] = defaultdict(set)
-        self._waiting: Counter[str] = Counter()
-        """Number of root episodes that ended since the policy last got a unit."""
+        self._waiting: defaultdict[str, list[int]] = defaultdict(list)
+        """Sorted numbers of the root episodes that ended since the policy last got a unit."""
 
-    def record_end(self, header: EpisodeHeader, seated: Collection[str], learning: Collection[str]) -> str | None:
+    def record_end(
+        self,
+        header: EpisodeHeader,
+        seated: Collection[str],
+        learning: Collection[str],
+        running_roots: Callable[[str | None], Collection[int]],
+    ) -> str | None:
         """Count the end of an episode; returns why the run must end, if it must.
 
         Args:
             header: header of a training episode.
             seated: trained policies that hold a seat of the episode.
             learning: policies that learn now.
+            running_roots: returns the numbers of the root episodes of running episodes, of those that seat a policy or
+                all.
         """
         with_unit = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
         for policy in with_unit:
-            self._failed[policy] = self._waiting[policy] = 0
-            self._failed_groups.pop(policy, None)
+            for counts in (self._failed, self._waiting, self._failed_groups):
+                counts.pop(policy, None)
+        root = ids.root_episode_number(header.episode_id)
         without_unit = set(learning) - with_unit
         seated_without_unit = without_unit.intersection(seated)
         for policy in seated_without_unit:
-            self._failed[policy] += 1
+            insort(self._failed[policy], root)
         if header.parent_id is None:
             for policy in without_unit:
-                self._waiting[policy] += 1
+                insort(self._waiting[policy], root)
         for policy in sorted(seated_without_unit):
             self._failed_groups[policy].add(header.parent_id or header.episode_id)
             of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
-            if self._failed[policy] >= self._failures and of_enough_groups:
+            running = partial(running_roots, policy)
+            if of_enough_groups and _is_conclusive(self._failed[policy], self._failures, running):
                 return self._failing(policy, header)
-        if learning and min(self._waiting[policy] for policy in learning) >= NO_UNIT_IN_A_ROW:
+        fewest = min((self._waiting[policy] for policy in learning), key=len, default=())
+        if _is_conclusive(fewest, NO_UNIT_IN_A_ROW, partial(running_roots, None)):
             return self._nothing_learned(learning)
         return None
 
@@ -488,7 +520,7 @@ class StarvationGuard:
         else:
             why = f"because its seat {'was given no reward' if acted else 'never acted'}"
         return (
-            f"{plural(self._failed[policy], 'episode')} in a row gave {policy} nothing to train on, the last one, "
+            f"{plural(len(self._failed[policy]), 'episode')} in a row gave {policy} nothing to train on, the last one, "
             f"{header.episode_id}, {why}"
         )
 
@@ -500,6 +532,20 @@ class StarvationGuard:
             "proposal: use a base model that makes valid proposals, a wider gate, a higher temperature, or a proposer "
             "that learns from its penalty"
         )
+
+
+def _is_conclusive(failed: Sequence[int], required: int, running_roots: Callable[[], Collection[int]]) -> bool:
+    """Whether so many root episodes in a row failed that those still running cannot change the verdict.
+
+    Args:
+        failed: sorted numbers of the root episodes.
+        required: number of failures if no earlier root episode plays.
+        running_roots: returns the numbers of those that play.
+    """
+    if len(failed) < required:
+        return False
+    running = [*sorted(running_roots()), math.inf]
+    return any(bisect_left(failed, root) >= required * (number + 1) for number, root in enumerate(running))
 
 
 class SynchronousBatchScheduler(Scheduler):

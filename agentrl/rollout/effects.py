@@ -102,23 +102,22 @@ async def perform_effect(
         )
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)
-    cause: Exception | None = None
+    location = ""
     if entry is None:
         start_s = episode.services.clock.monotonic()
         with CallExecution(journal, call, f"the effect {name!r}"):
-            value, cause = await retry_infrastructure(
+            value, error, location = await retry_infrastructure(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
-        error = None if cause is None else error_text(cause)
         if counted:
-            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, _raise_location(cause))
+            count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, location)
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
     if counted:
         episode.metric("effect/ok" if entry.error is None else EFFECT_ERROR, 1.0)
     if entry.error is not None:
-        raise EffectError(f"effect {name!r} failed", error=entry.error) from cause
+        raise EffectError(f"effect {name!r} failed", error=entry.error, location=location)
     result: T = entry.value
     return result
 
@@ -137,8 +136,8 @@ async def _outcome(
     function: Callable[[], T | Awaitable[T]],
     guarantee: Guarantee,
     reconcile: Reconcile[T] | None,
-) -> tuple[Any, Exception | None]:
-    """Return the journaled value, or the error."""
+) -> tuple[Any, str | None, str]:
+    """Return the journaled value, or the error's type and message; and the location that raised the error."""
     act_name = f"effect {name!r}"
     has_happened, value = False, None
     if not await may_perform_effect(episode, call, act_name, guarantee):
@@ -147,13 +146,13 @@ async def _outcome(
         has_happened, value = await _await_value(reconcile())
     try:
         result = value if has_happened else await _await_value(function())
-        return after_journal_round_trip(result, act_name), None
+        return after_journal_round_trip(result, act_name), None, ""
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # foreign code: any exception is its result
         if (failure := infrastructure_failure(error)) is not None:
             raise failure from error
-        return None, error
+        return None, error_text(error), _raise_location(error)
 
 
 async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
@@ -292,7 +291,7 @@ async def observe_tool(
     except InvalidToolCallError as error:
         return f"error: {error}", error.outcome, ""
     except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
-        return f"error: {error.error}", "error", _raise_location(error.__cause__)
+        return f"error: {error.error}", "error", error.location
     except (EpisodeError, LimitReachedError, InfrastructureError):
         raise
     except Exception as error:  # a tool is foreign code, and its error is the policy's observation
@@ -382,8 +381,7 @@ class JournaledResource(Resource):
     async def _perform(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
         start_s = clock.monotonic()
-        value, problem, state = None, None, None
-        cause: Exception | None = None
+        value, problem, state, location = None, None, None, ""
         generators = self._random_of(call)
         with CallExecution(journal, call, self._memoised_name()):
             try:
@@ -398,11 +396,11 @@ class JournaledResource(Resource):
             except Exception as error:  # foreign code: any exception is its result
                 if (failure := infrastructure_failure(error)) is not None:
                     raise failure from error
-                problem, cause = error_text(error), error
+                problem, location = error_text(error), _raise_location(error)
             if self.level == "snapshot":
                 state = self._new_state()
         name = f"{type(self._object).__name__}.{method}"
-        count_call(self._episode, name, problem, RESOURCE_ERROR, _raise_location(cause))
+        count_call(self._episode, name, problem, RESOURCE_ERROR, location)
         seconds = clock.monotonic() - start_s
         entry = journal.recall(call, ResourceCallEntry)
         if entry is None:
@@ -420,7 +418,7 @@ class JournaledResource(Resource):
             )
         if problem is not None:
             self._episode.metric(RESOURCE_ERROR, 1.0)
-            raise EffectError(f"{where} failed", error=problem) from cause
+            raise EffectError(f"{where} failed", error=problem, location=location)
         return value
 
     def _recall(self, call: JournaledCall, where: str) -> Any:

@@ -188,6 +188,7 @@ class AsyncioWorker:
         task = asyncio.current_task()
         assert task is not None
         tries = _Tries()
+        environment: type[Environment] | None = None
         while True:
             restart = False
             try:
@@ -201,7 +202,8 @@ class AsyncioWorker:
                 if await self._waited(tries, task):
                     resume = True  # continue the attempt from its last entry
                     continue
-                reason, detail = "infrastructure", _located(str(error), error, describe_raise_location(error))
+                reason = "infrastructure"
+                detail = _located(str(error), error, describe_raise_location(error, environment))
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError, ScorerError):
@@ -211,7 +213,7 @@ class AsyncioWorker:
                 detail = _located(str(error), error, describe_failure_location(error, environment))
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason = "environment_error"
-                detail = _located(format_foreign_error(error), error, describe_raise_location(error))
+                detail = _located(format_foreign_error(error), error, describe_raise_location(error, environment))
             self._runner.forget(spec)
             if task not in self._tasks:
                 return

@@ -240,6 +240,39 @@ def test_the_command_needs_no_model_where_nobody_samples_here(
     assert "model.path" in capsys.readouterr().err
 
 
+PARTLY_BROKEN = """
+import agentrl
+
+class PartlyBroken(agentrl.Environment):
+    seats = ("solver",)
+
+    async def run(self, ctx):
+        if ctx.task.data["number"] % 4 == 0:
+            raise KeyError("answer")
+        await ctx.agent("solver").act(agentrl.user("Hello"))
+        await ctx.sleep(0.5)
+        ctx.agent("solver").reward(1.0)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{split}-{number}", data={"number": number}) for number in range(80)]
+"""
+
+
+def test_a_list_with_broken_tasks_is_played_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "partly.py").write_text(PARTLY_BROKEN)
+    (tmp_path / "bots.py").write_text("def seven(conversation, random):\n    return '7'\n")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'environment.id = "partly.py:PartlyBroken"\nevaluation.tasks = 80\nmax_in_flight = 80\n'
+        'policies.solver.kind = "bot"\npolicies.solver.id = "bots.py:seven"\n'
+    )
+    assert main(["evaluate", str(file), "--json"]) == 1
+    error = capsys.readouterr().err
+    assert "dropped: 20 of 80 episodes" in error
+    assert f"KeyError: 'answer' at {tmp_path}/partly.py:9 in run" in error
+
+
 def test_two_versions_are_compared_task_by_task(
     base: Path, indifferent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

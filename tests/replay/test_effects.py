@@ -28,7 +28,9 @@ class Paying(agentrl.Environment):
         try:
             await ctx.effect("fail", self.fail)
         except EffectError as error:
-            await agent.act(agentrl.user(f"{error.error_type}: {error}"))
+            # A re-execution must see the same error, also its chain.
+            chain = error.__cause__, error.__context__
+            await agent.act(agentrl.user(f"{error.error_type}: {error} {chain}"))
         agent.reward(1.0)
 
     def pay(self) -> dict[str, tuple[int, ...]]:
@@ -201,7 +203,7 @@ class Counting(agentrl.Environment):
             try:
                 total += sum(await counter.call("add", value))
             except EffectError as error:
-                await agent.act(agentrl.user(str(error)))
+                await agent.act(agentrl.user(f"{error} {(error.__cause__, error.__context__)}"))
             total += sum(await counter.call("later", value))
             await agent.act(agentrl.user(f"{total:.12f}"))
         agent.reward(total)

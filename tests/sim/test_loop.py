@@ -12,10 +12,9 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, StorageError
-from agentrl.core.records import StepReport
+from agentrl.core.records import StepReport, Task
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
-from agentrl.orchestrator.dispatch import BROKEN_IN_A_ROW
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import FAILED_IN_A_ROW
 from agentrl.testing.plugin import SeededSimulation
@@ -232,7 +231,50 @@ def test_a_run_that_only_fails_says_so_at_once_and_ends_with_the_reason(simulate
         assert place in str(ended.value)
         assert len(told) == 2, "the tenth is the next"
         dropped = run.orchestrator.buffer.ledger.dropped["bad_reward"]
-        assert BROKEN_IN_A_ROW <= dropped < FAILED_IN_A_ROW
+        assert FAILED_IN_A_ROW <= dropped <= 2 * FAILED_IN_A_ROW
+        assert str(ended.value).count("agentrl episode show") <= 1
+        assert not any(" list  " in line for line in told), "a run without a name has no command"
+
+    simulated_loop.run(main)
+
+
+class PartlyBroken(Guess):
+    """Fails at once on broken tasks; its first calls may fail on all."""
+
+    failing_calls: ClassVar[int] = 0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        PartlyBroken.failing_calls -= 1
+        if ctx.task.data.get("broken") or PartlyBroken.failing_calls >= 0:
+            raise KeyError("answer")
+        await super().run(ctx)
+
+
+@pytest.mark.parametrize(("share", "max_in_flight"), [(10, 256), (5, 128), (4, 32)])
+def test_broken_tasks_that_fail_at_once_do_not_end_the_run_of_the_others(
+    simulated_loop: SeededSimulation, share: int, max_in_flight: int
+) -> None:
+    tasks = [
+        Task(id=f"t{number}", data={"digit": str(number % 10), "broken": number % share == 0}) for number in range(200)
+    ]
+    config = config_for(credit={"group_size": 8}, step_size=32, max_staleness=4, max_in_flight=max_in_flight, steps=3)
+
+    async def main() -> None:
+        run = SmallRun(environment=PartlyBroken, tasks=tasks, config=config)
+        await run.run()
+        assert run.orchestrator.buffer.ledger.dropped["environment_error"] >= 8
+
+    simulated_loop.run(main)
+
+
+def test_a_service_that_starts_late_ends_no_run(
+    simulated_loop: SeededSimulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(PartlyBroken, "failing_calls", 40)
+        run = SmallRun(environment=PartlyBroken)
+        await run.run()
+        assert run.orchestrator.buffer.ledger.dropped["environment_error"] >= 8
 
     simulated_loop.run(main)
 

@@ -190,6 +190,9 @@ def test_a_library_that_is_imported_for_the_first_time_is_not_the_users_fault(
 def test_a_library_of_another_environment_is_nobodys_code() -> None:
     assert not is_user_code("/opt/other/lib/python3.12/site-packages/aiohttp/web_ws.py")
     assert not is_user_code("/usr/lib/python3/dist-packages/aiohttp/web_ws.py")
+    assert not is_user_code("/opt/other/lib/python3.10/json/decoder.py")
+    assert not is_user_code("/opt/other/lib64/python3.13t/json/decoder.py")
+    assert is_user_code("/home/user/lib/agents/python3.py")
 
 
 def test_an_error_nobody_awaits_is_named_with_its_line() -> None:

@@ -491,6 +491,19 @@ def test_a_pipe_gets_a_line_about_an_evaluation_now_and_then() -> None:
     ]
 
 
+def test_the_time_left_leaves_out_episodes_that_ended_before_the_display_began() -> None:
+    stream = io.StringIO()
+    state = RunState(plan=PLAN)
+    display = LineDisplay(state, stream)
+    for seconds, num_ended in [(500.0, 40), (600.0, 60)]:
+        state.status = RunSnapshot(phase="evaluating after training", progress=(num_ended, 160), seconds=seconds)
+        display.show()
+    assert stream.getvalue().splitlines() == [
+        "evaluating after training: 40 of 160 episodes",
+        "evaluating after training: 60 of 160 episodes, about 8:20 left",
+    ]
+
+
 def test_the_view_agrees_with_the_metrics_and_the_journal(tmp_path: Path) -> None:
     asyncio.run(write_run(tmp_path))
     record_process_state(tmp_path, "running")

@@ -529,7 +529,10 @@ CUT = {"evaluation/episodes": 16.0, "evaluation/reward": 0.0, "evaluation/cut/ma
         ({}, True),
         ({"evaluation/cut/max_turns": 7.0}, False),
         ({"evaluation/reward": 0.1}, False),
-        ({"evaluation/reward": -1.0}, True),
+        ({"evaluation/reward": -200.0}, False),  # -1 per turn, up to a limit by design
+        ({"evaluation/reward_deviation": 1.0}, False),
+        ({"evaluation/reward/solver": 1.0}, False),
+        ({"evaluation/reward_error": 0.1, "evaluation/named_reward/form": 0.0}, True),
     ],
 )
 def test_an_evaluation_without_reward_whose_episodes_were_cut_off_names_the_limit(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from agentrl.core.records import EpisodeHeader, dropped_header
-from agentrl.orchestrator.scheduler import FAILED_GROUPS, FAILED_IN_A_ROW, StarvationGuard
+from agentrl.orchestrator.scheduler import FAILED_GROUPS, FAILED_IN_A_ROW, NO_UNIT_IN_A_ROW, StarvationGuard
 from tests.support.builders import make_spec
 
 
@@ -17,9 +17,16 @@ def failed_children(parents: int, each: int) -> Iterator[EpisodeHeader]:
             yield dropped_header(spec, "environment_error")
 
 
-def ends(headers: Iterator[EpisodeHeader], *, learning: tuple[str, ...] = ("proposer", "solver")) -> list[str]:
-    guard = StarvationGuard(group_size=4)
-    return [why for each in headers if (why := guard.record_end(each, {"solver"}, learning)) is not None]
+def ends(
+    headers: Iterable[EpisodeHeader],
+    *,
+    learning: tuple[str, ...] = ("proposer", "solver"),
+    running: Collection[int] = (),
+    group_size: int = 4,
+) -> list[str]:
+    guard = StarvationGuard(group_size)
+    reasons = (guard.record_end(header, {"solver"}, learning, lambda policy: running) for header in headers)
+    return [reason for reason in reasons if reason is not None]
 
 
 def test_one_bad_proposal_ends_no_run_however_many_attempts_it_has() -> None:
@@ -37,6 +44,30 @@ def test_what_became_of_the_last_episode_is_said_in_a_sentence() -> None:
     assert ends(dropped)[0].endswith(f"the last one, e{FAILED_IN_A_ROW - 1}, because of environment_error")
     silent = (replace(dropped_header(make_spec(f"e{n}"), "frozen"), drop_reason=None) for n in range(FAILED_IN_A_ROW))
     assert ends(silent)[0].endswith(f"the last one, e{FAILED_IN_A_ROW - 1}, because its seat never acted")
+
+
+def failures(numbers: Iterable[int]) -> list[EpisodeHeader]:
+    return [dropped_header(make_spec(f"e{number}"), "environment_error") for number in numbers]
+
+
+def test_failures_count_only_once_no_earlier_episode_plays() -> None:
+    broken = [number for number in range(400) if number % 5 == 0]
+    assert not ends(failures(broken), running=[number for number in range(400) if number % 5])
+    assert len(ends(failures(broken))) == len(broken) - FAILED_IN_A_ROW + 1
+    assert not ends(failures(range(1, FAILED_IN_A_ROW + 1)), running=[0])
+    assert ends(failures(range(FAILED_IN_A_ROW)), running=[FAILED_IN_A_ROW])
+    waiting = failures(range(1, NO_UNIT_IN_A_ROW + 1))
+    assert not ends(waiting, learning=("proposer",), running=[0])
+    assert ends(waiting, learning=("proposer",))[0].startswith(f"the last {NO_UNIT_IN_A_ROW} root episodes")
+
+
+def test_an_episode_that_hangs_does_not_hide_that_all_others_fail() -> None:
+    assert len(ends(failures(range(1, 2 * FAILED_IN_A_ROW + 1)), running=[0])) == 1
+
+
+def test_three_broken_tasks_in_a_row_end_no_run() -> None:
+    assert not ends(failures(range(3 * 16)), group_size=16)
+    assert ends(failures(range(4 * 16)), group_size=16)
 
 
 def test_a_policy_that_does_not_learn_now_needs_nothing() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -131,6 +133,21 @@ def test_an_error_of_a_library_is_located_in_the_code_that_called_it() -> None:
     with pytest.raises(json.JSONDecodeError) as raised:
         json.loads("{")
     assert re.fullmatch(rf" at {re.escape(__file__)}:\d+ in test_\w+", describe_raise_location(raised.value))
+
+
+def test_an_error_of_an_installed_environment_is_located_in_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "installed_games"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from installed_games.play import Game\n")
+    (package / "play.py").write_text("import json\nclass Game:\n    def run(self):\n        json.loads('{')\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    game = importlib.import_module("installed_games").Game
+    with pytest.raises(json.JSONDecodeError) as raised:
+        game().run()
+    assert describe_raise_location(raised.value, game) == f" at {package}/play.py:4 in run"
+    assert str(package) not in describe_raise_location(raised.value, Desk)
 
 
 def test_several_calls_in_one_turn_are_answered_in_order() -> None:
