@@ -216,7 +216,10 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
         value = value_at(config, *setting.split(".")) if value is None else value
         limit = setting if value is None else f"{setting} = {value}"
         text = f"{reasons[0].text}: a limit cut it short ({limit})"
-        reasons[0] = Reason("ended", text, f"raise {setting}, or shorten the episode")
+        calls = [act for act in view.acts if isinstance(act, ToolAct)]
+        is_symptom = bool(calls) and not any(act.outcome == "ok" for act in calls)
+        first = "find out why no tool call succeeded (below); otherwise " if is_symptom else ""
+        reasons[0] = Reason("ended", text, f"{first}raise {setting}, or shorten the episode")
     elif stop == "refused":
         reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
     if view.detail:

@@ -415,7 +415,8 @@ def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
         policy,
         f"all held-out rewards are 0, and limits cut off {sum(cuts.values()):.0f} of {plural(episodes, 'episode')}: "
         f"{counts}",
-        f"`agentrl episode show` shows where one was cut; {'; '.join(_LIMITS[limit][1] for limit in commonest)}",
+        f"`agentrl episode list RUN --where 'stop_reason = {commonest[0]}'` lists them; "
+        + "; ".join(_LIMITS[limit][1] for limit in commonest),
     )
 
 

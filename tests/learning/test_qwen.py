@@ -60,7 +60,7 @@ def test_the_prompt_shows_calls_in_the_form_that_the_run_reads(repository: Path)
 
 
 @pytest.mark.learning
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_qwen_takes_a_step(repository: Path, tmp_path: Path) -> None:
     if not (repository / MODEL).is_dir():
