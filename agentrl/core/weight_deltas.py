@@ -13,10 +13,12 @@ version does not depend on how it is stored. Readers check it, which detects cha
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Generator, Iterator
@@ -389,8 +391,13 @@ def copy_weights(path: Path, into: BinaryIO, *, base: Path | None = None) -> Non
         _read_checked(path, hashlib.sha256(), base=base, copy=into)
     else:
         with path.open("rb") as content:
-            while os.sendfile(into.fileno(), content.fileno(), None, 1 << 30):  # the kernel copies
-                pass
+            try:
+                while os.sendfile(into.fileno(), content.fileno(), None, 1 << 30):  # the kernel copies
+                    pass
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                shutil.copyfileobj(content, into, BLOCK_BYTES)  # not into every file
 
 
 def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:

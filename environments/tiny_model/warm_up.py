@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -601,7 +602,9 @@ class _Builder:
                 "engine": {"slots": NUM_EVAL_TASKS, "max_context": sizes.max_context},
             }
         )
-        return evaluate(config, tasks=tasks, environment=self.environment)["evaluation/reward"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of what the warm-up is about to teach
+            return evaluate(config, tasks=tasks, environment=self.environment)["evaluation/reward"]
 
 
 def _error_messages(tools: Sequence[ToolSpec]) -> Sequence[Message]:
