@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 _CONTEXT, _SAMPLED = 16, 4
-"""Number of tokens of a measured conversation's context, and of those that it samples beyond the first."""
+"""Tokens of a measured conversation: its context, and what it samples after the first token."""
 
 
 class TokenSeconds(NamedTuple):

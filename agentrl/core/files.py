@@ -462,7 +462,7 @@ def rename_whole(
 
 
 def sync_directory(directory: Path, *, disk: Disk = LOCAL, depth: int = 1) -> None:
-    """Make a directory that `rename_whole` put in place durable, with its name and those of `depth` - 1 parents.
+    """Sync a directory that `rename_whole` put in place, with its name and the names of `depth` - 1 parents.
 
     Raises:
         OSError: the disk failed, or there is no such directory.

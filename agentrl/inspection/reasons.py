@@ -8,7 +8,7 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import JournalError
-from agentrl.core.records import StopReason, find_stop_reason
+from agentrl.core.records import find_stop_reason
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
@@ -21,7 +21,7 @@ from agentrl.inspection.conversation import (
 )
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row, decode_group_scores_row
-from agentrl.observe.alarms import ADVICE_ON_DROPS, fill_commands
+from agentrl.observe.alarms import ADVICE_ON_DROPS, LIMITS, fill_commands
 from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 SHOWN_TURNS = 12
 """Number of turns whose advantages are shown."""
 MAX_NAMED = 8
-
-
-LIMITS: dict[StopReason | None, str] = {
-    "max_tokens": "sampling.max_tokens",
-    "max_turns": "sampling.max_turns",
-    "context_length": "engine.max_context",
-    "time_limit": "episode_timeout_s",
-}
-"""Setting of the limit that ends an episode for each reason."""
 
 
 class Reason(msgspec.Struct, frozen=True):

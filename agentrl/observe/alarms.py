@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentrl.core.records import StopReason
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.text import plural
 from agentrl.observe.blocked_loop import REMEDY
@@ -167,13 +168,19 @@ _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl epis
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
-_LIMITS = {
-    "max_tokens": ("sampling.max_tokens", "raise sampling.max_tokens, or ask for shorter replies"),
-    "max_turns": ("sampling.max_turns", "raise sampling.max_turns, or say in the prompt how an episode ends"),
-    "context_length": ("engine.max_context", "raise engine.max_context, or shorten the prompts"),
-    "time_limit": ("episode_timeout_s", "raise episode_timeout_s"),
+LIMITS: dict[StopReason | None, str] = {
+    "max_tokens": "sampling.max_tokens",
+    "max_turns": "sampling.max_turns",
+    "context_length": "engine.max_context",
+    "time_limit": "episode_timeout_s",
 }
-"""Setting and remedy of each limit that ends an episode, by stop reason."""
+"""Setting of the limit that ends an episode for each reason."""
+_WITHIN_LIMITS: dict[StopReason | None, str] = {
+    "max_tokens": ", or ask for shorter replies",
+    "max_turns": ", or say in the prompt how an episode ends",
+    "context_length": ", or shorten the prompts",
+}
+"""What helps episodes to end within a limit."""
 _HELD_OUT_REWARD = re.compile(r"evaluation/(?:reward|named_reward/.*|reward/.*|reward_deviation)$")
 """Metrics of the rewards of an evaluation."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
@@ -403,20 +410,20 @@ def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
         values: metrics of the evaluation.
         policy: name of the policy concerned.
     """
-    cuts = {limit: values.get(f"{HELD_OUT_CUTS}{limit}", 0.0) for limit in _LIMITS}
+    cuts = {limit: values.get(f"{HELD_OUT_CUTS}{limit}", 0.0) for limit in LIMITS}
     episodes = values.get("evaluation/episodes", 0.0)
     rewards = [value for name, value in values.items() if _HELD_OUT_REWARD.match(name)]
     if any(rewards) or not rewards or not episodes or sum(cuts.values()) < MOST_SHARE * episodes:
         return None
     commonest = sorted(filter(cuts.get, cuts), key=lambda limit: -cuts[limit])
-    counts = ", ".join(f"{cuts[limit]:.0f} at {_LIMITS[limit][0]}" for limit in commonest)
+    counts = ", ".join(f"{cuts[limit]:.0f} at {LIMITS[limit]}" for limit in commonest)
     return Alarm(
         "cut_off",
         policy,
         f"all held-out rewards are 0, and limits cut off {sum(cuts.values()):.0f} of {plural(episodes, 'episode')}: "
         f"{counts}",
         f"`agentrl episode list RUN --where 'stop_reason = {commonest[0]}'` lists them; "
-        + "; ".join(_LIMITS[limit][1] for limit in commonest),
+        + "; ".join(f"raise {LIMITS[limit]}{_WITHIN_LIMITS.get(limit, '')}" for limit in commonest),
     )
 
 

@@ -146,8 +146,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         f"{HELD_OUT_CUTS}<reason>",
         "episodes",
-        "those of `evaluation/truncated` with this stop reason, if there are any: `max_tokens`, `max_turns`, "
-        "`context_length`, `time_limit`, `refused`",
+        "`evaluation/truncated` by stop reason, without zeros: `max_tokens`, `max_turns`, `context_length`, "
+        "`time_limit`, `refused`",
     ),
     Metric(
         "evaluation/failed",

@@ -316,8 +316,8 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 
 class VersionRetention:
-    """Makes versions durable that a checkpoint needs. Deletes those that fall out of the window, from any attempt of
-    the run, and that no delta in it needs.
+    """Syncs the versions that a checkpoint needs. Deletes older versions than the window, of any attempt of the run,
+    unless a delta in the window needs them.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.
@@ -331,8 +331,8 @@ class VersionRetention:
         """Versions that `make_durable` has synced."""
 
     async def make_durable(self, versions: Iterable[WeightsRef]) -> None:
-        """Sync versions, and those that their deltas need, before something durable names them; leave out versions
-        whose files are gone.
+        """Sync versions and the bases of their deltas, before something durable names them. Versions whose files are
+        gone are left out.
 
         Raises:
             StorageError: the disk failed.

@@ -375,7 +375,7 @@ class Scheduler:
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning, self._running_roots)
 
     def _running_roots(self, policy: str | None) -> set[int]:
-        """Return the numbers of the root episodes of running training episodes, of those that seat a policy or all.
+        """Return the numbers of the root episodes of running training episodes that seat a policy; None: of all.
 
         Branches are left out: they teach nothing if their main episode fails.
         """
@@ -485,7 +485,7 @@ class StarvationGuard:
             header: header of a training episode.
             seated: trained policies that hold a seat of the episode.
             learning: policies that learn now.
-            running_roots: returns the numbers of the root episodes of running episodes, of those that seat a policy or
+            running_roots: returns the numbers of the root episodes of running episodes that seat a policy; None: of
                 all.
         """
         with_unit = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
@@ -540,7 +540,7 @@ def _is_conclusive(failed: Sequence[int], required: int, running_roots: Callable
     Args:
         failed: sorted numbers of the root episodes.
         required: number of failures if no earlier root episode plays.
-        running_roots: returns the numbers of those that play.
+        running_roots: returns the numbers of the running ones.
     """
     if len(failed) < required:
         return False

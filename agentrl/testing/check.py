@@ -201,7 +201,7 @@ class Subject:
         return (entry.decode() for _, episode in self.played for entry in episode.entries)
 
     def requests(self) -> list[ExternalRequestParameters]:
-        """What an external agent asked for in the random policy's episodes, those that failed included."""
+        """What an external agent asked for in the random policy's episodes, failed ones included."""
         entries = [episode.entries for _, episode in self.played] + [failure.entries for failure in self.failed]
         bodies = (entry.decode() for entry in itertools.chain.from_iterable(entries))
         return [body.request for body in bodies if isinstance(body, TurnEntry) and body.request is not None]

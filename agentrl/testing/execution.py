@@ -269,7 +269,7 @@ class _Stage:
         self._journal = MemoryJournal()
         self._failures = list[BaseException]()
         self.engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, hold=in_lockstep > 0)
-        # Scripts see what a request asks of its reply; those that play wrong replies do not comply.
+        # Scripts see what a request asks of its reply; scripts of wrong replies do not comply.
         self.engine.capabilities = replace(self.engine.capabilities, grammars=True)
         longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
         self._longest_s = longest_s * max(in_lockstep, 1)
