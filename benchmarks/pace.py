@@ -15,7 +15,7 @@
   whose predictions are those that the run with "auto" recorded, in medians over its steps. Runs take turns, and figures
   are medians over runs of their mean step; a machine with other work makes them meaningless. Not in `--quick`.
 * `smollm2`. `smollm2_error`, `smollm2_auto_over_best`: the same for `examples/07_smollm2.toml` with steps of 32
-  episodes, in one round.
+  episodes. `smollm2_vllm_error`, `smollm2_vllm_auto_over_best`: the same with vLLM and a merged LoRA.
 * `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
   largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
   (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
@@ -125,7 +125,13 @@ def calculator(quick: bool) -> dict[str, float]:
 def smollm2(quick: bool) -> dict[str, float]:
     """The same with a pretrained model."""
     settings = ("--steps=14", "--policies.solver.step_size=32")
-    return {} if quick else _in_real_time("smollm2", "07_smollm2.toml", rounds=1, settings=settings)
+    vllm = ("--engine.vllm={}", "--policies.solver.lora.merge=true")
+    return (
+        {}
+        if quick
+        else _in_real_time("smollm2", "07_smollm2.toml", rounds=2, settings=settings)
+        | _in_real_time("smollm2_vllm", "07_smollm2.toml", rounds=2, settings=(*settings, *vllm))
+    )
 
 
 def _in_real_time(name: str, example: str, *, rounds: int, settings: Sequence[str]) -> dict[str, float]:

@@ -41,14 +41,12 @@ def train(
     life, samples = life_of(runner, training)
     begin = training_began(samples, life)
     if part == "curves":
-        _, curve = scoring.first_at(model, runner.directory, training.goal, training.held_out, training.game)
+        _, curve = scoring.first_at(model, runner.directory, training)
         others = samples.cores_of_others(begin, life.steps[-1]["t"])
         return {"curve": curve, "steps": len(life.steps), "cores_of_others": others}
     record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     record |= costs(samples, life) | {"cores_of_others": samples.cores_of_others(begin, life.steps[-1]["t"])}
-    reached, record["curve"] = scoring.first_at(
-        model, runner.directory, training.goal, training.held_out, training.game
-    )
+    reached, record["curve"] = scoring.first_at(model, runner.directory, training)
     if reached is not None:
         moment = next(step["t"] for step in life.steps if step["step"] == reached)
         record |= {"steps_to_goal": reached, "wall_s": moment - begin}
@@ -87,6 +85,7 @@ def prepare(
         "max_tokens": training.game.max_tokens,
         "max_episode_tokens": training.max_episode_tokens,
         "waits": part == "tools",
+        "snapshot_every": training.snapshot_every,
     }
     if contender.config:
         settings["config"] = str(SCRIPTS / contender.config)
@@ -113,6 +112,7 @@ def overrides(contender: Contender, training: Training) -> list[str]:
         f"--engine.slots={round(slots * training.step_size)}",
         f"--engine.max_context={training.max_context}",
         f"--sampling.max_tokens={training.game.max_tokens}",
+        f"--checkpoint.every={training.snapshot_every}",
         *contender.overrides,
     ]
 

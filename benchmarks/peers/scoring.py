@@ -10,21 +10,19 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from benchmarks.naive_loop import Game, evaluate
-
-EVERY = 3
-"""Steps between two snapshots."""
+from benchmarks.naive_loop import evaluate
+from benchmarks.peers.trainings import Training
 
 
-def snapshots(directory: Path) -> dict[int, Path]:
-    """Directories of the weights after each third step."""
+def snapshots(directory: Path, every: int) -> dict[int, Path]:
+    """Directories of the weights after each step whose number `every` divides."""
     found = {}
     for path in directory.glob("output/checkpoint-*"):
         found[int(path.name.removeprefix("checkpoint-"))] = path
     for path in directory.glob("runs/run/versions/*/*.*"):
         if match := re.fullmatch(r"\d+\.(\d+)", path.name):
             found[int(match[1])] = path
-    return {step: found[step] for step in sorted(found) if step and step % EVERY == 0}
+    return {step: found[step] for step in sorted(found) if step and step % every == 0}
 
 
 def load(model: Path, snapshot: Path) -> PreTrainedModel:
@@ -37,12 +35,12 @@ def load(model: Path, snapshot: Path) -> PreTrainedModel:
     return whole
 
 
-def first_at(model: Path, directory: Path, goal: float, count: int, game: Game) -> tuple[int | None, dict[int, float]]:
-    """The first step whose snapshot reaches the goal on `count` held-out tasks, and the rewards up to it."""
+def first_at(model: Path, directory: Path, training: Training) -> tuple[int | None, dict[int, float]]:
+    """The first step whose snapshot reaches the goal, and the held-out rewards up to it."""
     chat, curve = TemplateChatFormat.load(model), {}
     torch.set_num_threads(2)
-    for step, path in snapshots(directory).items():
-        curve[step] = evaluate(load(model, path), chat, count=count, game=game)
-        if curve[step] >= goal:
+    for step, path in snapshots(directory, training.snapshot_every).items():
+        curve[step] = evaluate(load(model, path), chat, count=training.held_out, game=training.game)
+        if curve[step] >= training.goal:
             return step, curve
     return None, curve

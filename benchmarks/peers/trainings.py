@@ -22,6 +22,8 @@ class Training:
     """Held-out reward."""
     held_out: int
     """Tasks of one score."""
+    snapshot_every: int = 3
+    """Steps between two snapshots that are scored."""
     steps: int
     adapter_steps: int = 0
     """Steps of an adapter, where it needs more; 0 for the same."""
@@ -50,6 +52,7 @@ ARITHMETIC = Training(
     model=ROOT / "environments" / "calculator" / "model",
     goal=0.9,
     held_out=512,
+    snapshot_every=1,
     steps=27,
     step_size=64,
     learning_rates={"full": 3e-4, "adapter": 1e-3},
@@ -74,12 +77,13 @@ WORD_PROBLEMS = Training(
 )
 TOOLS = replace(
     ARITHMETIC,
+    snapshot_every=3,
     limit_s=600.0,
     schedules={**ARITHMETIC.schedules, "default": (4, 2.0, 2.0)},  # as agentrl's documentation says for slow tools
 )
-KILLED = replace(ARITHMETIC, steps=16)
+KILLED = replace(ARITHMETIC, snapshot_every=3, steps=16)
 """Killed after step 10, and run again until that step is done."""
-CURVES = replace(ARITHMETIC, goal=math.inf)
+CURVES = replace(ARITHMETIC, snapshot_every=3, goal=math.inf)
 """Every snapshot is scored."""
 TRAININGS = {
     "calculator": ARITHMETIC,

@@ -21,7 +21,7 @@ def on_step(number, step, model):
     if number == 0:  # measured
         write(begin=True, t=time.time() - step.wall)  # measured
     write(step=number + 1, sampled=step.tokens, trained=step.tokens)  # measured
-    if number % 3 == 2:
+    if (number + 1) % SETTINGS["snapshot_every"] == 0:
         model.save_pretrained(output / f"checkpoint-{number + 1}")
 
 
