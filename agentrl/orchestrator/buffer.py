@@ -154,10 +154,6 @@ class EpisodeBuffer:
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
         """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
-        self.unrewarded: dict[str, Counter[str]] = {}
-        """Episodes dropped for a missing reward, by policy and seat, of policies without a rewarded unit so far."""
-        self._rewarded: set[str] = set()
-        """Policies with a rewarded unit."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
         """Callback for a complete group, with the spec of a member and the headers of all, branches left out."""
         self._groups: dict[str, OpenGroup] = {}
@@ -290,13 +286,8 @@ class EpisodeBuffer:
                 self._resolve(header.episode_id, policy, reason=PROBE)
             elif without := [t for t in header.trajectories if t.policy == policy and t.reward is None]:
                 reason = TRUNCATED if header.drops_as_truncated(without[0]) else "no_reward"
-                if policy not in self._rewarded and reason != TRUNCATED:
-                    self.unrewarded.setdefault(policy, Counter())[without[0].seat] += 1
                 drops.append(UnitDropped(header.episode_id, header.attempt, policy, reason))
                 self._resolve(header.episode_id, policy, reason=reason)
-            else:
-                self._rewarded.add(policy)
-                self.unrewarded.pop(policy, None)
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 

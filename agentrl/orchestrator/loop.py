@@ -642,31 +642,15 @@ class Orchestrator:
         return float(max(1, num_sampled))
 
     async def _watch(self) -> None:
-        """End the run with a reason when nothing runs, nothing can start, and a policy still waits; or when a policy's
-        first units all lack a reward."""
-        await self.changed.wait_for(
-            lambda: self._finished() or self._unrewarded_policy() is not None or self.scheduler.is_starved() is not None
-        )
+        """End the run with a reason when nothing runs, nothing can start, and a policy still waits."""
+        await self.changed.wait_for(lambda: self._finished() or self.scheduler.is_starved() is not None)
         if self._finished():
             return
-        if policy := self._unrewarded_policy():
-            seats = self.buffer.unrewarded[policy]
-            raise CheckFailedError(
-                f"seat {seats.most_common(1)[0][0]!r} of the trained policy {policy} got no reward in the first "
-                f"{plural(seats.total(), 'episode')}, so all of them were dropped (no_reward). "
-                "Call agent.reward(…) for it on every path through run(), set truncated_reward if limits end the "
-                "episodes, or let a frozen, remote or bot policy hold the seat"
-            )
         if (starved := self.scheduler.is_starved()) is not None:
             raise CheckFailedError(
                 f"policy {starved} will get no more units: its seats never act, or "
                 f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
-
-    def _unrewarded_policy(self) -> str | None:
-        """Return a policy whose units, two steps' worth at least, were all dropped because a seat had no reward."""
-        seats_by_policy = self.buffer.unrewarded.items()
-        return next((name for name, seats in seats_by_policy if seats.total() >= 2 * self.plan.step_size[name]), None)
 
     def _skip(self, policy: str, ready_units: Sequence[ReadyUnit], error: NonFiniteError) -> None:
         """Drop the units of a step whose gradient is not finite; `SKIPPED_IN_A_ROW` such steps end the run."""

@@ -488,7 +488,8 @@ class StarvationGuard:
             running_roots: returns the numbers of the root episodes of running episodes that seat a policy; None: of
                 all.
         """
-        with_unit = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
+        unrewarded = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is None}
+        with_unit = {trajectory.policy for trajectory in header.trajectories} - unrewarded
         for policy in with_unit:
             for counts in (self._failed, self._waiting, self._failed_groups):
                 counts.pop(policy, None)
@@ -512,13 +513,19 @@ class StarvationGuard:
         return None
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
-        acted = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
+        own = (trajectory for trajectory in header.trajectories if trajectory.policy == policy)
+        unrewarded = next((trajectory for trajectory in own if trajectory.reward is None), None)
         if header.drop_reason:
             why = f"because of {header.drop_reason}"
-        elif any(map(header.drops_as_truncated, acted)):
+        elif unrewarded is None:
+            why = "because its seat never acted"
+        elif header.drops_as_truncated(unrewarded):
             why = f"because it was truncated ({header.stop_reason}), and truncated_reward = None drops such episodes"
         else:
-            why = f"because its seat {'was given no reward' if acted else 'never acted'}"
+            why = (
+                f"because its seat {unrewarded.seat!r} was given no reward. Call agent.reward(…) for it on every path "
+                "through run(), or let a frozen, remote or bot policy hold the seat"
+            )
         return (
             f"{plural(len(self._failed[policy]), 'episode')} in a row gave {policy} nothing to train on, the last one, "
             f"{header.episode_id}, {why}"

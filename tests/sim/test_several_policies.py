@@ -163,7 +163,7 @@ class Unrewarded(Duel):
 def test_a_trained_seat_without_a_reward_ends_the_run_by_name(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(policies=policies(asker=8, guesser=8)), environment=Unrewarded)
-        with pytest.raises(CheckFailedError, match="seat 'guesser' of the trained policy guesser got no reward"):
+        with pytest.raises(CheckFailedError, match=r"gave guesser nothing .* seat 'guesser' was given no reward. Call"):
             await run.run()
 
     simulated_loop.run(main)

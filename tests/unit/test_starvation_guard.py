@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agentrl.core.records import EpisodeHeader, dropped_header
 from agentrl.orchestrator.scheduler import FAILED_GROUPS, FAILED_IN_A_ROW, NO_UNIT_IN_A_ROW, StarvationGuard
-from tests.support.builders import make_spec
+from tests.support.builders import make_episode_header, make_spec
 
 
 def failed_children(parents: int, each: int) -> Iterator[EpisodeHeader]:
@@ -44,6 +44,14 @@ def test_what_became_of_the_last_episode_is_said_in_a_sentence() -> None:
     assert ends(dropped)[0].endswith(f"the last one, e{FAILED_IN_A_ROW - 1}, because of environment_error")
     silent = (replace(dropped_header(make_spec(f"e{n}"), "frozen"), drop_reason=None) for n in range(FAILED_IN_A_ROW))
     assert ends(silent)[0].endswith(f"the last one, e{FAILED_IN_A_ROW - 1}, because its seat never acted")
+
+
+def test_a_policy_with_a_seat_that_is_never_rewarded_gets_no_unit() -> None:
+    rewarded = make_episode_header(make_spec("e0")).trajectories[0]
+    both = (rewarded, replace(rewarded, seat="judge", reward=None))
+    headers = [replace(make_episode_header(make_spec(f"e{n}")), trajectories=both) for n in range(FAILED_IN_A_ROW)]
+    assert "its seat 'judge' was given no reward. Call agent.reward(…)" in ends(headers)[0]
+    assert not ends([*headers[1:], make_episode_header(make_spec("e0"))])
 
 
 def failures(numbers: Iterable[int]) -> list[EpisodeHeader]:
