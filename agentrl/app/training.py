@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,6 +150,10 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
             for function in scorers
         },
     )
+    if not config.engine_in_process and any(len(policy.staleness_choices) > 1 for policy in config.trained.values()):
+        # Once the bound lets engine and trainer overlap, each with a thread per core, threads that spin while they wait
+        # make steps several times as long. Read when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_packages_of_run(config, environment)
     environment_class = environment_of(config, environment)
     resolve(config, environment_class)  # refuse impossible settings before anything is loaded

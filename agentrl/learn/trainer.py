@@ -40,6 +40,7 @@ from agentrl.core.errors import NonFiniteError, StorageError, SupersededVersionE
 from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.parts import check_compatible
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
+from agentrl.core.shared_cores import computing, threads_now
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples, without_stale_tokens
@@ -223,7 +224,8 @@ class PolicyTrainer:
         step.totals["lost_routing"] += sum(sample.lost_routing for sample in samples)
         complete = False
         try:
-            self._accumulate(learner, step, samples, normalizer=batch.normalizer)
+            with computing():
+                self._accumulate(learner, step, samples, normalizer=batch.normalizer)
             complete = True
         finally:
             if not complete:  # a partial gradient must never be applied
@@ -440,6 +442,8 @@ class PolicyTrainer:
         for micro_batch in self._micro_batches(
             learner, samples, sample_indices, backward=backward, reference=reference
         ):
+            if torch.get_num_threads() != (threads := threads_now(self._plan.threads)):
+                torch.set_num_threads(threads)
             reference_head = self._reference(learner, micro_batch) if reference else None
             with torch.set_grad_enabled(backward):
                 entropy_gradient = backward and self._loss.uses_entropy

@@ -47,11 +47,12 @@ def test_what_became_of_the_last_episode_is_said_in_a_sentence() -> None:
 
 
 def test_a_policy_with_a_seat_that_is_never_rewarded_gets_no_unit() -> None:
-    rewarded = make_episode_header(make_spec("e0")).trajectories[0]
+    solver = {"agent": "solver"}
+    (rewarded,) = make_episode_header(make_spec(seats=solver)).trajectories
     both = (rewarded, replace(rewarded, seat="judge", reward=None))
     headers = [replace(make_episode_header(make_spec(f"e{n}")), trajectories=both) for n in range(FAILED_IN_A_ROW)]
     assert "its seat 'judge' was given no reward. Call agent.reward(…)" in ends(headers)[0]
-    assert not ends([*headers[1:], make_episode_header(make_spec("e0"))])
+    assert not ends([*headers[1:], make_episode_header(make_spec(seats=solver))])
 
 
 def failures(numbers: Iterable[int]) -> list[EpisodeHeader]:

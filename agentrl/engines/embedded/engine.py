@@ -42,6 +42,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
 from agentrl.core.ports import EngineCapabilities
+from agentrl.core.shared_cores import computing, threads_now
 from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
@@ -198,11 +199,12 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         self.versions = EmbeddedVersionTable(self, ServedModelCopy.of(model), versions.values(), settings=settings)
         self._keep_kv = settings.keep_kv
         self._clock = clock
+        self._threads = settings.threads if _pays_threads(model) else 1
         self._worker = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="agentrl-engine",
             initializer=torch.set_num_threads,
-            initargs=(settings.threads if _pays_threads(model) else 1,),
+            initargs=(self._threads,),
         )
         self._loop_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -322,27 +324,34 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     async def _run(self) -> None:
         """Plan, run and finish steps, as long as there are calls."""
         batcher, loop = self._batcher, asyncio.get_running_loop()
-        while True:
-            async with self.between_passes:
-                self._runner.interrupted = False
-                for call in batcher.drop_ending():
-                    self._end(call, aborted=True)
-                if batcher.empty:
-                    break
-                step: StepPlan | None = None
-                if not self.versions.paused:
-                    batcher.admit(self.versions.held, self.versions.leases.resolve)
-                    step = batcher.plan()
-                if step is not None:
-                    ended_slots = await loop.run_in_executor(self._worker, self._runner.run, step)
-                    for slot in ended_slots:
-                        self._end(batcher.running[slot], aborted=False)
-                    self._deliver()
-                else:
-                    self._wake.clear()
-            if step is None:
-                await self._wake.wait()
+        with computing():
+            while True:
+                async with self.between_passes:
+                    self._runner.interrupted = False
+                    for call in batcher.drop_ending():
+                        self._end(call, aborted=True)
+                    if batcher.empty:
+                        break
+                    step: StepPlan | None = None
+                    if not self.versions.paused:
+                        batcher.admit(self.versions.held, self.versions.leases.resolve)
+                        step = batcher.plan()
+                    if step is not None:
+                        ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
+                        for slot in ended_slots:
+                            self._end(batcher.running[slot], aborted=False)
+                        self._deliver()
+                    else:
+                        self._wake.clear()
+                if step is None:
+                    await self._wake.wait()
         self._loop_task = None
+
+    def _pass(self, step: StepPlan) -> list[int]:
+        """Run a forward pass, in the worker thread."""
+        if torch.get_num_threads() != (threads := threads_now(self._threads)):
+            torch.set_num_threads(threads)
+        return self._runner.run(step)
 
     def _end(self, call: ActiveRequest, *, aborted: bool) -> None:
         session = call.session
