@@ -192,7 +192,7 @@ FIGURES = (
     *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
     *("end_over_waiting", "end_dropped", "end_wait_error"),
     *("calculator_error", "calculator_auto_over_best", "smollm2_error", "smollm2_auto_over_best", "smollm2_vllm_error"),
-    "smollm2_vllm_auto_over_best",,
+    "smollm2_vllm_auto_over_best",
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("harm_default_over_lockstep", "harm_uncorrected_over_lockstep", "harm_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
