@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
+from agentrl.core.event_loop import tell_if_blocked
 from agentrl.core.own_loop import shares_process
 from agentrl.journal.run_process import record_process_state
 
@@ -123,7 +124,7 @@ def cancel_run_on_signal(run: Path, stop_seconds: float, tell: Callable[[str], N
         record_stop(run)
 
     try:
-        with handle_signals(cancel, lambda: record_stop(run), stop_seconds=stop_seconds, give_up=give_up):
+        with handle_signals(cancel, lambda: record_stop(run), stop_seconds=stop_seconds, give_up=give_up, tell=tell):
             try:
                 yield
             except asyncio.CancelledError:
@@ -141,15 +142,16 @@ def handle_signals(
     *,
     stop_seconds: float,
     give_up: Callable[[], None],
+    tell: Callable[[str], None],
     stays: bool = False,
 ) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
-    The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, whose
-    process stays, the second only calls `at_once`, and a third raises `KeyboardInterrupt`. A signal that is ignored (as
-    SIGHUP by `nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `handle_signals`
-    ends. Unless the first signal is Ctrl-C, the process ends after `stop_seconds`; before that, `give_up` is called in
-    a thread.
+    If code blocks the loop when the first arrives, `tell` shows a line that names the code. The second calls `at_once`
+    first, from the signal handler. In a notebook, whose process stays, the second only calls `at_once`, and a third
+    raises `KeyboardInterrupt`. A signal that is ignored (as SIGHUP by `nohup`) stays ignored. With `stays`, a first
+    signal keeps the handlers until an outer `handle_signals` ends. Unless the first signal is Ctrl-C, the process ends
+    after `stop_seconds`; before that, `give_up` is called in a thread.
     """
     loop, is_notebook = asyncio.get_running_loop(), shares_process()
     requested_at: float | None = None
@@ -170,6 +172,7 @@ def handle_signals(
             if number != signals.SIGINT:  # a person at a terminal waits, or presses again
                 STOP_LIMIT.start(stop_seconds, give_up)
             loop.call_soon_threadsafe(first)
+            tell_if_blocked(loop, tell)
         elif presses == 2:
             at_once()
             if not is_notebook:

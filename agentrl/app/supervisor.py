@@ -567,7 +567,9 @@ def _interruptible(
         record_stop(run)
 
     try:
-        with handle_signals(stop, leave_at_once, stop_seconds=stop_seconds, give_up=give_up, stays=True):
+        with handle_signals(
+            stop, leave_at_once, stop_seconds=stop_seconds, give_up=give_up, tell=observer.warn, stays=True
+        ):
             yield
     finally:
         is_over = True

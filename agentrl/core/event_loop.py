@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import linecache
 import os
+import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from threading import Event, Thread, get_ident
+from threading import Event, Thread, current_thread, get_ident, main_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.clock import SystemClock
+from agentrl.core.errors import is_user_code
 
 if TYPE_CHECKING:
     from types import FrameType
 
 T = TypeVar("T")
+
+ANSWER_S = 0.3
+"""Seconds after which a loop that has not answered a signal counts as blocked."""
 
 
 class CallThreads(Executor):
@@ -102,6 +109,90 @@ def was_stopped(error: BaseException) -> bool:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like `asyncio.run`, in an `EpisodeEventLoop`."""
+    """Run a coroutine like `asyncio.run`, in an `EpisodeEventLoop`. Ctrl-C is answered also while the loop is
+    blocked."""
+
+    async def answering() -> T:
+        with _answering_ctrl_c():
+            return await main
+
     with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner:
-        return runner.run(main)
+        return runner.run(answering())
+
+
+@contextlib.contextmanager
+def _answering_ctrl_c() -> Iterator[None]:
+    """Say what blocks the loop when Ctrl-C arrives, before the handler of `asyncio.Runner` acts."""
+    before = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or not callable(before) or before is signal.default_int_handler:
+        yield  # only the main thread may set handlers, and the caller's own one is left alone
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        tell_if_blocked(loop, _say_on_stderr)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say_on_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed, or its reader has left
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a line of progress
+        sys.stderr.write(f"{clear}agentrl: {text}\n")
+        sys.stderr.flush()
+
+
+def tell_if_blocked(loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
+    """Answer a signal in the place of a blocked loop. For its handler, in the loop's thread; returns at once.
+
+    Args:
+        loop: the loop that was asked to stop.
+        tell: shows a line that names the user's code that blocks; called in a thread.
+    """
+    owner, answered = get_ident(), Event()
+    with contextlib.suppress(RuntimeError):  # an environment may have closed the loop
+        loop.call_soon_threadsafe(answered.set)
+
+    def look() -> None:
+        if answered.wait(ANSWER_S) or not loop.is_running():
+            return
+        stack, _ = user_frames(sys._current_frames()[owner])
+        is_users = is_user_code(stack[0].f_code.co_filename)
+        code = f"now blocked by {describe_stack(stack)}" if is_users else "which no code of yours blocks now"
+        tell(f"stopping once the event loop is free, {code}. Another signal, or Ctrl-C, ends at once")
+
+    Thread(target=look, name="answer to a signal", daemon=True).start()
+
+
+def user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:
+    """Return the user's frames on the loop's stack, innermost first, or the innermost frame if there are none; and
+    whether they wait for the import of a library."""
+    frames: list[FrameType] = []
+    is_import = False
+    frame: FrameType | None = innermost
+    while (
+        frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
+    ):  # outer frames belong to the code that runs the loop
+        if is_user_code(frame.f_code.co_filename):
+            frames.append(frame)
+        elif not frames:
+            is_import |= frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return frames or [innermost], is_import
+
+
+def describe_stack(stack: Sequence[FrameType]) -> str:
+    """Name the innermost line of a stack, with its source, and the lines that called it."""
+    file, number = stack[0].f_code.co_filename, stack[0].f_lineno
+    callers = "".join(f", called from {frame_location(frame)}" for frame in stack[1:5])
+    return f"{frame_location(stack[0])}: `{linecache.getline(file, number).strip()}`{callers}"
+
+
+def frame_location(frame: FrameType) -> str:
+    """Return file, line and function of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import linecache
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, is_user_code
-from agentrl.core.event_loop import CALL_THREADS
+from agentrl.core.event_loop import CALL_THREADS, describe_stack, frame_location, user_frames
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def watch_event_loop(
     users_only: bool = False,
     count: Callable[[str, float], None] | None = None,
     remedy: str = REMEDY,
+    at_end: bool = False,
 ) -> Iterator[None]:
     """Watch the running loop. `tell` is called once for each place: in the watching thread for code that blocks, in the
     loop for an error of a task or callback that nothing awaits (also after the end of the watch).
@@ -60,10 +60,12 @@ def watch_event_loop(
         count: receives, in the watching thread, a place in the user's code (`file.py:8`) and for how many more seconds
             it has blocked the loop.
         remedy: what the user can do about code that blocks.
+        at_end: tell of code that blocks when the watch ends, with the longest time at each place; otherwise at once,
+            with the time so far.
     """
     watch = _Watch(
         *(asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s),
-        *(users_only, count, remedy),
+        *(users_only, count, remedy, at_end),
     )
     watch.start()
     try:
@@ -82,6 +84,7 @@ class _Watch:
         users_only: bool,
         count: Callable[[str, float], None] | None,
         remedy: str,
+        at_end: bool,
     ) -> None:
         self._loop = loop
         self._tell = tell
@@ -90,6 +93,9 @@ class _Watch:
         self._users_only = users_only
         self._count = count
         self._remedy = remedy
+        self._at_end = at_end
+        self._longest: dict[tuple[str, int], tuple[float, str]] = {}
+        """Longest seconds at each place, and the line about them, which `stop` tells."""
         self._counted_mark, self._counted_s = 0.0, 0.0
         """The newest iteration after which time was counted, and the seconds that were."""
         self._blocked_at: dict[tuple[str, int], float] = {}
@@ -112,6 +118,8 @@ class _Watch:
         if self._timer is not None:
             self._timer.cancel()
         self._thread.join()
+        for _, line in self._longest.values():
+            self._tell(line)
 
     def _running_s(self) -> float:
         """Return the time, without the seconds in which the loop's thread waited for a processor."""
@@ -149,7 +157,7 @@ class _Watch:
                 continue
             if self._stopped.is_set():  # the frame is that of `stop`, below code that did not block
                 return
-            stack, is_import = _user_frames(frame)
+            stack, is_import = user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
             if is_user_code(place[0]) and self._count is not None:
                 counted_s = self._counted_s if self._counted_mark == mark else 0.0
@@ -163,52 +171,34 @@ class _Watch:
             else:  # all lines of libraries count as one place: the user can mend none of them
                 key = ("", -1)
                 is_blocked = seconds > self._longest_s
-            if is_blocked and key not in self._reported_locations:
+            if not is_blocked:
+                continue
+            if self._at_end:
+                if seconds > self._longest.get(key, (0.0, ""))[0]:
+                    self._longest[key] = seconds, self._describe(stack, seconds, is_import=is_import)
+            elif key not in self._reported_locations:
                 self._reported_locations.add(key)
                 self._tell(self._describe(stack, seconds, is_import=is_import))
 
     def _describe(self, stack: Sequence[FrameType], seconds: float, *, is_import: bool) -> str:
-        file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"
-        callers = "".join(f", called from {_location(frame)}" for frame in stack[1:5])
         description = (
-            f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
-            f"`{linecache.getline(file, number).strip()}`{callers}. Meanwhile, no episode makes progress: "
+            f"the event loop has been blocked for {seconds:.1f} s{name} by {describe_stack(stack)}. Meanwhile, no "
+            "episode makes progress: "
         )
-        if not is_user_code(file):
+        if not is_user_code(stack[0].f_code.co_filename):
             return f"{description}no code of yours is in it; agentrl or a library works, or the machine is busy"
         if is_import:
             return f"{description}it imports a library for the first time; import it at the top of your module"
         return f"{description}{self._remedy}"
 
 
-def _location(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
 def calls_left_running() -> str:
     """Name the user's code that still runs in threads; empty if there is none."""
-    stacks = [_user_frames(frame)[0][0] for frame in CALL_THREADS.stacks()]
-    places = Counter(_location(frame) for frame in stacks if is_user_code(frame.f_code.co_filename))
+    stacks = [user_frames(frame)[0][0] for frame in CALL_THREADS.stacks()]
+    places = Counter(frame_location(frame) for frame in stacks if is_user_code(frame.f_code.co_filename))
     if not places:
         return ""
     named = ", ".join(f"{place} ({plural(count, 'call')})" for place, count in places.most_common(4))
     return f"{plural(places.total(), 'call')} in threads did not end, and will end with this process: {named}"
-
-
-def _user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:
-    """Return the user's frames on the loop's stack, innermost first, or the innermost frame if there are none; and
-    whether they wait for the import of a library."""
-    frames: list[FrameType] = []
-    is_import = False
-    frame: FrameType | None = innermost
-    while (
-        frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
-    ):  # outer frames belong to the code that runs the loop
-        if is_user_code(frame.f_code.co_filename):
-            frames.append(frame)
-        elif not frames:
-            is_import |= frame.f_code.co_filename.startswith("<frozen importlib")
-        frame = frame.f_back
-    return frames or [innermost], is_import

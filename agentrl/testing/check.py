@@ -531,7 +531,9 @@ async def _check_episode(
         on_progress(f"{place} blocks the event loop: {remedy}")
 
     with (
-        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked),
+        watch_event_loop(
+            loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked, at_end=True
+        ),
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script, sampling=subject.sampling)
@@ -933,7 +935,7 @@ def _run_watched(subject: Subject, result: CheckResult, executing: Coroutine[Any
     remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
 
     async def watched() -> T:
-        with watch_event_loop(problems.append, users_only=True, remedy=remedy):
+        with watch_event_loop(problems.append, users_only=True, remedy=remedy, at_end=True):
             return await executing
 
     outcome: T = subject.run(watched())

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import subprocess
 import sysconfig
 import threading
@@ -90,6 +91,30 @@ def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
     assert "event loop" in said
     assert "test_loop_watch.py" in said
     assert "in block: `heard.wait()" in said
+
+
+def test_a_report_at_the_end_has_the_whole_time() -> None:
+    said: list[str] = []
+    seen, counted = threading.Event(), 0.0
+
+    def count(place: str, seconds: float) -> None:
+        nonlocal counted
+        counted += seconds
+        if counted > 0.45:
+            seen.set()
+
+    async def main() -> None:
+        with watch_event_loop(said.append, longest_s=0.05, count=count, at_end=True):
+            for _ in range(2):
+                seen.wait()  # blocks the loop
+                assert not said
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+    [line] = said
+    match = re.search(r"blocked for ([\d.]+) s by .*`seen\.wait\(\)", line)
+    assert match is not None
+    assert float(match[1]) > 0.4  # the limit alone is .05
 
 
 def test_libraries_that_block_the_loop_are_named_once_because_no_user_can_mend_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import run_training
+from agentrl.core import event_loop
 from agentrl.core.records import StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
@@ -39,6 +41,11 @@ def _terminate() -> None:
 def _terminate_and_hang() -> None:
     _terminate()
     _never()
+
+
+def _interrupt_and_hang() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(60)
 
 
 class Guess(agentrl.Environment):
@@ -75,6 +82,10 @@ async def _block_the_loop() -> None:
     _terminate_and_hang()
 
 
+async def _interrupt() -> None:
+    _interrupt_and_hang()
+
+
 async def _hang_in_a_thread() -> None:
     await asyncio.to_thread(_terminate_and_hang)
 
@@ -91,7 +102,7 @@ def play(directory: str, what: str) -> None:
             await asyncio.to_thread(_terminate_and_hang)
         return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
 
-    acts = {"loop": _block_the_loop, "thread": _hang_in_a_thread, "close": _stop}
+    acts = {"loop": _block_the_loop, "ctrl-c": _interrupt, "thread": _hang_in_a_thread, "close": _stop}
     trainers = {"step": NeverTrains, "close": NeverCloses}
     Guess.act = acts.get(what)
     factories = RunFactories(
@@ -102,7 +113,7 @@ def play(directory: str, what: str) -> None:
     config = config_for(
         steps=6, name="run", directory=directory, checkpoint={"every": 1}, max_in_flight=4, stop_seconds=STOP_SECONDS
     )
-    run = run_training(config, Guess, tasks=TASKS, factories=factories)
+    run = run_training(config, Guess, tasks=TASKS, factories=factories, resume=what == "resume")
     try:
         interrupted = run_guarding_event_loop(run, Path(directory, "run")).interrupted
     except KeyboardInterrupt:
@@ -132,6 +143,57 @@ def test_a_stop_ends_within_its_limit(tmp_path: Path, what: str, told: str) -> N
     assert reader.ledger().holds
     reader.close()
     assert not RunProcessRecord.read(tmp_path / "run").is_playing, "it does not count as a death"
+
+
+def _press_ctrl_c_until_it_ends(program: subprocess.Popen[str]) -> str:
+    """Return the line that answers the first Ctrl-C, which the program sent itself; then press until it ends."""
+    assert program.stderr is not None
+    answer = next((line for line in program.stderr if "stopping" in line), "")
+    with program:
+        while program.poll() is None:  # presses within `SAME_PRESS_S` count as one
+            program.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(0.2)
+    return answer
+
+
+def _line_of(code: str) -> int:
+    return Path(__file__).read_text().splitlines().index(code) + 1
+
+
+def test_ctrl_c_is_answered_while_code_blocks_the_loop_and_pressed_again_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from tests.unit.test_stops import play; play(*sys.argv[1:])"]
+    program = subprocess.Popen([*command, str(tmp_path), "ctrl-c"], stderr=subprocess.PIPE, text=True)
+    answer = _press_ctrl_c_until_it_ends(program)
+    assert f"{__file__}:{_line_of('    threading.Event().wait(60)')} in _interrupt_and_hang: `threading.Event().wait(60)`" in answer
+    assert "Another signal, or Ctrl-C, ends at once" in answer
+    assert program.returncode == 130
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "stopped"
+    reader.close()
+    subprocess.run([*command, str(tmp_path), "resume"], capture_output=True, timeout=60, check=True)
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "finished"
+    assert reader.ledger().holds
+    reader.close()
+
+
+def block() -> None:
+    """A command that plays episodes without training, whose loop is blocked when Ctrl-C arrives."""
+
+    async def play_episode() -> None:
+        _interrupt_and_hang()
+
+    event_loop.run(play_episode())
+
+
+def test_a_command_without_a_run_answers_ctrl_c_and_ends_when_it_is_pressed_again() -> None:
+    command = [sys.executable, "-c", "from tests.unit.test_stops import block; block()"]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    answer = _press_ctrl_c_until_it_ends(program)
+    assert answer.startswith("agentrl: stopping once the event loop is free, now blocked by ")
+    assert "in _interrupt_and_hang" in answer
+    assert program.returncode == -signal.SIGINT
 
 
 def test_the_limit_includes_the_teardown_of_python() -> None:
