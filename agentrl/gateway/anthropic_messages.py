@@ -33,9 +33,8 @@ _KNOWN = {
     *("model", "messages", "system", "tools", "max_tokens", "stop_sequences", "stream"),
     *_NUMBERS,
     *("tool_choice", "output_config", "output_format"),
-    *("metadata", "service_tier", "cache_control"),
 }
-"""Fields that are read, refused, or change no reply."""
+"""Fields that are read or refused."""
 _ERRORS: Mapping[RefusalKind, str] = {
     "key": "authentication_error",
     "forbidden": "permission_error",
@@ -68,7 +67,9 @@ class AnthropicMessagesProtocol:
         tools = [_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")]
         unread = {
             "output_config.effort": output.get("effort"),
+            "output_config.task_budget": output.get("task_budget"),
             "disable_parallel_tool_use": isinstance(choice, dict) and choice.get("disable_parallel_tool_use"),
+            "tools.strict": any(tool.get("strict") for tool in body.get("tools") or []),
         }
         return ChatRequest(
             model=require_text(body.get("model"), "model"),

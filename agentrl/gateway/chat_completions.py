@@ -22,7 +22,6 @@ from agentrl.gateway.calls import (
     stop_texts,
 )
 from agentrl.gateway.options import (
-    OPENAI_ACCOUNT_FIELDS,
     SAMPLING_FIELDS,
     ignored_fields,
     read_reply_form,
@@ -37,14 +36,13 @@ _ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer
 _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio", "web_search_options")
 _KNOWN = (
     SAMPLING_FIELDS
-    | OPENAI_ACCOUNT_FIELDS
     | {
         *_UNSUPPORTED,
         *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
-        *("tool_choice", "parallel_tool_calls", "response_format", "logprobs", "top_logprobs"),
+        *("tool_choice", "response_format", "logprobs", "top_logprobs"),
     }
 )
-"""Fields that are read, refused, or change no reply."""
+"""Fields that are read or refused."""
 _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
 
 
@@ -60,8 +58,8 @@ class ChatCompletionsProtocol:
         demands = unsupported_fields(body, _UNSUPPORTED)
         tools = [_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")]
         unread = {
-            "parallel_tool_calls": body.get("parallel_tool_calls") is False,
             "top_logprobs": body.get("top_logprobs"),
+            "tools.strict": any(tool["function"].get("strict") for tool in body.get("tools") or []),
         }
         if names := assistant_names(body.get("messages")):
             demands["name"] = names

@@ -26,7 +26,6 @@ from agentrl.gateway.calls import (
 )
 from agentrl.gateway.chat_completions import content_text, openai_refusal, parse_tool_arguments, tool_arguments_text
 from agentrl.gateway.options import (
-    OPENAI_ACCOUNT_FIELDS,
     SAMPLING_FIELDS,
     ignored_fields,
     read_reply_form,
@@ -39,15 +38,15 @@ _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio
 
 _KNOWN = (
     SAMPLING_FIELDS
-    | OPENAI_ACCOUNT_FIELDS
     | {
         *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
-        *("tool_choice", "parallel_tool_calls", "include", "top_logprobs"),
-        *("previous_response_id", "conversation", "background", "prompt", "truncation", "client_metadata"),
+        *("tool_choice", "include", "top_logprobs"),
+        *("previous_response_id", "conversation", "background", "prompt"),
         *_UNSUPPORTED,
     }
 )
-"""Fields that are read, refused, or change no reply."""
+"""Fields that are read or refused."""
+_LOGPROBS = "message.output_text.logprobs"
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
 _COMPACT = (
@@ -74,10 +73,12 @@ class OpenAIResponsesProtocol:
         tools = require_object_list(body.get("tools") or [], "tools")
         tools_by_namespace = list(_flatten_tools(tools))
         offered = [_tool(tool, space) for space, tool in tools_by_namespace]
+        included = body["include"] if isinstance(body.get("include"), list) else []
         unread = {
             "text.verbosity": text_options.get("verbosity"),
-            "parallel_tool_calls": body.get("parallel_tool_calls") is False,
             "top_logprobs": body.get("top_logprobs"),
+            "include": any(item != _LOGPROBS for item in included),
+            "tools.strict": any(tool.get("strict") for _, tool in tools_by_namespace),
         }
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
@@ -88,7 +89,7 @@ class OpenAIResponsesProtocol:
             sampling=read_sampling(body),
             tool_choice=read_tool_choice(body.get("tool_choice"), offered),
             reply_form=read_reply_form(text_options.get("format"), "text.format"),
-            logprobs=isinstance(included := body.get("include"), list) and "message.output_text.logprobs" in included,
+            logprobs=_LOGPROBS in included,
             demands=unsupported_fields(body, _UNSUPPORTED),
             ignored=ignored_fields(body, _KNOWN, unread),
             options={

@@ -57,10 +57,14 @@ NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_p
 """Values of the penalties that change nothing."""
 SAMPLING_FIELDS = frozenset(_NUMBERS)
 """Fields of requests that `SamplingParams` has too."""
-OPENAI_ACCOUNT_FIELDS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-)
-"""Fields of both OpenAI protocols for billing, storage and caches, which change no reply."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "service_tier": ("auto", "default", "standard_only"),
+    "metadata": ({},),
+    "truncation": ("disabled",),
+}
+"""Values of fields without effect that ask for nothing."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),  # its token ids belong to another tokenizer
     "functions": ([],),
@@ -174,8 +178,10 @@ def read_reply_form(value: Any, location: str) -> ReplyForm:
 
 
 def ignored_fields(body: Mapping[str, Any], known: Collection[str], unread: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields of a request without effect: unknown ones of the body, and `unread` ones with a value."""
-    names = sorted(name[:40] for name, value in body.items() if value is not None and name not in known)
+    """Return the fields of a request without effect: those of the body that no protocol reads, and `unread` ones with a
+    value."""
+    asking = (name for name, value in body.items() if value is not None and value not in NEUTRAL.get(name, ()))
+    names = sorted(name[:40] for name in asking if name not in known)
     return (*names[:MAX_IGNORED], *(name for name, value in unread.items() if value))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -269,15 +271,21 @@ IGNORED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "chat",
         {"seed": 3, "reasoning_effort": "low", "prediction": {}, "user": "u"},
-        ("prediction", "reasoning_effort", "seed"),
+        ("prediction", "reasoning_effort", "seed", "user"),
     ),
     ("chat", {"parallel_tool_calls": False, "top_logprobs": 3}, ("parallel_tool_calls", "top_logprobs")),
+    ("chat", {"parallel_tool_calls": True, "store": False, "service_tier": "auto", "metadata": {}}, ()),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}, ("tools.strict",)),
     (
         "responses",
-        {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "store": False},
+        {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "store": False, "truncation": "disabled"},
         ("reasoning", "text.verbosity"),
     ),
+    ("responses", {"truncation": "auto", "include": ["reasoning.encrypted_content"]}, ("truncation", "include")),
+    ("responses", {"tools": [{**RESPONSES_TOOL, "strict": True}]}, ("tools.strict",)),
     ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {}}, ("thinking",)),
+    ("messages", {"metadata": {"user_id": "u"}, "cache_control": {"type": "ephemeral"}}, ("cache_control", "metadata")),
+    ("messages", {"tools": [{**MESSAGES_TOOL, "strict": True}]}, ("tools.strict",)),
 ]
 
 
@@ -286,6 +294,49 @@ def test_fields_without_effect_are_recorded(protocol: str, fields: dict[str, Any
     (turn,) = turns(play(asks((protocol, fields)), ["x"]))
     assert turn.request is not None
     assert turn.request.ignored == names
+
+
+HONORED = {
+    "chat": {
+        *("messages", "model", "max_tokens", "max_completion_tokens", "stop", "n", "stream_options"),
+        *("temperature", "top_p", "presence_penalty", "frequency_penalty", "logprobs"),
+        *("tools", "tool_choice", "response_format"),
+    },
+    "responses": {
+        *("input", "instructions", "model", "max_output_tokens", "stream_options"),
+        *("temperature", "top_p", "include", "tools", "tool_choice", "text"),
+    },
+    "messages": {
+        *("messages", "system", "model", "max_tokens", "stop_sequences"),
+        *("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
+    },
+}
+"""Parameters of the vendors' clients that other tests show to be honored."""
+
+
+def vendor_parameters(protocol: str) -> set[str]:
+    """Return the parameters that the installed client of the vendor documents."""
+    modules = {
+        "chat": ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
+        "responses": ("openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
+        "messages": ("anthropic.types.message_create_params", "MessageCreateParamsBase"),
+    }
+    name, base = modules[protocol]
+    pytest.importorskip(name.partition(".")[0])
+    headers = {"user_profile_id", "workspace_id"}
+    return set(getattr(importlib.import_module(name), base).__annotations__) - headers
+
+
+.mark.parametrize("protocol", PATHS)
+def test_each_parameter_of_the_vendors_clients_is_honored_refused_or_listed(protocol: str, repository: Path) -> None:
+    names = sorted(vendor_parameters(protocol) - HONORED[protocol])
+    environment = asks(*((protocol, {name: {"x": 1}}) for name in names))
+    played = play(environment, ["x"] * len(names), max_turns=len(names))
+    refused = {name for name, (status, _) in zip(names, environment.answers, strict=True) if status == 400}
+    listed = {name for turn in turns(played) if turn.request is not None for name in turn.request.ignored}
+    assert refused | listed == set(names)
+    page = (repository / "docs/reference/gateway.md").read_text()
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 PROTOCOLS: list[ChatProtocol] = [ChatCompletionsProtocol(), OpenAIResponsesProtocol(), AnthropicMessagesProtocol()]
