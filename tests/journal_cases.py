@@ -32,6 +32,7 @@ from agentrl.journal.entries import (
     ExternalRequestParameters,
     JournalEntry,
     RewardEntry,
+    SeatSettings,
     ToolEntry,
     TurnEntry,
     encode_body,
@@ -212,7 +213,7 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})
 
 
-OFFERED = "<|im_start|>system\nadd(a: integer) Add.<|im_end|><|im_start|>user"
+OFFERED = "add(a: integer) Add."
 """What the calculator's chat template says of the tool in `write_offers`."""
 
 
@@ -247,6 +248,11 @@ async def write_prompt(
     """An episode e0 of two turns: the first has a prompt, the second drifts. Closes the journal."""
     begin, turn, _, reward = entries_with(0, "12")
     assert isinstance(turn, TurnEntry)
+    assert isinstance(begin, BeginEntry)
+    settings = SeatSettings(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=64, max_turns=8, max_context=512
+    )
+    begin = msgspec.structs.replace(begin, settings={"solver": settings})
     first = msgspec.structs.replace(turn, context_ids=context, messages=messages, request=request)
     later = msgspec.structs.replace(turn, turn=1, parent_context=len(context) // 4 + 2, drift="retokenised")
     bodies = [begin, first, later, reward]

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
 from agentrl.core.reply_formats import parse_json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, verified_control_rows
-from agentrl.inspection.tokens import text_beside_messages
+from agentrl.inspection.tokens import differing_request, text_beside_messages, without_end
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
@@ -61,7 +61,7 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     thinking: str
     """Reasoning before the answer. `thinking`, `content` and `calls` are what the run read in the text."""
     content: str
-    """Text without thinking and calls; the whole text if there are neither."""
+    """Text without thinking and calls; without the control tokens at its end, if there are neither."""
     calls: list[dict[str, Any]]
     """Name and arguments of each call; malformed arguments are text. See `ReplyRecord.calls` for its `form`."""
     tokens: int
@@ -69,6 +69,10 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     versions: list[tuple[int, str]]
     """Versions that sampled the turn, as (first token, version); several if an update fell into the turn."""
     temperature: float
+    asked: dict[str, Any]
+    """What the request of an external agent asked for, where it differs from the run's sampling."""
+    ignored: list[str]
+    """Fields of the request without effect."""
     drift: str | None
     cached_tokens: int
     at: float
@@ -218,11 +222,11 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
-    acts = [_act(reader, call, body, waits) for call, body in bodies[: view.inherited]]
+    acts = [_act(reader, call, body, begin, waits) for call, body in bodies[: view.inherited]]
     new_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and new_turns:
         waits.continue_at(new_turns[0].started)
-    acts += [_act(reader, call, body, waits) for call, body in bodies[view.inherited :]]
+    acts += [_act(reader, call, body, begin, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
         summary=view.summary,
@@ -288,10 +292,10 @@ class _Waits:
             self._ends[branch] += seconds
 
 
-def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
+def _act(reader: RunReader, call: str, body: EntryBody, begin: BeginEntry | None, waits: _Waits) -> Act:
     match body:
         case TurnEntry():
-            return _turn(reader, call, body, waits)
+            return _turn(reader, call, body, begin, waits)
         case ToolEntry():
             waits.add_action(call, body.seconds)
             return ToolAct(
@@ -332,7 +336,7 @@ def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
     return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
-def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
+def _turn(reader: RunReader, call: str, turn: TurnEntry, begin: BeginEntry | None, waits: _Waits) -> PolicyTurn:
     reply = turn.reply or ReplyRecord()
     return PolicyTurn(
         call=call,
@@ -345,12 +349,14 @@ def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> Polic
         beside_messages="" if turn.parent_context else text_beside_messages(reader, turn),
         text=turn.text,
         thinking=reply.thinking,
-        content=reply.content if reply.thinking or reply.calls else turn.text,
+        content=reply.content if reply.thinking or reply.calls else without_end(turn.text),
         calls=list(reply.calls),
         tokens=len(turn.tokens),
         finish_reason=turn.finish_reason,
         versions=[(span.start, str(span.version)) for span in turn.tokens.spans],
         temperature=turn.temperature,
+        asked=differing_request(turn, begin),
+        ignored=[] if turn.request is None else list(turn.request.ignored),
         drift=turn.drift,
         cached_tokens=turn.cached_tokens,
         at=turn.started - waits.began,

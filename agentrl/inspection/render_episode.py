@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.records import PolicyVersion
-from agentrl.core.text import plural, shorten_lines
+from agentrl.core.text import plural, shorten_lines, shorten_middle
 from agentrl.inspection.conversation import (
     ChildEpisodeResultAct,
     EffectAct,
@@ -170,21 +170,38 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
     note = f"turn {act.turn}, {tokens} of {versions or 'unknown weights'}, {act.finish_reason}, {act.seconds:.3f} s"
     note += f", row {act.row}" if act.row else ""
     page.line(("  assistant", "bold green"), (f"  {note}", "dim"))
+    if request := _request(act.asked, act.ignored):
+        page.line((f"    {request}", "dim"))
     if act.drift:
         page.line((f"    drift: {DRIFT_TEXTS.get(act.drift, act.drift)}", "magenta"))
     for start, version in act.versions[1:]:
         page.line((f"    ↻ {version} took over after {start} of its tokens", "magenta"))
     for pause in act.pauses:
         page.line((f"    ⏸ {pause.why}, {pause.seconds:.3f} s after {pause.start} of its tokens", "magenta"))
-    if not act.thinking and not act.calls:
-        page.block(act.text, "green")
-        return
     if act.thinking:
         page.line(("    thinking", "dim italic"))
         page.block(act.thinking, "dim", indent=6)
     if act.content:
         page.block(act.content, "green")
     _calls(page, act.calls)
+
+
+def _request(asked: Mapping[str, Any], ignored: Sequence[str] = ()) -> str:
+    """Say what a request asked for, and which of its fields have no effect; "" if it asked for nothing of its own.
+
+    Example:
+        >>> _request({"temperature": 0.7, "tool_choice": "required", "stop": ["."]}, ["seed"])
+        'asked for temperature 0.7, tool_choice required, stop ["."]; without effect: seed'
+    """
+    fields = ", ".join(f"{name} {_short_value(value)}" for name, value in asked.items())
+    parts = [f"asked for {fields}"] * bool(asked) + [f"without effect: {', '.join(ignored)}"] * bool(ignored)
+    return shorten_middle("; ".join(parts), 300)
+
+
+def _short_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return value if isinstance(value, str) else _json(value)
 
 
 def _calls(page: TerminalPage, calls: Sequence[dict[str, Any]]) -> None:
@@ -262,11 +279,14 @@ def _token_text(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> No
         style = colors.get(token.version or "", "dim") if token.loss_mask else "dim"
         pieces.setdefault(token.turn, []).append((token.text or f"{token.id} ", style))
     for turn, parts in pieces.items():
-        page.line((f"  turn {turn}", "bold"))
+        request = _request(row.asked.get(turn, {}))
+        page.line((f"  turn {turn}", "bold"), *[(f"  {request}", "dim")] * bool(request))
         page.flow(parts, indent=4)
 
 
 def _token_table(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> None:
+    for turn, asked in row.asked.items():
+        page.line((f"  turn {turn} {_request(asked)}", "dim"))
     rows: list[list[Part]] = []
     for token in row.tokens:
         if not token.loss_mask:

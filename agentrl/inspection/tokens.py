@@ -8,6 +8,7 @@ open.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -24,9 +25,10 @@ from agentrl.core.choices import Choices
 from agentrl.core.column_files import decode_columns
 from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.ports import SamplingParams
 from agentrl.core.tokens import RECORDED_COLUMNS, ExpertRouting, Tokens
 from agentrl.inspection.reader import verified_control_rows
-from agentrl.journal.entries import TurnEntry
+from agentrl.journal.entries import BeginEntry, TurnEntry
 from agentrl.journal.reader import pruned_file_error
 from agentrl.journal.routing import decode_routing, read_locally
 
@@ -41,12 +43,22 @@ MAX_FILE_BYTES = 192 << 20
 _STEP_COLUMNS = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
 MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-MIN_ADDITION = 24
-"""Minimum length of a chat template's addition to a prompt that `text_beside_messages` returns, in characters."""
-_MARKERS = re.compile(r"<\|[^<>|]*\|>|</?s>|\[/?[A-Z_]+\]")
-"""Control tokens, which say nothing."""
+MIN_ADDITION = 12
+"""Minimum length of a chat template's addition to a prompt that `text_beside_messages` returns, in characters, without
+tags."""
+_MARKERS = re.compile(
+    r"(?:<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</?s>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>)"
+    r"(?:(?:system|developer|user|assistant|model|tool)\b)?"
+)
+"""Control tokens, with the roles that they name."""
+_TAGS = re.compile(r"</?\w+>")
+_END = re.compile(r"(?:<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</s>|<end_of_turn>)\s*\Z")
+"""A control token at the end of a reply."""
+MAX_CONTROL_TOKEN = 100
+"""Maximum length of a control token that is left out, in characters."""
 _CONTROL = ("<|start|>", "<|stop|>")
 """Names of the ids above the bytes, in formats with bytes as tokens."""
+_DEFAULT_SAMPLING = dataclasses.asdict(SamplingParams(max_tokens=0))
 _OWN_PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("agentrl", "environments"))
 """Directories whose models came with agentrl."""
 
@@ -223,6 +235,8 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     """Version made by the optimizer step that trained the row; None: no step did."""
     tokens: list[EpisodeToken]
     recorded: dict[str, list[float | None]]
+    asked: dict[int, dict[str, Any]]
+    """What requests of an external agent asked for, by turn; see `differing_request`."""
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +280,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
 def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read_step_rows) -> EpisodeTokens:
     """Return the tokens of an episode that was read; `read` reads a step's file."""
     problems = list(view.problems)
+    begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     rows = []
     for token_row in assemble_token_rows(view, problems):
         words = _vocabulary(reader, token_row.policy)
@@ -281,6 +296,7 @@ def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read
                 step=step,
                 tokens=tokens,
                 recorded=recorded_columns(token_row),
+                asked={turn.turn: asked for turn in token_row.turns if (asked := differing_request(turn, begin))},
             )
         )
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
@@ -326,11 +342,27 @@ def _is_own_model(path: str) -> bool:
     return any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES)
 
 
+def differing_request(turn: TurnEntry, begin: BeginEntry | None) -> dict[str, Any]:
+    """Return what the request of an external agent asked for, by field, where it differs from the run's sampling."""
+    request = turn.request
+    if request is None:
+        return {}
+    seats = {} if begin is None else begin.settings
+    settings = seats.get(turn.seat) or seats.get("")
+    run_values = _DEFAULT_SAMPLING | ({} if settings is None else msgspec.structs.asdict(settings))
+    asked: dict[str, Any] = {name: value for name, value in request.asked.items() if run_values.get(name) != value}
+    if settings is not None and request.max_tokens < settings.max_tokens:
+        asked["max_tokens"] = request.max_tokens
+    if request.stop:
+        asked["stop"] = list(request.stop)
+    return asked
+
+
 def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
     """Return what a row's first prompt says besides its messages: the tools, and what else the chat template adds.
 
-    Short additions, such as names of roles, are left out. Without the model's tokenizer, only the tools that an
-    external agent sent are known.
+    Control tokens, roles and short additions are left out; `agentrl episode tokens` has them. Without the model's
+    tokenizer, only the tools that an external agent sent are known.
     """
     vocabulary = _vocabulary(reader, turn.policy)
     try:
@@ -351,7 +383,21 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
             start, has_calls = at + len(content), False
         has_calls = has_calls or bool(message.get("tool_calls"))  # written after its content, and shown with it
     parts += [] if has_calls else [prompt[start:]]
-    return "\n".join(part.strip() for part in parts if len(_MARKERS.sub("", part).strip()) >= MIN_ADDITION)
+    texts = (_MARKERS.sub("\n", part).strip() for part in parts)
+    return "\n".join(text for text in texts if len(_TAGS.sub("", text).strip()) >= MIN_ADDITION)
+
+
+def without_end(text: str) -> str:
+    """Return the text of a reply without the control tokens that end it.
+
+    Example:
+        >>> without_end("372<|im_end|>"), without_end("It is [B].")
+        ('372', 'It is [B].')
+    """
+    end = len(text)
+    while (match := _END.search(text, max(end - MAX_CONTROL_TOKEN, 0), end)) is not None:
+        end = match.start()
+    return text[:end]
 
 
 def assemble_token_rows(view: EpisodeView, problems: list[str]) -> list[AssembledTokenRow]:

@@ -22,9 +22,10 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader, list_runs, reward_columns
 from agentrl.inspection.reasons import explain_episode
 from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table, statistics_page
-from agentrl.inspection.render_episode import conversation_page
+from agentrl.inspection.render_episode import conversation_page, tokens_page
 from agentrl.inspection.statistics import run_statistics
 from agentrl.inspection.steps import step_list
+from agentrl.inspection.tokens import episode_tokens
 from agentrl.journal.entries import ExternalRequestParameters, encode_body, entry_checksum
 from agentrl.journal.port import MetricRow, UnitDropped, VersionPublication
 from agentrl.journal.store import SqliteJournal
@@ -194,12 +195,19 @@ def test_one_function_chooses_the_reward_columns(rewarded: list[list[str]], colu
 
 def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_path: Path) -> None:
     asyncio.run(write_offers(tmp_path / "offers"))
-    request = ExternalRequestParameters(max_tokens=9, stop=(), tools='[{"name": "look_up"}]')
+    request = ExternalRequestParameters(
+        max_tokens=9,
+        stop=("END",),
+        tools='[{"name": "look_up"}]',
+        asked={"temperature": 0.25, "top_p": 1.0, "presence_penalty": 0.0, "tool_choice": "required", "top_k": 40},
+        ignored=("seed",),
+    )
     asyncio.run(write_prompt(SqliteJournal(tmp_path / "outside" / "journal"), b"\0" * 8, request=request))
     views = []
     for name in ("offers", "outside"):
         reader = RunReader(tmp_path / name)
         views.append(read_conversation(reader, "e0"))
+        tokens = [shown(tokens_page(episode_tokens(reader, "e0"), details=details)) for details in (False, True)]
         reader.close()
     view, external = views
     assert [act.beside_messages for act in view.acts if isinstance(act, PolicyTurn)] == [OFFERED, ""]
@@ -209,7 +217,12 @@ def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_
     assert '→ add({"a": 1})' in page, "the example's call, whose message has no content"
     assert page.index("add(a: integer)") < page.index("What is 1 + 1?") < page.index("→ add") < page.index("5 + 7")
     assert "drift: its text would be tokenized differently; the tokens are kept and trained as sampled" in page
-    assert "look_up" in shown(conversation_page(external))
+    assert "<|im_" not in page
+    page = shown(conversation_page(external))
+    assert "look_up" in page
+    fields = "asked for temperature 0.25, tool_choice required, top_k 40, max_tokens 9, stop [\"END\"]"
+    assert page.count(f"{fields}; without effect: seed") == 1
+    assert [text.count(fields) for text in tokens] == [1, 1]
 
 
 def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:

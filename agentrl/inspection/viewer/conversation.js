@@ -58,6 +58,7 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
       act.versions.map(([at, version], place) => [place ? element("span", { class: "quiet" }, `→ at token ${at}`) : null, version ? versionChip(version, hues) : null]),
       element("span", { class: "times" }, plural(act.tokens, "token"), " · ", seconds(act.seconds), act.waited > 0.001 ? ` · waited ${seconds(act.waited)}` : ""),
       act.pauses.map(([at, waited, why]) => chip(`${why.replaceAll("_", " ")} at token ${at}`, "warn", `nothing was sampled for ${seconds(waited)}`)),
+      requested(act),
       act.finish_reason === "stop" ? null : chip(act.finish_reason, "warn"),
       act.drift ? chip("drift", "warn", `${act.drift === "undecodable" ? "its tokens are no valid text" : "its text would be tokenized differently"}; the tokens are kept and trained as sampled`) : null,
     ),
@@ -65,6 +66,13 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
     contextBefore(act.messages),
     written(act, reply),
   );
+}
+
+/** What the request of an external agent asked for, where it differs from the run's sampling. */
+function requested({ asked = {}, ignored = [] }) {
+  const fields = Object.entries(asked).map(([name, value]) => `${name} ${told(value)}`);
+  const effect = ignored.length ? `without effect: ${ignored.join(", ")}` : null;
+  return fields.length || effect ? chip(fields.join(", ") || "fields without effect", "", effect) : null;
 }
 
 /** A reply: its thinking, its text and its calls; what was sampled, token by token, is folded below. */
