@@ -244,16 +244,21 @@ async def write_prompt(
     context: bytes,
     messages: tuple[dict[str, Any], ...] = (),
     request: ExternalRequestParameters | None = None,
+    *,
+    finish_reason: str = "stop",
+    max_tokens: int = 64,
 ) -> None:
     """An episode e0 of two turns: the first has a prompt, the second drifts. Closes the journal."""
     begin, turn, _, reward = entries_with(0, "12")
     assert isinstance(turn, TurnEntry)
     assert isinstance(begin, BeginEntry)
     settings = SeatSettings(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=64, max_turns=8, max_context=512
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens, max_turns=8, max_context=512
     )
     begin = msgspec.structs.replace(begin, settings={"solver": settings})
-    first = msgspec.structs.replace(turn, context_ids=context, messages=messages, request=request)
+    first = msgspec.structs.replace(
+        turn, context_ids=context, messages=messages, request=request, finish_reason=finish_reason
+    )
     later = msgspec.structs.replace(turn, turn=1, parent_context=len(context) // 4 + 2, drift="retokenised")
     bodies = [begin, first, later, reward]
     log = journal.turn_log("w0")

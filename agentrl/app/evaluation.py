@@ -78,7 +78,7 @@ from agentrl.observe.alarms import cut_off_alarm, fill_commands, foreign_calls_a
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
-from agentrl.observe.run_state import MetricsFile
+from agentrl.observe.run_state import MetricsFile, display_settings_from_config
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
@@ -261,7 +261,7 @@ def evaluate(
     temporary_directory()  # many libraries need one
     config = load_config(config)
     config, tasks = _with_tasks(config, tasks)
-    trained = config.trained
+    trained, plan = config.trained, display_settings_from_config(config.model_dump(mode="json"))
     check_packages_of_run(config, environment)
     config, weights = prepare_evaluation(config, policy, on_phase)
     environment_class = environment_of(config, environment)
@@ -321,9 +321,11 @@ def evaluate(
         }
         asyncio.run(_record_metrics(run_path, metrics_by_policy))
     metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
-    for alarm in filter(None, [foreign_calls_alarm(metrics, "", held_out=True), cut_off_alarm(metrics, "")]):
+    only = next(iter(trained)) if len(trained) == 1 else ""
+    for alarm in filter(None, [foreign_calls_alarm(metrics, only, held_out=True), cut_off_alarm(metrics, only, plan)]):
         run = "RUN" if journal is None else run_argument(run_path)
-        warnings.warn(alarm._replace(advice=fill_commands(alarm.advice, run, "")).line, stacklevel=1)
+        advice = fill_commands(alarm.advice, run, "")
+        warnings.warn(alarm._replace(policy="", advice=advice).line, stacklevel=1)
     return Evaluation(metrics, episodes, config.evaluation)
 
 

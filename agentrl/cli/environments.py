@@ -82,7 +82,7 @@ def env_check(options: argparse.Namespace) -> int:
     environment, settings = options.id, dict[str, Any]()
     if config is not None:
         sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
-        limits = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_turns"})
+        limits = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_turns", "max_tokens"})
         environment, settings = config.environment.id, {"options": config.environment.options, "sampling": limits}
         settings["gateway_sampling"] = config.gateway.sampling
 

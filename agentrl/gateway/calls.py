@@ -106,6 +106,8 @@ class ChatRequest:
     """Whether the client reads the log-probabilities of the reply's tokens."""
     demands: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are not supported, unchanged, by name."""
+    clamped_max_tokens: int | None = None
+    """`max_tokens` of the request, if the run allows fewer; a check lists it in any case."""
     ignored: tuple[str, ...] = ()
     """Names of fields that have no effect."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,10 +22,13 @@ from agentrl.inspection.conversation import (
 )
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row, decode_group_scores_row
-from agentrl.observe.alarms import ADVICE_ON_DROPS, LIMITS, fill_commands
+from agentrl.observe.alarms import ADVICE_ON_DROPS, LIMITS, fill_commands, raise_reply_limit
 from agentrl.observe.run_directory import run_argument
+from agentrl.observe.run_state import display_settings_from_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
 SHOWN_TURNS = 12
@@ -215,12 +219,37 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
         reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
     if view.detail:
         reasons.append(Reason("ended", view.detail))
-    short = [act for act in turns if act.finish_reason == "length"]
-    if short:
-        names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])
-        advice = "" if stop == "max_tokens" else "raise sampling.max_tokens"
-        reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", advice))
-    return reasons
+    return [*reasons, *_cut_turns(reader, view, turns)]
+
+
+def _cut_turns(reader: RunReader, view: ConversationView, turns: Sequence[PolicyTurn]) -> Iterator[Reason]:
+    """Yield the limits that cut turns, with the turns and what to change."""
+    short = [
+        act
+        for act in turns
+        if act.finish_reason == "length" and not any(stop in act.text for stop in act.asked.get("stop", ()))
+    ]
+    plan = display_settings_from_config(reader.config() if short else {})
+    by_limit: dict[tuple[str, str], list[PolicyTurn]] = {}
+    for act in short:
+        name, limit = plan.limit_of(act.policy, LIMITS["max_tokens"])
+        settings = view.settings.get(act.seat) or view.settings.get("") or {}
+        limit = int(settings.get("max_tokens", limit))
+        own = act.asked.get("max_tokens")
+        if isinstance(own, int | float) and act.tokens >= own:
+            key = f"the request's own max_tokens = {own:.0f}", "let the agent ask for more"
+        elif act.tokens < limit:
+            context = LIMITS["context_length"]
+            key = f"the full context ({plan.limit_text(act.policy, context)})", f"raise {context}"
+        else:
+            in_force = replace(plan, limits={**plan.limits, name: limit})
+            num_cut = sum(turn.policy == act.policy for turn in short)
+            total = sum(turn.policy == act.policy for turn in turns)
+            key = f"{name} = {limit}" if limit else name, raise_reply_limit(in_force, act.policy, num_cut, total)
+        by_limit.setdefault(key, []).append(act)
+    for (limit_text, advice), acts in by_limit.items():
+        names = ", ".join(_name_of_act(act) for act in acts[:MAX_NAMED])
+        yield Reason("ended", f"cut at {limit_text}: {names}", advice)
 
 
 def _drop_advice(reader: RunReader, line: EpisodeLine, reason: str) -> str:

@@ -44,7 +44,7 @@ from agentrl.observe.run_state import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.observe.run_state import RunState, Values
+    from agentrl.observe.run_state import RunDisplaySettings, RunState, Values
 
 FILE = "alarms.jsonl"
 
@@ -181,6 +181,8 @@ _WITHIN_LIMITS: dict[StopReason | None, str] = {
     "context_length": ", or shorten the prompts",
 }
 """What helps episodes to end within a limit."""
+_LENGTH_ERROR = re.compile(r"max_tokens|(?:token|length) limit", re.IGNORECASE)
+"""Errors of agents whose replies were cut; their advice is to raise a limit that the run does not grant."""
 _HELD_OUT_REWARD = re.compile(r"evaluation/(?:reward|named_reward/.*|reward/.*|reward_deviation)$")
 """Metrics of the rewards of an evaluation."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
@@ -313,10 +315,12 @@ def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
             continue
         times = f"all of its {failing.calls:.0f} calls" if is_always else f"its last {failing.in_a_row:.0f} calls"
+        is_length = _LENGTH_ERROR.search(failing.error) is not None
+        limit = f"; this run cuts replies at {state.plan.limit_text(policy.name, LIMITS['max_tokens'])}" * is_length
         yield Alarm(
             "always_fails",
             "",
-            f"{name} failed in {times}, most often with {failing.error}",
+            f"{name} failed in {times}, most often with {failing.error}{limit}",
             f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'`, for dropped ones `--where "
             "'drop_reason = environment_error'`, lists episodes for `agentrl episode why`; until it is fixed, those "
             "that are not dropped are trained with the reward that they get then",
@@ -397,11 +401,11 @@ def foreign_calls_alarm(values: Values, policy: str, *, held_out: bool = False) 
 
 def _cut_off(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     """Look at the evaluation before training, until the first steps have their own alarms."""
-    if not policy.last and (alarm := cut_off_alarm(policy.evaluations.get(0, {}), policy.name)) is not None:
+    if not policy.last and (alarm := cut_off_alarm(policy.evaluations.get(0, {}), policy.name, state.plan)) is not None:
         yield alarm
 
 
-def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
+def cut_off_alarm(values: Values, policy: str, plan: RunDisplaySettings) -> Alarm | None:
     """Return the alarm about an evaluation without reward in which limits cut off most episodes; None if it is none.
 
     Rewards other than 0, also negative ones, show that the environment rewards what a limit ends, by design.
@@ -409,6 +413,7 @@ def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
     Args:
         values: metrics of the evaluation.
         policy: name of the policy concerned.
+        plan: plan of the run, with its limits.
     """
     cuts = {limit: values.get(f"{HELD_OUT_CUTS}{limit}", 0.0) for limit in LIMITS}
     episodes = values.get("evaluation/episodes", 0.0)
@@ -416,15 +421,40 @@ def cut_off_alarm(values: Values, policy: str) -> Alarm | None:
     if any(rewards) or not rewards or not episodes or sum(cuts.values()) < MOST_SHARE * episodes:
         return None
     commonest = sorted(filter(cuts.get, cuts), key=lambda limit: -cuts[limit])
-    counts = ", ".join(f"{cuts[limit]:.0f} at {LIMITS[limit]}" for limit in commonest)
+    counts = ", ".join(f"{cuts[limit]:.0f} at {plan.limit_text(policy, LIMITS[limit])}" for limit in commonest)
+    remedies = {limit: f"raise {plan.limit_of(policy, LIMITS[limit])[0]}" for limit in commonest}
+    if "max_tokens" in remedies:
+        remedies["max_tokens"] = raise_reply_limit(plan, policy, cuts["max_tokens"], episodes)
     return Alarm(
         "cut_off",
         policy,
         f"all held-out rewards are 0, and limits cut off {sum(cuts.values()):.0f} of {plural(episodes, 'episode')}: "
         f"{counts}",
         f"`agentrl episode list RUN --where 'stop_reason = {commonest[0]}'` lists them; "
-        + "; ".join(f"raise {LIMITS[limit]}{_WITHIN_LIMITS.get(limit, '')}" for limit in commonest),
+        + "; ".join(f"{remedy}{_WITHIN_LIMITS.get(limit, '')}" for limit, remedy in remedies.items()),
     )
+
+
+def raise_reply_limit(plan: RunDisplaySettings, policy: str, num_cut: float, total: float) -> str:
+    """Say to which value to raise the limit of a policy's replies, by how many of them reached it.
+
+    About one in twenty would exceed that value if their lengths have a geometric distribution. It is at least twice the
+    limit, at most eight times, and at most half the context.
+
+    Example:
+        >>> from agentrl.observe.run_state import RunDisplaySettings
+        >>> raise_reply_limit(RunDisplaySettings(limits={"sampling.max_tokens": 64}), "solver", 38, 64)
+        'raise sampling.max_tokens to 512'
+    """
+    name, limit = plan.limit_of(policy, LIMITS["max_tokens"])
+    if not limit or not num_cut:
+        return f"raise {name}"
+    share = min(num_cut / max(total, num_cut), 0.9)
+    factor = min(max(math.log(0.05) / math.log(share), 2.0), 8.0)
+    value = 1 << math.ceil(math.log2(limit * factor))
+    if context := plan.limits.get("engine.max_context"):
+        value = min(value, context // 2)
+    return f"raise {name} to {value}" if value > limit else f"raise {name} and engine.max_context"
 
 
 def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -441,29 +471,41 @@ def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
     cut, repeating = (window_metric_sum(window, name) for name in ("turns/length", "turns/repeating"))
     repeats = f"; {min(repeating / cut, 1.0):.0%} of the cut turns repeat themselves" if cut and repeating else ""
     worst = kinds[0][1] if kinds[0][0] > 0 else "turns/illegal"
+    is_program = any(window_metric_values(window, name) for name in (PROGRAM_OK, PROGRAM_FAILED))
+    num_cut, num_turns = (
+        sum(values.get(name, 0.0) * values.get("format/episodes", 0.0) for values in window)
+        for name in ("turns/length", "episodes/turns")
+    )
+    counts = ""
+    if worst == "turns/length" and num_cut:
+        limit = state.plan.limit_text(policy.name, LIMITS["max_tokens"])
+        own = ", or at the request's own limit" * is_program
+        counts = f"; {num_cut:.0f} of {num_turns:.0f} replies were cut at {limit}{own}"
     yield Alarm(
         "illegal_output",
         policy.name,
         f"{mean_of(shares):.0%} of the turns in the last {steps} break the format"
-        + (f" (of all turns: {kinds_text}{repeats})" if kinds_text else ""),
+        + (f" (of all turns: {kinds_text}{repeats})" if kinds_text else "")
+        + counts,
         f"`agentrl episode list RUN --where 'metric.{worst} > 0'` lists examples for `agentrl episode show`; "
         + _format_advice(
             worst,
+            remedy=raise_reply_limit(state.plan, policy.name, num_cut, num_turns),
             is_repeating=repeating > MOST_SHARE * cut,
-            is_program=any(window_metric_values(window, name) for name in (PROGRAM_OK, PROGRAM_FAILED)),
+            is_program=is_program,
         )
         + f"; {_IF_LATER}",
         worst,
     )
 
 
-def _format_advice(worst: str, *, is_repeating: bool, is_program: bool) -> str:
-    """Return the remedy for the commonest way to break the format."""
+def _format_advice(worst: str, *, remedy: str, is_repeating: bool, is_program: bool) -> str:
+    """Return the remedy for the commonest way to break the format; `remedy` is that for short limits."""
     match worst:
         case "turns/length" if is_repeating:
             return "a base model that ends its turns, such as an instruction-tuned one, or a lower sampling.temperature"
         case "turns/length":
-            return "raise sampling.max_tokens, ask for shorter replies, or use a base model that ends its turns"
+            return f"{remedy}, ask for shorter replies, or use a base model that ends its turns"
         case "tool/unknown_tool":
             return f"{_SEES_TOOLS}; a complete call in the prompt, or a base model that knows tool calls"
         case "tool/not_offered" if is_program:

@@ -25,6 +25,7 @@ import msgspec
 from agentrl.core.errors import StorageError
 from agentrl.core.files import file_size, open_regular, read_at_most, replace_file, resume_advice
 from agentrl.core.records import ProcessStatus
+from agentrl.core.setting_paths import value_at
 from agentrl.observe.bottleneck import FailingCalls
 from agentrl.observe.metrics import TASK_DIGEST
 
@@ -170,10 +171,23 @@ class RunDisplaySettings:
     """Policies that are opponent pools, with the policy whose earlier versions they contain."""
     late_staleness: float = 0.0
     """Steps by which late members of groups may raise the mean staleness above its bound."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Limits of replies and episodes, keyed by setting, such as `sampling.max_tokens`."""
 
     def steps_of(self, policy: str) -> int:
         """Return the number of steps a policy takes; 0 if unknown."""
         return self.own_steps.get(policy, self.steps)
+
+    def limit_of(self, policy: str, setting: str) -> tuple[str, int]:
+        """Return the setting that limits a policy, which may be its own, and the value; 0 if unknown."""
+        own = f"policies.{policy}.{setting}"
+        name = own if own in self.limits else setting
+        return name, self.limits.get(name, 0)
+
+    def limit_text(self, policy: str, setting: str) -> str:
+        """Return the setting that limits a policy, with its value if it is known."""
+        name, value = self.limit_of(policy, setting)
+        return f"{name} = {value}" if value else name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,6 +307,8 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
     environment = _mapping(config.get("environment")).get("id")
     policy_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
     policy_steps = {name: steps for name, value in _mapping(config.get("steps")).items() if (steps := _integer(value))}
+    of_policy = ("sampling.max_tokens", "sampling.max_turns")
+    limits = [*of_policy, "engine.max_context", *(f"policies.{name}.{path}" for name in policies for path in of_policy)]
     return RunDisplaySettings(
         name=_text(config.get("name"), "run"),
         environment=_text(environment) or " + ".join(map(str, _mapping(environment))),
@@ -306,6 +322,7 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
         },
         late_staleness=0.0 if _mapping(config.get("credit")).get("release", "group") == "group" else 0.5,
+        limits={path: value for path in limits if (value := _integer(value_at(config, *path.split("."))))},
         max_staleness={
             name: None if policy.get("max_staleness") == "auto" else _integer(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()

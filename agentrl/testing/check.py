@@ -145,6 +145,8 @@ class Subject:
     seed: int
     options: Mapping[str, Any]
     sampling: Mapping[str, float]
+    max_tokens: float | None
+    """`sampling.max_tokens` of the run; None: unknown."""
     gateway_sampling: GatewaySampling
     on_progress: Callable[[str, str], None]
     hash_order: bool
@@ -247,7 +249,8 @@ def check_environment(  # noqa: PLR0913 (one keyword per setting)
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
         options: arguments of the environment's task source.
-        sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_turns` of the run, if they are not the defaults.
+        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `max_turns` and `max_tokens` of the run, if they are not the
+            defaults. The random policy's own replies may be longer.
         gateway_sampling: the run's `gateway.sampling`.
         on_progress: receives the phase of the check, and what is about to be checked.
         hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
@@ -272,7 +275,8 @@ def check_environment(  # noqa: PLR0913 (one keyword per setting)
             num_episodes=episodes,
             seed=seed,
             options=options,
-            sampling=sampling,
+            sampling={name: value for name, value in sampling.items() if name != "max_tokens"},
+            max_tokens=sampling.get("max_tokens"),
             gateway_sampling=gateway_sampling,
             on_progress=on_progress,
             hash_order=hash_order,
@@ -778,12 +782,20 @@ def check_request_fields(subject: Subject, result: CheckResult) -> None:
     for request in requests:
         asked.update(request.asked.items())
         ignored.update(request.ignored)
+    clamped = {value: asked.pop((name, value)) for name, value in [*asked] if name == "max_tokens"}
     total = plural(len(requests), "request")
     result.figures["asked"] = [[name, value, number] for (name, value), number in asked.items()]
     result.figures["ignored"] = dict(ignored)
     if asked:
         fields = ", ".join(f"{name} = {value!r} ({plural(number, 'time')})" for (name, value), number in asked.items())
         result.remarks.append(f"{total} asked for {fields}.")
+    larger = {value: number for value, number in clamped.items() if value > (subject.max_tokens or math.inf)}
+    if larger:
+        result.warn(
+            f"{sum(larger.values())} of {total} asked for up to {max(larger):.0f} tokens, and sampling.max_tokens = "
+            f"{subject.max_tokens:.0f} cuts their replies",
+            f"Set sampling.max_tokens = {max(larger):.0f}, or what the replies need",
+        )
     ignored_by_class = getattr(subject.environment, "ignored_fields", ())
     out_of_range = SAMPLING_FIELDS if subject.gateway_sampling != "run" else frozenset()
     refused = [name for name in ignored if name in UNSUPPORTED.keys() | out_of_range and name not in ignored_by_class]

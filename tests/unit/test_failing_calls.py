@@ -117,6 +117,20 @@ def test_a_program_that_always_fails_raises_an_alarm_with_its_commonest_error(
         assert "metric.program/failed > 0" in alarm.advice
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OutputTokenLimitExceeded: Model token limit (provider default) exceeded",
+        "LengthFinishReasonError: length limit",
+    ],
+)
+def test_a_program_whose_replies_are_cut_is_told_the_limit_of_the_run(error: str) -> None:
+    failing = {"the program of Clerk": FailingCalls(4.0, 4.0, 4.0, error)}
+    plan = RunDisplaySettings(limits={"sampling.max_tokens": 64})
+    (alarm,) = find_alarms(RunState(plan=plan, status=RunSnapshot(phase="", failing=failing)))
+    assert alarm.text.endswith(f"{error}; this run cuts replies at sampling.max_tokens = 64")
+
+
 def test_the_check_warns_of_a_program_that_always_fails() -> None:
     tasks = [agentrl.Task(id=f"t{number}", data={}) for number in range(3)]
     report = agentrl.check_environment(Crashing, tasks=tasks)

@@ -95,6 +95,12 @@ def test_a_call_is_sampled_as_it_asks_and_recorded(protocol: str) -> None:
     assert asked == [{"temperature": 0.7, "top_p": 0.9}, {}, {"temperature": 1.3}]
 
 
+def test_a_limit_that_the_run_does_not_grant_is_recorded() -> None:
+    played = play(asks(("chat", {"max_tokens": 900}), ("messages", {"max_tokens": 100})), ["x", "y"], max_tokens=512)
+    asked = [(turn.request.asked, turn.request.max_tokens) for turn in turns(played) if turn.request]
+    assert asked == [({"max_tokens": 900}, 512), ({}, 100)]
+
+
 UNTRAINED = [
     ({"temperature": 0}, "greedy"),
     ({"temperature": 0.001}, "greedy"),
@@ -500,6 +506,22 @@ def test_env_check_lists_at_once_what_requests_ask_for() -> None:
     report = check_environment(own, gateway_sampling="run")
     assert report.passed
     assert "not trained" not in report.text
+
+
+def test_env_check_names_a_limit_that_the_run_does_not_grant() -> None:
+    class Long(Asks):
+        sent: ClassVar = [("chat", {"max_tokens": 1024}), ("chat", {"max_tokens": 64})]
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id=split, data={"split": split})]
+
+    assert "max_tokens" not in check_environment(Long).text, "the limit is unknown"
+    assert "max_tokens" not in check_environment(Long, sampling={"max_tokens": 1024}).text
+    report = check_environment(Long, sampling={"max_tokens": 64})
+    assert report.passed
+    assert "1 of 2 requests asked for up to 1024 tokens, and sampling.max_tokens = 64 cuts their replies" in report.text
+    assert "Set sampling.max_tokens = 1024" in report.text
 
 
 def test_env_check_accuses_no_request_that_changes_nothing() -> None:

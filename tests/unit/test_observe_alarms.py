@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.observe import alarms
-from agentrl.observe.alarms import MEANINGS, RULES, MetricRule, Rule, cut_off_alarm, find_alarms
+from agentrl.observe.alarms import MEANINGS, RULES, MetricRule, Rule, cut_off_alarm, find_alarms, raise_reply_limit
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_screen import render_run_screen
@@ -541,7 +541,36 @@ def test_an_evaluation_without_reward_whose_episodes_were_cut_off_names_the_limi
     state = RunState(plan=RunDisplaySettings())
     state.record("solver", 0, {**CUT, **values})
     assert [alarm.name == "cut_off" for alarm in find_alarms(state)] == [True] * alarming
-    alarm = cut_off_alarm({**CUT, "evaluation/cut/max_tokens": 1.0}, "solver")
+    own = {"policies.solver.sampling.max_turns": 4, "sampling.max_tokens": 64, "engine.max_context": 512}
+    plan = RunDisplaySettings(limits={"sampling.max_turns": 3, **own})
+    alarm = cut_off_alarm({**CUT, "evaluation/cut/max_tokens": 1.0}, "solver", plan)
     assert alarm is not None
-    assert "limits cut off 15 of 16 episodes: 14 at sampling.max_turns, 1 at sampling.max_tokens" in alarm.text
-    assert "raise sampling.max_turns" in alarm.advice
+    limits = "14 at policies.solver.sampling.max_turns = 4, 1 at sampling.max_tokens = 64"
+    assert f"limits cut off 15 of 16 episodes: {limits}" in alarm.text
+    assert "raise policies.solver.sampling.max_turns, or say" in alarm.advice
+    assert "raise sampling.max_tokens to 128, or ask" in alarm.advice
+
+
+@pytest.mark.parametrize(
+    ("cut", "limits", "told"),
+    [
+        (38, {"sampling.max_tokens": 64}, "raise sampling.max_tokens to 512"),
+        (64, {"sampling.max_tokens": 64}, "raise sampling.max_tokens to 512"),
+        (1, {"sampling.max_tokens": 64}, "raise sampling.max_tokens to 128"),
+        (38, {"sampling.max_tokens": 64, "engine.max_context": 512}, "raise sampling.max_tokens to 256"),
+        (38, {"sampling.max_tokens": 64, "engine.max_context": 128}, "raise sampling.max_tokens and engine.max_context"),
+        (38, {"policies.solver.sampling.max_tokens": 8}, "raise policies.solver.sampling.max_tokens to 64"),
+        (38, {}, "raise sampling.max_tokens,"),
+    ],
+)
+def test_replies_that_are_cut_name_the_limit_and_one_to_set(cut: int, limits: dict[str, int], told: str) -> None:
+    state = RunState(plan=RunDisplaySettings(limits=limits))
+    values = {"format/broken_turns": cut / 64, "turns/length": cut / 16, "episodes/turns": 4.0, "format/episodes": 16.0}
+    if cut < 32:
+        assert told in raise_reply_limit(state.plan, "solver", cut, 64)
+        return
+    state.record("solver", 1, values)
+    (alarm,) = [alarm for alarm in find_alarms(state) if alarm.name == "illegal_output"]
+    assert told in alarm.advice
+    setting, value = next(iter(limits.items()), ("sampling.max_tokens", 0))
+    assert f"{cut} of 64 replies were cut at {setting}{f' = {value}' if value else ''}" in alarm.text

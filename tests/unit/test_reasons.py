@@ -18,11 +18,12 @@ from agentrl.core.ports import Engine
 from agentrl.environment.context import EpisodeContext, LimitReachedError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import explain_episode
+from agentrl.journal.entries import ExternalRequestParameters
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.testing.sample_environment import Propose, Solve
 from agentrl.testing.sample_run import sample_run_config, sample_run_factories
-from tests.journal_cases import write_run
+from tests.journal_cases import write_prompt, write_run
 from tests.sim.small_run import config_for
 from tests.support.builders import make_episode_header, make_spec
 
@@ -77,6 +78,36 @@ def test_the_setting_of_a_limit_is_named(tmp_path: Path) -> None:
         (ended,) = (each for each in reasons if each.about == "ended")
         assert ended.text.endswith(f"a limit cut it short ({setting} = {value})")
         assert ended.advice.startswith(f"raise {setting}, ")
+
+
+OWN_LIMIT = ExternalRequestParameters(max_tokens=2, stop=())
+
+
+@pytest.mark.parametrize(
+    ("request_limit", "max_tokens", "told", "advice"),
+    [
+        (OWN_LIMIT, 64, "the request's own max_tokens = 2", "let the agent ask for more"),
+        (None, 64, "the full context (engine.max_context = 192)", "raise engine.max_context"),
+        (None, 2, "sampling.max_tokens = 2", "raise sampling.max_tokens to 16"),
+    ],
+)
+def test_the_limit_that_cut_a_turn_is_named(
+    tmp_path: Path, request_limit: ExternalRequestParameters | None, max_tokens: int, told: str, advice: str
+) -> None:
+    journal = SqliteJournal(tmp_path / "journal", info={"name": "cut", "config": {"engine": {"max_context": 192}}})
+    asyncio.run(write_prompt(journal, b"\0" * 8, request=request_limit, finish_reason="length", max_tokens=max_tokens))
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+        reasons = explain_episode(reader, "e0")
+    (cut,) = (reason for reason in reasons if reason.text.startswith("cut at "))
+    assert (cut.text, cut.advice) == (f"cut at {told}: turn 0 of solver[0]", advice)
+
+
+def test_a_reply_that_a_stop_text_ended_was_not_cut(tmp_path: Path) -> None:
+    request = ExternalRequestParameters(max_tokens=64, stop=("2",))
+    journal = SqliteJournal(tmp_path / "journal", info={"name": "cut"})
+    asyncio.run(write_prompt(journal, b"\0" * 8, request=request, finish_reason="length"))  # recorded without an end
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+        assert not [reason for reason in explain_episode(reader, "e0") if reason.text.startswith("cut at ")]
 
 
 class Refused(Propose):

@@ -506,12 +506,15 @@ class ExternalAgent(TurnRecorder):
         without_effect = (
             name for name in (*_request_fields(request), *request.demands) if name in ignored | refused.keys()
         )
-        max_tokens = request.max_tokens
+        max_tokens, clamped = request.max_tokens, None
+        if max_tokens is not None and (mode == "check" or max_tokens > self._settings.sampling.max_tokens):
+            clamped = max_tokens
         if mode == "check" and max_tokens is not None:
             max_tokens *= BYTES_PER_TOKEN  # a token of the checker's policy is a byte
         request = dataclasses.replace(
             request,
             max_tokens=max_tokens,
+            clamped_max_tokens=clamped,
             sampling={name: value for name, value in request.sampling.items() if name not in ignored},
             tool_choice=ToolChoice() if "tool_choice" in ignored else request.tool_choice,
             reply_form=ReplyForm() if "response_format" in ignored else request.reply_form,
@@ -829,7 +832,7 @@ def _new(request: ChatRequest, placement: RequestPlacement) -> Sequence[Message]
 
 
 def _request_fields(request: ChatRequest) -> dict[str, float | str | bool]:
-    """Return what a request sets besides messages, tools, limits and stop texts, as the journal records it."""
+    """Return what a request sets besides messages, tools and stop texts, as the journal records it."""
     choice, form = request.tool_choice, request.reply_form
     fields: dict[str, float | str | bool] = dict(request.sampling)
     if choice.mode != "auto":
@@ -838,6 +841,8 @@ def _request_fields(request: ChatRequest) -> dict[str, float | str | bool]:
         fields["response_format"] = form.kind
     if request.logprobs:
         fields["logprobs"] = True
+    if request.clamped_max_tokens is not None:
+        fields["max_tokens"] = request.clamped_max_tokens
     return fields
 
 
