@@ -6,6 +6,8 @@ the screen in the event loop: there is no thread, and nothing is drawn between t
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -27,9 +29,13 @@ SEAT_REWARD = "evaluation/reward/"
 BAR_WIDTH = 24
 """Width of a bar of `ProgressLine`, in characters."""
 PACE_INTERVAL_S = 30.0
-"""Seconds between two lines of `LineDisplay` about the first step, or about an evaluation that the run waits for."""
+"""Seconds between two lines of `LineDisplay` about the first step, or about an evaluation that the run waits for; more
+while nothing changes."""
 LINE_INTERVAL_S = 10.0
-"""Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
+"""Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once, and lines become
+rarer while nothing changes."""
+_SECONDS = re.compile(r"\d+ s\Z")
+"""Elapsed time at the end of a part, which is no news."""
 
 
 def _indented(text: str) -> str:
@@ -71,8 +77,7 @@ class LineDisplay:
     def __init__(self, state: RunState, stream: TextIO) -> None:
         self._state = state
         self._stream = stream
-        self._next_pace = "", 0.0
-        """Phase of the last line about progress, and the seconds of the run from which it is written again."""
+        self._reminders = _Reminders(PACE_INTERVAL_S)
         self._phase = "", 0.0, 0
         """The phase; the seconds of the run and the number of ended episodes when it was first seen."""
 
@@ -104,21 +109,22 @@ class LineDisplay:
             return
         if status.phase != self._phase[0]:
             self._phase = status.phase, status.seconds, status.progress[0] if status.progress else 0
-        if status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]:
-            return
+            self._reminders.reset()
         if status.progress is not None and status.is_evaluating:
             num_ended, total = status.progress
+            state = f"{num_ended}"
             text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
             num_new = num_ended - self._phase[2]
             if num_new > 0:
                 left_s = (status.seconds - self._phase[1]) * (total - num_ended) / num_new
                 text = f"{text}, about {format_duration(left_s)} left"
         elif status.pace:
+            state = status.pace.rpartition("; ")[2]  # without the estimate, which time alone changes
             text = f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else "")
         else:
             return
-        self._next_pace = status.phase, status.seconds + PACE_INTERVAL_S
-        self.line(text)
+        if self._reminders.is_due(state, status.seconds):
+            self.line(text)
 
     def close(self) -> None:
         """Do nothing: there is nothing to clean up."""
@@ -270,6 +276,29 @@ class PhaseTimer:
             self._say(f"{text}: {self._clock.monotonic() - self._began:.1f} s")
 
 
+class _Reminders:
+    """Decides when a line about a wait is shown again: after an interval, which doubles while nothing changes."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._first_s = interval_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Show the next line at once."""
+        self._shown_at, self._interval_s, self._shown = -math.inf, self._first_s, ""
+
+    def is_due(self, state: str, now: float) -> bool:
+        """Whether to show a line now; `state` differs if there is news."""
+        if state != self._shown:
+            self._interval_s = self._first_s
+        if now - self._shown_at < self._interval_s:
+            return False
+        if state == self._shown:
+            self._interval_s *= 2
+        self._shown_at, self._shown = now, state
+        return True
+
+
 class ProgressLine:
     """Shows the current part of a long task, as one rewritten line on a terminal, otherwise as few lines.
 
@@ -282,15 +311,14 @@ class ProgressLine:
         self._title = title
         self._stream = stream
         self._clock = clock or SystemClock()
-        self._shown_at, self._interval_s = -LINE_INTERVAL_S, LINE_INTERVAL_S
-        self._shown = ""
+        self._reminders = _Reminders(LINE_INTERVAL_S)
         self._phases = PhaseTimer(self._clock, self._say)
 
     def phase(self, phase: str, part: str = "") -> None:
         """Show a part of a phase. Each phase leaves a line with its seconds."""
         if phase != self._phases.current:
             self._phases.begin(phase)
-            self._shown_at = -LINE_INTERVAL_S
+            self._reminders.reset()
             self(phase)
         if part:
             self(f"{phase}: {part}")
@@ -298,14 +326,9 @@ class ProgressLine:
     def __call__(self, part: str, share: float | None = None) -> None:
         """Show the part that begins, with a bar if the share that is done is known."""
         on_terminal = self._stream.isatty()
-        now = self._clock.monotonic()
-        if part != self._shown:
-            self._interval_s = LINE_INTERVAL_S
-        if not on_terminal and now - self._shown_at < self._interval_s:
+        is_due = self._reminders.is_due(_SECONDS.sub("", part), self._clock.monotonic())
+        if not (is_due or on_terminal):
             return
-        if part == self._shown:  # without news, lines become rarer
-            self._interval_s *= 2
-        self._shown_at, self._shown = now, part
         line = terminal_safe_line(f"{self._title}: {part}")
         if on_terminal:
             if share is not None:

@@ -255,6 +255,22 @@ def test_a_check_of_a_configuration_knows_which_seats_it_trains(
     assert "only a run's FILE.toml has settings" in capsys.readouterr().err
 
 
+def test_elapsed_time_alone_is_no_news() -> None:
+    class Clock(SystemClock):
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, file = Clock(), io.StringIO()
+    progress = ProgressLine("evaluating", file, clock)
+    for second in range(100):
+        progress.phase("starting the engine", f"{second} s" if second else "")
+        clock.now += 1.0
+    parts = [f"starting the engine: {second} s" for second in (10, 20, 40, 80)]
+    assert file.getvalue().splitlines() == [f"evaluating: {part} …" for part in ("starting the engine", *parts)]
+
+
 def test_a_part_without_news_is_repeated_ever_more_rarely() -> None:
     class Clock(SystemClock):
         now = 100.0

@@ -491,6 +491,20 @@ def test_a_pipe_gets_a_line_about_an_evaluation_now_and_then() -> None:
     ]
 
 
+def test_a_pipe_gets_rarer_lines_while_nothing_changes() -> None:
+    state, shown = RunState(plan=PLAN), list[int]()
+    stream = io.StringIO()
+    display = LineDisplay(state, stream)
+    for second in range(300):
+        before = len(stream.getvalue())
+        num_ended = 3 if second < 220 else 3 + second // 40
+        state.status = RunSnapshot(phase="evaluating after training", progress=(num_ended, 32), seconds=float(second))
+        display.show()
+        if len(stream.getvalue()) > before:
+            shown.append(second)
+    assert shown == [0, 30, 90, 210, 240, 270]
+
+
 def test_the_time_left_leaves_out_episodes_that_ended_before_the_display_began() -> None:
     stream = io.StringIO()
     state = RunState(plan=PLAN)
