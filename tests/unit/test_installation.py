@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -181,3 +183,27 @@ def test_pip_takes_the_same_arguments(repository: Path) -> None:
     )
     assert "prefer-binary" in done.stdout.splitlines()[0]
     assert "--requirement" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "model"), [("smollm2", "SmolLM2-135M-Instruct"), ("qwen", "Qwen2.5-Coder-0.5B-Instruct")]
+)
+def test_a_model_that_is_there_is_said_to_be_there(target: str, model: str, repository: Path, tmp_path: Path) -> None:
+    shutil.copy(repository / "Makefile", tmp_path)
+    written = ("pyproject.toml", "constraints.txt", ".venv/bin/python", ".venv/.installed-run")
+    for name in (*written, f"models/{model}/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def make() -> tuple[int, str]:
+        done = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    assert make() == (0, f"models/{model} is there; make has no digests of it\n")
+    digest = hashlib.sha256(f"models/{model}/config.json".encode()).hexdigest()
+    (tmp_path / f"models/{model}.sha256").write_text(f"{digest}  {model}/config.json\n")
+    assert make() == (0, f"models/{model} is there (digests checked)\n")
+    (tmp_path / f"models/{model}/config.json").write_text("damaged")
+    code, output = make()
+    assert code
+    assert f"models/{model} is damaged: remove it, and run make {target} again" in output
