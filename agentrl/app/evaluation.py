@@ -78,7 +78,7 @@ from agentrl.observe.alarms import cut_off_alarm, fill_commands, foreign_calls_a
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
-from agentrl.observe.run_state import MetricsFile, display_settings_from_config
+from agentrl.observe.run_state import MetricsFile, RunDisplaySettings, display_settings_from_config
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
@@ -321,12 +321,17 @@ def evaluate(
         }
         asyncio.run(_record_metrics(run_path, metrics_by_policy))
     metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
-    only = next(iter(trained)) if len(trained) == 1 else ""
-    for alarm in filter(None, [foreign_calls_alarm(metrics, only, held_out=True), cut_off_alarm(metrics, only, plan)]):
-        run = "RUN" if journal is None else run_argument(run_path)
-        advice = fill_commands(alarm.advice, run, "")
-        warnings.warn(alarm._replace(policy="", advice=advice).line, stacklevel=1)
+    _warn_of_replies(metrics, plan, [*trained], "RUN" if journal is None else run_argument(run_path))
     return Evaluation(metrics, episodes, config.evaluation)
+
+
+def _warn_of_replies(metrics: Mapping[str, float], plan: RunDisplaySettings, trained: Sequence[str], run: str) -> None:
+    """Warn of replies that are cut off, or hold calls that the run does not read; `run` is for commands."""
+    policy = trained[0] if len(trained) == 1 else ""
+    for alarm in filter(
+        None, [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
+    ):
+        warnings.warn(alarm._replace(policy="", advice=fill_commands(alarm.advice, run, "")).line, stacklevel=2)
 
 
 def outside_bounds(rewards: Iterable[float], section: EvaluationConfig) -> str:

@@ -172,7 +172,7 @@ def handle_signals(
             if number != signals.SIGINT:  # a person at a terminal waits, or presses again
                 STOP_LIMIT.start(stop_seconds, give_up)
             loop.call_soon_threadsafe(first)
-            tell_if_blocked(loop, tell)
+            tell_if_blocked(loop, lambda text: tell(f"{text}, and --resume continues the run"))
         elif presses == 2:
             at_once()
             if not is_notebook:

@@ -34,14 +34,11 @@ MOST_REPLIES = 64
 """Largest accepted `n`."""
 _ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "function": "tool"}
 _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio", "web_search_options")
-_KNOWN = (
-    SAMPLING_FIELDS
-    | {
-        *_UNSUPPORTED,
-        *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
-        *("tool_choice", "response_format", "logprobs", "top_logprobs"),
-    }
-)
+_KNOWN = SAMPLING_FIELDS | {
+    *_UNSUPPORTED,
+    *("model", "messages", "tools", "max_completion_tokens", "max_tokens", "stop", "n", "stream", "stream_options"),
+    *("tool_choice", "response_format", "logprobs", "top_logprobs"),
+}
 """Fields that are read or refused."""
 _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
 

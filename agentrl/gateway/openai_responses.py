@@ -36,15 +36,12 @@ from agentrl.gateway.options import (
 
 _UNSUPPORTED = ("logit_bias", "functions", "function_call", "modalities", "audio")
 
-_KNOWN = (
-    SAMPLING_FIELDS
-    | {
-        *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
-        *("tool_choice", "include", "top_logprobs"),
-        *("previous_response_id", "conversation", "background", "prompt"),
-        *_UNSUPPORTED,
-    }
-)
+_KNOWN = SAMPLING_FIELDS | {
+    *("model", "input", "instructions", "tools", "max_output_tokens", "stream", "stream_options", "text"),
+    *("tool_choice", "include", "top_logprobs"),
+    *("previous_response_id", "conversation", "background", "prompt"),
+    *_UNSUPPORTED,
+}
 """Fields that are read or refused."""
 _LOGPROBS = "message.output_text.logprobs"
 _STATE = ("previous_response_id", "conversation", "background", "prompt")

@@ -312,7 +312,8 @@ def test_lines_tell_the_pace_of_the_first_step_now_and_then() -> None:
         state.status = RunSnapshot(phase="training", pace=pace, bottleneck="the engine: …", seconds=float(second))
         display.show()
     assert stream.getvalue().splitlines() == [
-        f"first step: about {second} s a step; so far 1 of 2 episodes  (the engine: …)" for second in (4, 34, 94)  # without news, ever more rarely
+        f"first step: about {second} s a step; so far 1 of 2 episodes  (the engine: …)"
+        for second in (4, 34, 94)  # without news, ever more rarely
     ]
 
 

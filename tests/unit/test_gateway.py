@@ -21,13 +21,14 @@ from agentrl.core.errors import EpisodeError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.registry import name_of
+from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.calls.journal import CallJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
+from tests.markdown_pages import ROOT, python_of
 from tests.unit.episodes import Played, play
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -732,3 +733,16 @@ def test_turns_that_were_not_requested_are_inherited_or_of_the_newest_attempt() 
     journal.open_named("main:2.0", b"")
     assert len(journal.unasked_turns("main")) == 1
     assert journal.unasked_turns("other") == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # clients that nobody closes
+@pytest.mark.parametrize(("name", "reward"), [("Solver", 1.0), ("SyncSolver", 1.0), ("Hinted", 1.1)])
+def test_the_agents_of_the_page_run_as_they_stand(name: str, reward: float, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    page = "\n\n".join(python_of(ROOT / "docs/tutorials/outside_agents.md"))
+    for file in ("played.py", "checked.py"):  # each with its own client, whose connections belong to a loop
+        (tmp_path / file).write_text(page)
+    played = play(resolve(f"{tmp_path}/played.py:{name}"), ["3"], data={"question": "1 + 2?", "answer": "3"})
+    assert played.header.reward == pytest.approx(reward), played.detail
+    report = check_environment(f"{tmp_path}/checked.py:{name}")
+    assert report.passed, report.text

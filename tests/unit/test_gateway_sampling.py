@@ -333,7 +333,7 @@ def vendor_parameters(protocol: str) -> set[str]:
     return set(getattr(importlib.import_module(name), base).__annotations__) - headers
 
 
-.mark.parametrize("protocol", PATHS)
+@pytest.mark.parametrize("protocol", PATHS)
 def test_each_parameter_of_the_vendors_clients_is_honored_refused_or_listed(protocol: str, repository: Path) -> None:
     names = sorted(vendor_parameters(protocol) - HONORED[protocol])
     environment = asks(*((protocol, {name: {"x": 1}}) for name in names))

@@ -220,7 +220,7 @@ def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_
     assert "<|im_" not in page
     page = shown(conversation_page(external))
     assert "look_up" in page
-    fields = "asked for temperature 0.25, tool_choice required, top_k 40, max_tokens 9, stop [\"END\"]"
+    fields = 'asked for temperature 0.25, tool_choice required, top_k 40, max_tokens 9, stop ["END"]'
     assert page.count(f"{fields}; without effect: seed") == 1
     assert [text.count(fields) for text in tokens] == [1, 1]
 

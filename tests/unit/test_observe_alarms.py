@@ -558,7 +558,11 @@ def test_an_evaluation_without_reward_whose_episodes_were_cut_off_names_the_limi
         (64, {"sampling.max_tokens": 64}, "raise sampling.max_tokens to 512"),
         (1, {"sampling.max_tokens": 64}, "raise sampling.max_tokens to 128"),
         (38, {"sampling.max_tokens": 64, "engine.max_context": 512}, "raise sampling.max_tokens to 256"),
-        (38, {"sampling.max_tokens": 64, "engine.max_context": 128}, "raise sampling.max_tokens and engine.max_context"),
+        (
+            38,
+            {"sampling.max_tokens": 64, "engine.max_context": 128},
+            "raise sampling.max_tokens and engine.max_context",
+        ),
         (38, {"policies.solver.sampling.max_tokens": 8}, "raise policies.solver.sampling.max_tokens to 64"),
         (38, {}, "raise sampling.max_tokens,"),
     ],

@@ -165,8 +165,11 @@ def test_ctrl_c_is_answered_while_code_blocks_the_loop_and_pressed_again_loses_n
     command = [sys.executable, "-c", "import sys; from tests.unit.test_stops import play; play(*sys.argv[1:])"]
     program = subprocess.Popen([*command, str(tmp_path), "ctrl-c"], stderr=subprocess.PIPE, text=True)
     answer = _press_ctrl_c_until_it_ends(program)
-    assert f"{__file__}:{_line_of('    threading.Event().wait(60)')} in _interrupt_and_hang: `threading.Event().wait(60)`" in answer
-    assert "Another signal, or Ctrl-C, ends at once" in answer
+    assert (
+        f"{__file__}:{_line_of('    threading.Event().wait(60)')} in _interrupt_and_hang: `threading.Event().wait(60)`"
+        in answer
+    )
+    assert "Another signal, or Ctrl-C, ends at once, and --resume continues the run" in answer
     assert program.returncode == 130
     reader = RunReader(tmp_path / "run")
     assert reader.standing() == "stopped"
