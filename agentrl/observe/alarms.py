@@ -666,11 +666,11 @@ def _nothing_taught_yet(state: RunState, policy: PolicyMetricHistory) -> Iterato
     if (alone := _alone(policy, window)) is not None:
         yield alone
         return
-    if units >= MIN_EPISODES and rewards:
+    if units and rewards:
         reward = mean_of(rewards)
         text = (
-            f"none of the {units:.0f} episodes of {plural(len(window), 'step')} has an advantage, since the rewards "
-            f"within each group are equal (mean {reward:.3f})"
+            f"none of the {plural(units, 'episode')} of {plural(len(window), 'step')} has an advantage, since the "
+            f"rewards within each group are equal (mean {reward:.3f}): nothing is learned from them"
         )
     elif first.get("evaluation/episodes", 0.0) >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0:
         reward = first["evaluation/reward"]
@@ -1082,9 +1082,9 @@ RULES: tuple[Rule | MetricRule, ...] = (
     Rule(
         {
             "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the mean reward has changed by "
-            f"less than {FLAT:g} since the start, or never exceeded that; in the first {WINDOW - 1} steps, if none of "
-            f"at least {MIN_EPISODES} episodes has an advantage, or at least {MIN_EPISODES} held-out episodes before "
-            "training all got the same reward",
+            f"less than {FLAT:g} since the start, or never exceeded that; in the first {WINDOW - 1} steps, if no "
+            f"episode has an advantage; before the first, if at least {MIN_EPISODES} held-out episodes all got the "
+            "same reward",
             "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no "
             "other episode to compare them with",
         },
