@@ -74,11 +74,18 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
-from agentrl.observe.alarms import cut_off_alarm, fill_commands, foreign_calls_alarm
+from agentrl.observe.alarms import Alarm, always_fails_alarms, cut_off_alarm, fill_commands, foreign_calls_alarm
 from agentrl.observe.blocked_loop import watch_event_loop
+from agentrl.observe.bottleneck import FailingCalls, failing_calls
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
 from agentrl.observe.run_directory import run_argument
-from agentrl.observe.run_state import MetricsFile, RunDisplaySettings, display_settings_from_config
+from agentrl.observe.run_state import (
+    MetricsFile,
+    RunDisplaySettings,
+    RunSnapshot,
+    display_settings_from_config,
+    write_run_snapshot,
+)
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
@@ -290,7 +297,14 @@ def evaluate(
         order = TaskOrder(splits, attempts, is_mixed=section.stop == "decided")
         played = PlayedTasks()
 
-        play = _player(order, played, against, section, on_progress)
+        failing: dict[str, FailingCalls] = {}
+        player = _player(order, played, against, section, on_progress)
+
+        async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
+            headers = await player(dispatcher)
+            failing.update(failing_calls(dispatcher.worker.activity()))
+            return headers
+
         headers = event_loop.run(play_in_new_run(config, environment_class, weights, run_path, play, on_phase))
         splits, rule = order.in_order(played)[1], _interval_rule(order, played, config.evaluation)
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
@@ -320,18 +334,34 @@ def evaluate(
             for name in config.policies
         }
         asyncio.run(_record_metrics(run_path, metrics_by_policy))
+        write_run_snapshot(run_path, RunSnapshot(phase="", failing=failing))  # `agentrl run view` shows their alarms
     metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
-    _warn_of_replies(metrics, plan, [*trained], "RUN" if journal is None else run_argument(run_path))
+    alarms = _evaluation_alarms(metrics, plan, [*trained], failing)
+    _warn_of(alarms, None if journal is None else run_path, metrics_by_episode)
     return Evaluation(metrics, episodes, config.evaluation)
 
 
-def _warn_of_replies(metrics: Mapping[str, float], plan: RunDisplaySettings, trained: Sequence[str], run: str) -> None:
-    """Warn of replies that are cut off, or hold calls that the run does not read; `run` is for commands."""
+def _evaluation_alarms(
+    metrics: Mapping[str, float],
+    plan: RunDisplaySettings,
+    trained: Sequence[str],
+    failing: Mapping[str, FailingCalls],
+) -> list[Alarm]:
+    """Return the alarms about calls that always fail, and replies that are cut off or hold calls that are not read."""
     policy = trained[0] if len(trained) == 1 else ""
-    for alarm in filter(
-        None, [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
-    ):
-        warnings.warn(alarm._replace(policy="", advice=fill_commands(alarm.advice, run, "")).line, stacklevel=2)
+    found = [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
+    return [*always_fails_alarms(failing, plan, policy, is_over=True), *filter(None, found)]
+
+
+def _warn_of(
+    alarms: Iterable[Alarm], run: Path | None, metrics_by_episode: Mapping[str, Mapping[str, float | None]]
+) -> None:
+    """Warn of alarms of an evaluation; their commands name an episode of its run, if that is kept."""
+    for alarm in alarms:
+        with_metric = (episode for episode, values in metrics_by_episode.items() if values.get(alarm.example))
+        name, example = ("RUN", "") if run is None else (run_argument(run), next(with_metric, ""))
+        line = alarm._replace(policy="", advice=fill_commands(alarm.advice, name, example)).line
+        warnings.warn(line, stacklevel=2)
 
 
 def outside_bounds(rewards: Iterable[float], section: EvaluationConfig) -> str:

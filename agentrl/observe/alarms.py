@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.records import StopReason
@@ -28,6 +27,8 @@ from agentrl.observe.metrics import (
     PROGRAM_FAILED,
     PROGRAM_OK,
     STALENESS_BOUND,
+    TOOL_ERROR,
+    TOOL_TIMEOUT,
     TOOLS_OFFERED,
     count_foreign_calls,
     count_tool_calls,
@@ -44,6 +45,7 @@ from agentrl.observe.run_state import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from agentrl.observe.bottleneck import FailingCalls
     from agentrl.observe.run_state import RunDisplaySettings, RunState, Values
 
 FILE = "alarms.jsonl"
@@ -61,6 +63,8 @@ class Alarm(NamedTuple):
     """Advice on what to change."""
     example: str = ""
     """Metric, stop reason or drop reason of the episode that the commands in the advice show."""
+    subject: str = ""
+    """What the alarm is about, such as a tool, if a run can have one for each of several."""
 
     @property
     def line(self) -> str:
@@ -108,8 +112,8 @@ MISMATCH_TOKENS = 200
 MISMATCH_STEPS = (3, 20)
 """Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
 ALWAYS_CALLS, ALWAYS_IN_A_ROW = 4, 32
-"""Minimum number of calls of a program, effect, resource or scorer that all failed; and, if some succeeded, of its
-failures since the last success, above which it counts as broken."""
+"""Minimum number of calls of a program, tool, effect, resource or scorer that all failed, while more may follow; and,
+if some succeeded, of its failures since the last success, above which it counts as broken."""
 BLOCKED_SHARE, BLOCKED_SECONDS = 0.1, 5.0
 """Share of the time, and seconds, that one place in the user's code must block the event loop for an alarm."""
 DROPPED_SHARE = 0.15
@@ -309,22 +313,49 @@ def fill_commands(advice: str, run: str, episode: str) -> str:
 
 
 def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    calls = {} if state.status is None else state.status.failing
+    if state.status is not None:
+        yield from always_fails_alarms(
+            state.status.failing, state.plan, policy.name, is_over=state.standing != "running"
+        )
+
+
+def always_fails_alarms(
+    calls: Mapping[str, FailingCalls], plan: RunDisplaySettings, policy: str, *, is_over: bool
+) -> Iterator[Alarm]:
+    """Yield the alarms about calls of the user's code that always fail.
+
+    Args:
+        calls: calls that failed last time, by name.
+        plan: has the limits of replies.
+        policy: policy whose limits are named.
+        is_over: whether no more calls follow, so that a single one counts.
+    """
     for name, failing in sorted(calls.items(), key=lambda item: -item[1].in_a_row):
-        is_always = failing.failed == failing.calls >= ALWAYS_CALLS
+        is_always = failing.failed == failing.calls >= (1 if is_over else ALWAYS_CALLS)
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
             continue
-        times = f"all of its {failing.calls:.0f} calls" if is_always else f"its last {failing.in_a_row:.0f} calls"
         is_length = _LENGTH_ERROR.search(failing.error) is not None
-        limit = f"; this run cuts replies at {state.plan.limit_text(policy.name, LIMITS['max_tokens'])}" * is_length
+        limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}" * is_length
+        calls_text = plural(failing.calls, "call")
+        times = f"all of its {calls_text}" if is_always else f"its last {failing.in_a_row:.0f} of {calls_text}"
+        times = "its only call" if failing.calls == 1 else times
+        episodes = f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'`"
+        advice = (
+            f"{episodes}, for dropped ones `--where 'drop_reason = environment_error'`, lists episodes for `agentrl "
+            "episode why`; until it is fixed, those that are not dropped are trained with the reward that they get then"
+        )
+        if failing.metric in (TOOL_ERROR, TOOL_TIMEOUT):
+            advice = (
+                "fix the tool: until then, the policy sees the error as the tool's answer. If it is meant to refuse "
+                f"such calls, say in its description what it accepts. {episodes} lists some for `agentrl episode why`"
+            )
         yield Alarm(
             "always_fails",
             "",
             f"{name} failed in {times}, most often with {failing.error}{limit}",
-            f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'`, for dropped ones `--where "
-            "'drop_reason = environment_error'`, lists episodes for `agentrl episode why`; until it is fixed, those "
-            "that are not dropped are trained with the reward that they get then",
+            advice,
             failing.metric,
+            name,
         )
 
 
@@ -541,30 +572,28 @@ def _unused_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
     )
 
 
-def _tool_errors(state: RunState, policy: PolicyMetricHistory, *, all_raise: bool) -> Iterator[Alarm]:
-    """Raise `tool_errors` if all calls of the newest steps with calls raised, or else if a share of them did. Steps
-    without calls change nothing: a policy whose calls all fail soon makes none."""
-    window: list[tuple[float, float, float]] = []
+def _tool_errors(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the newest steps with tool calls. A tool that fails in every call has its own alarm."""
+    shares: list[float] = []
     for values in policy.steps.values():
         calls = sum(values.get(f"tool/{outcome}", 0.0) for outcome in ("ok", "error", "timeout"))
         if calls and "episodes/turns" in values:
-            window.append((values.get("tool/error", 0.0) / calls, calls, values.get("format/episodes", 1.0)))
-    window = window[-WINDOW:]
-    shares = [share for share, _, _ in window]
-    num_calls = sum(calls * episodes for _, calls, episodes in window)
-    most_often = f", most often {state.status.raised}" if state.status is not None and state.status.raised else ""
-    is_broken = bool(shares) and min(shares) == 1.0 and num_calls >= MIN_EPISODES
-    is_frequent = len(shares) == WINDOW and mean_of(shares) >= TOOL_ERROR_SHARE and shares[-1] >= 0.8 * shares[0]
-    if is_broken != all_raise or not (is_broken or is_frequent):
+            shares.append(values.get(TOOL_ERROR, 0.0) / calls)
+    shares = shares[-WINDOW:]
+    if len(shares) < WINDOW or mean_of(shares) < TOOL_ERROR_SHARE or shares[-1] < 0.8 * shares[0]:
         return
+    raised = "" if state.status is None else state.status.raised
+    if any(raised.startswith(f"{alarm.subject}: ") for alarm in _always_fails(state, policy)):
+        return
+    most_often = f", most often {raised}" if raised else ""
     yield Alarm(
         "tool_errors",
         policy.name,
         f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} with calls raised an "
-        f"exception (tool/error){most_often}",
-        "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
+        f"exception ({TOOL_ERROR}){most_often}",
+        f"`agentrl episode list RUN --where 'metric.{TOOL_ERROR} > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
-        "tool/error",
+        TOOL_ERROR,
     )
 
 
@@ -966,8 +995,9 @@ _UNTRAINED = {
 RULES: tuple[Rule | MetricRule, ...] = (
     Rule(
         {
-            "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), an effect, a "
-            f"resource or a scorer failed; or the last {ALWAYS_IN_A_ROW}"
+            "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), a tool, an "
+            f"effect, a resource or a scorer failed, or the last {ALWAYS_IN_A_ROW}; after the end of the run or "
+            "evaluation, a single call is enough"
         },
         _always_fails,
         of_run=True,
@@ -997,14 +1027,6 @@ RULES: tuple[Rule | MetricRule, ...] = (
         },
         _drops,
         of_run=True,
-    ),
-    Rule(
-        {
-            "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is "
-            f"not falling; at once if all of at least {MIN_EPISODES} do, until one succeeds; steps without calls do "
-            "not count"
-        },
-        partial(_tool_errors, all_raise=True),
     ),
     MetricRule(
         "context_full",
@@ -1074,7 +1096,13 @@ RULES: tuple[Rule | MetricRule, ...] = (
         _unused_tools,
         explained_by="illegal_output",
     ),
-    Rule({}, partial(_tool_errors, all_raise=False)),
+    Rule(
+        {
+            "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is "
+            "not falling; steps without calls do not count"
+        },
+        _tool_errors,
+    ),
     Rule(
         {"max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume"},
         _max_lag,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.core.holds import HoldKind
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.metrics import RESOURCE_ERROR
+from agentrl.observe.metrics import RESOURCE_ERROR, TOOL_ERROR
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -56,13 +56,11 @@ THREADS = "threads"
 """Key of the number of threads that were started for blocking calls."""
 BLOCKED = "blocked/"
 """Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
-RAISED, MAX_RAISED = "raised/", 100
-"""Prefix of the number of exceptions of tools, followed by the error and its place; maximum number of such texts."""
 CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
-"""Prefixes of the number of calls of a program, effect, resource or scorer, by its name; of its failures, by
-metric, name and error on three lines; and of its failures since it last succeeded, by name."""
-MAX_CALLED = 100
-"""Maximum number of such names, and of errors."""
+"""Prefixes of the number of calls of a program, tool, effect, resource or scorer, by its name; of its
+failures, by metric, name and error on three lines; and of its failures since it last succeeded, by name."""
+MAX_CALLED, OTHER_ERRORS = 100, "other errors"
+"""Maximum number of such names, and of errors; what further errors of a name are counted as."""
 WON = "won/"
 """Prefix of the number of different answers that one reply contains and won with, followed by the episodes and the
 reply on two lines; only of replies with `MIN_WON`."""
@@ -111,7 +109,6 @@ class ActivityClock:
         self._clock = clock
         self._tallies: dict[Activity, _Tally] = {}
         self._blocked: dict[str, float] = {}
-        self._raised = Counter[str]()
         self._called = Counter[str]()
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
@@ -159,14 +156,9 @@ class ActivityClock:
         """Add seconds in which a place in the user's code blocked the event loop; called in the watching thread."""
         self._blocked[place] = self._blocked.get(place, 0.0) + seconds
 
-    def count_raised(self, error: str) -> None:
-        """Count an exception of a tool."""
-        if error in self._raised or len(self._raised) < MAX_RAISED:
-            self._raised[error] += 1
-
     def count_call(self, name: str, error: str | None, metric: str) -> None:
-        """Count a call of the user's code whose failure the episode may survive: a program, an effect, a resource, a
-        scorer. `metric` counts the failures of one episode."""
+        """Count a call of the user's code whose failure the episode may survive: a program, a tool, an effect, a
+        resource, a scorer. `metric` counts the failures of one episode."""
         if name not in self._called and len(self._called) == MAX_CALLED:
             return
         self._called[name] += 1
@@ -174,8 +166,9 @@ class ActivityClock:
             del self._in_a_row[name]
             return
         self._in_a_row[name] += 1
-        if (metric, name, error) in self._failed or len(self._failed) < MAX_CALLED:
-            self._failed[metric, name, error] += 1
+        if (metric, name, error) not in self._failed and len(self._failed) >= MAX_CALLED:
+            error = OTHER_ERRORS
+        self._failed[metric, name, error] += 1
 
     def count_won(self, reply: str, answer: str, episode: str) -> None:
         """Count a reply that won a task, if it contains the task's right answer as a whole word or phrase. The oldest
@@ -241,7 +234,6 @@ class ActivityClock:
             totals[activity] = tally.seconds
             totals[activity + ANY] = tally.seconds_of_any
             totals[activity + MOST] = float(tally.most)
-        totals |= {f"{RAISED}{error}": float(count) for error, count in self._raised.items()}
         totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
         totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
@@ -381,8 +373,9 @@ def blocked_shares(before: Mapping[str, float], now: Mapping[str, float]) -> dic
 
 def commonest_error(totals: Mapping[str, float]) -> str:
     """Return the exception that tools raised most often, with its place; "" if there was none."""
-    counts = {name.removeprefix(RAISED): count for name, count in totals.items() if name.startswith(RAISED)}
-    return max(counts, key=lambda name: counts[name], default="")
+    counts = {name: count for name, count in totals.items() if name.startswith(f"{FAILED}{TOOL_ERROR}\n")}
+    commonest = max(counts, key=lambda name: counts[name], default="")
+    return ": ".join(commonest.split("\n", 2)[1:])
 
 
 def winning_replies(totals: Mapping[str, float]) -> dict[str, str]:
@@ -392,7 +385,7 @@ def winning_replies(totals: Mapping[str, float]) -> dict[str, str]:
 
 
 class FailingCalls(NamedTuple):
-    """The calls of a program, effect, resource or scorer that failed last time."""
+    """The calls of a program, tool, effect, resource or scorer that failed last time."""
 
     calls: float
     failed: float
@@ -406,22 +399,19 @@ class FailingCalls(NamedTuple):
 
 def failing_calls(totals: Mapping[str, float]) -> dict[str, FailingCalls]:
     """Return what failed last time, by name."""
-    errors: dict[str, dict[str, float]] = {}
-    metrics: dict[str, str] = {}
+    counts_by_name: dict[str, dict[tuple[str, str], float]] = {}
     for key, count in totals.items():
         if key.startswith(FAILED):
             metric, name, error = key.removeprefix(FAILED).split("\n", 2)
-            metrics[name] = metric
-            errors.setdefault(name, {})[error] = count
+            counts_by_name.setdefault(name, {})[error, metric] = count
     return {
         name: FailingCalls(
             totals.get(f"{CALLED}{name}", 0.0),
             sum(counts.values()),
             in_a_row,
-            max(counts, key=lambda error: counts[error]),
-            metrics[name],
+            *max(counts, key=lambda error: counts[error]),
         )
-        for name, counts in errors.items()
+        for name, counts in counts_by_name.items()
         if (in_a_row := totals.get(f"{IN_A_ROW}{name}", 0.0))
     }
 

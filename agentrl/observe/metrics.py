@@ -40,6 +40,7 @@ ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
+TOOL_ERROR, TOOL_TIMEOUT = "tool/error", "tool/timeout"
 TOOLS_OFFERED = "tools_offered"
 CALLS_OUTSIDE = "tool/outside"
 """Metric of the calls in replies to external agents, which run their own tools."""
@@ -695,7 +696,7 @@ def count_tool_calls(values: Mapping[str, float]) -> float:
 
 def is_failure(name: str) -> bool:
     """Whether an episode metric counts failures of the user's code."""
-    failures = ("tool/error", PROGRAM_FAILED, EFFECT_ERROR, RESOURCE_ERROR)
+    failures = (TOOL_ERROR, TOOL_TIMEOUT, PROGRAM_FAILED, EFFECT_ERROR, RESOURCE_ERROR)
     return name in failures or name.startswith(SCORES_FAILED)
 
 

@@ -90,7 +90,7 @@ class RunObserver:
         """The phases of the start."""
         self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._alarm_keys: set[tuple[str, str]] = set()
+        self._alarm_keys: set[tuple[str, str, str]] = set()
 
     def __enter__(self) -> RunObserver:
         return self
@@ -279,8 +279,9 @@ class RunObserver:
 
     def _raise_alarms(self) -> None:
         for alarm in find_alarms(self.state):
-            if (alarm.name, alarm.policy) not in self._alarm_keys:
-                self._alarm_keys.add((alarm.name, alarm.policy))
+            key = (alarm.name, alarm.policy, alarm.subject)
+            if key not in self._alarm_keys:
+                self._alarm_keys.add(key)
                 step = max((policy.step for policy in self.state.policies.values()), default=0)
                 self.state.raised[alarm.name] = step
                 write_alarm(self._directory.path, alarm, step)

@@ -23,7 +23,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import child_depth, seeded_uuid4
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
-from agentrl.core.text import escape_line, plural, shorten_lines
+from agentrl.core.text import plural
 from agentrl.environment.context import (
     Agent,
     Aliases,
@@ -59,6 +59,7 @@ from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.children import LiveChildEpisode
 from agentrl.rollout.effects import (
     JournaledResource,
+    count_call,
     may_perform_effect,
     observe_tool,
     perform_effect,
@@ -425,10 +426,9 @@ class LiveEpisodeContext(EpisodeContext):
 
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
         self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.strand))
-        if entry.outcome == "error":
-            error = shorten_lines(entry.error, 200)
-            place = f" at {entry.location}" if entry.location else ""
-            self.episode.services.activity.count_raised(escape_line(f"{entry.name}: {error}{place}"))
+        if entry.outcome in ("ok", "error", "timeout"):
+            error = None if entry.outcome == "ok" else entry.error
+            count_call(self.episode, f"tool {entry.name}", error, f"tool/{entry.outcome}", entry.location)
         return entry.observation
 
     def counted(self) -> Mapping[str, PolicyCounts]:

@@ -273,6 +273,47 @@ def test_a_list_with_broken_tasks_is_played_to_its_end(tmp_path: Path, capsys: p
     assert f"KeyError: 'answer' at {tmp_path}/partly.py:9 in run" in error
 
 
+BROKEN_TOOL = """
+import agentrl
+
+class Broken(agentrl.ToolEnvironment):
+    @agentrl.tool
+    def double(self, a: int) -> int:
+        'Twice as much.'
+        return self.task.data["factor"] * a
+
+    def reward(self, task, episode):
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"{split}-{n}", data={"question": f"2 * {n}"}) for n in range(3)]
+"""
+
+
+def test_a_tool_that_fails_in_every_call_is_named_at_the_end_and_by_run_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN_TOOL)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        Path("run.toml").write_text(
+            'environment.id = "broken.py:Broken"\nevaluation.tasks = 3\npolicies.teacher.kind = "remote"\n'
+            f'policies.teacher.url = "http://127.0.0.1:{server.server_address[1]}/v1"\npolicies.teacher.model = "m"\n'
+        )
+        assert main(["evaluate", "run.toml", "--journal", "kept"]) == 0
+        server.shutdown()
+    words = "tool double failed in all of its 3 calls, most often with KeyError: 'factor' at "
+    said = capsys.readouterr().err
+    assert f"WARNING always_fails: {words}{tmp_path}/broken.py:8 in double" in said
+    assert "fix the tool" in said
+    assert main(["run", "view", "kept", "--once"]) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert words in screen
+    assert "broken.py:8 in double" in screen
+
+
 def test_two_versions_are_compared_task_by_task(
     base: Path, indifferent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

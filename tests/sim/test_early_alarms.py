@@ -277,7 +277,7 @@ FAILURES = {
         script=always(call("price", '{"item": 1}')),
     ),
     "a tool always raises": Planted(
-        alarm="tool_errors",
+        alarm="always_fails",
         words="fix the tool",
         command="'metric.tool/error > 0'",
         environment=BrokenTool,
@@ -385,7 +385,10 @@ def found(planted: Planted) -> str:
 def test_a_broken_tool_is_named_with_what_it_raised_and_an_example() -> None:
     broken = FAILURES["a tool always raises"]
     first = alarms_after(broken.script, broken.environment)[0]
-    assert re.search(r"most often price: KeyError: 1 at \S+test_early_alarms.py:\d+ in price", first.text), first.text
+    assert re.match(r"tool price failed in all of its \d+ calls, most often with KeyError: 1 at ", first.text), (
+        first.text
+    )
+    assert re.search(r"test_early_alarms.py:\d+ in price$", first.text), first.text
     assert re.search(r"`agentrl episode why run e\d+`", first.advice), first.advice
 
 

@@ -15,7 +15,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment.registry import resolve
 from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
-from agentrl.observe.bottleneck import MAX_CALLED, ActivityClock, FailingCalls, failing_calls
+from agentrl.observe.bottleneck import MAX_CALLED, OTHER_ERRORS, ActivityClock, FailingCalls, failing_calls
 from agentrl.observe.metrics import EFFECT_ERROR
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.testing import check
@@ -211,9 +211,9 @@ def counted(*errors: str | None, name: str = "effect 'grade'") -> ActivityClock:
     return activity
 
 
-def is_alarming(activity: ActivityClock) -> bool:
+def is_alarming(activity: ActivityClock, standing: str = "running") -> bool:
     status = RunSnapshot(phase="", failing=failing_calls(activity.totals()))
-    return bool(find_alarms(RunState(plan=RunDisplaySettings(), status=status)))
+    return bool(find_alarms(RunState(plan=RunDisplaySettings(), status=status, standing=standing)))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,12 @@ def test_what_always_fails_or_has_failed_for_long_is_alarming(errors: list[str |
     assert is_alarming(counted(*errors)) == alarming
 
 
+def test_after_the_end_a_single_call_is_enough() -> None:
+    assert not is_alarming(counted("a"))
+    assert is_alarming(counted("a"), "finished")
+    assert not is_alarming(counted("a", None), "finished")
+
+
 def test_calls_are_counted_by_name_and_the_commonest_error_is_told() -> None:
     activity = counted("a", "b", "b", "c\nd")
     activity.count_call("scorer 'judge'", None, "scores/failed/judge")
@@ -244,6 +250,9 @@ def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
     for number in range(3 * MAX_CALLED):
         activity.count_call("name " + "x" * number, "error " + "y" * number, EFFECT_ERROR)
     assert len(failing_calls(activity.totals())) == MAX_CALLED
+    for number in range(4):
+        activity.count_call("name ", f"late error {number}", EFFECT_ERROR)
+    assert failing_calls(activity.totals())["name "] == FailingCalls(5.0, 5.0, 5.0, OTHER_ERRORS, EFFECT_ERROR)
 
 
 def test_a_path_that_the_gateway_does_not_have_is_named_where_the_program_hides_it() -> None:
