@@ -123,6 +123,10 @@ _CODE_ERRORS = re.compile(
 )
 """Exceptions that the arguments do not explain, if `type` is the environment: a tool that always raises one of them is
 broken."""
+_PARSE_ERRORS = re.compile(r"\b(?:JSONDecodeError|SyntaxError|ValidationError)\b")
+"""Exceptions of code that reads random text as data: the text explains them, though the message may not contain it."""
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+")
+"""Parts in which messages of one error may differ, such as addresses and ports."""
 _INNER_REPR = re.compile(r"<[\w.<>]+ (?:object )?at 0x[0-9a-f]+>|\[(?:\{'role': '|Message\(role=)")
 """The `repr` of an object, or the beginning of that of a list of messages."""
 _CONTAINER_REPR = re.compile(r"""\[(?:['"]|\{['"]|\w+\(\w+=)|\{['"]""")
@@ -623,13 +627,28 @@ def check_rewards(subject: Subject, result: CheckResult) -> None:
 
 
 def check_programs(subject: Subject, result: CheckResult) -> None:
-    """The program of an external agent ends without an error in some episode."""
+    """The program of an external agent ends without an error in some episode. The same error whatever the replies is a
+    fault; different ones may be those of a program that random replies confuse."""
     errors = [episode.detail for _, episode in subject.played if episode.metrics.get(PROGRAM_FAILED)]
-    if errors and len(errors) == len(subject.played):
-        result.warn(
-            f"the program failed in all of {plural(len(errors), 'episode')}, which got failed_reward = "
-            f"{_failed_reward(subject.environment)}; of the last one, {shorten_lines(errors[-1], 600)}"
+    if not errors or len(errors) < len(subject.played):
+        return
+    problem = (
+        f"the program failed in all of {plural(len(errors), 'episode')}, which got failed_reward = "
+        f"{_failed_reward(subject.environment)}; of the last one, {shorten_lines(errors[-1], 600)}"
+    )
+    if _is_one_error(errors) and not _PARSE_ERRORS.search(errors[0]):
+        result.fault(
+            problem,
+            "Fix it: training would reward all episodes alike. If random replies cause it, let the program handle "
+            "them, and end without an error",
         )
+    else:
+        result.warn(problem)
+
+
+def _is_one_error(errors: Sequence[str]) -> bool:
+    """Whether messages differ in nothing but numbers."""
+    return len({_VARYING.sub("", error) for error in errors}) == 1
 
 
 def _failed_reward(environment: type[Environment]) -> float | None:
@@ -637,25 +656,28 @@ def _failed_reward(environment: type[Environment]) -> float | None:
 
 
 def check_tools(subject: Subject, result: CheckResult) -> None:
-    """Tools that raise: the policy sees exceptions as observations, so they are warnings. A tool is broken if it raises
-    in every call, for a reason that is not in the arguments."""
+    """Tools that raise or time out: the policy sees this as observations, so they are warnings. A tool is broken if it
+    does so in every call, for a reason that is not in the arguments."""
     calls, raised = Counter[str](), Counter[str]()
-    errors: dict[tuple[str, str], list[str]] = {}
+    errors: dict[tuple[str, str], list[ToolEntry]] = {}
     for body in subject.bodies():
         if isinstance(body, ToolEntry):
             calls[body.name] += body.outcome in ("ok", "error", "timeout")
-            if body.outcome == "error":
+            if body.outcome in ("error", "timeout"):
                 raised[body.name] += 1
-                errors.setdefault((body.name, body.location), []).append(body.error)
-    for (name, location), texts in errors.items():
+                errors.setdefault((body.name, body.location), []).append(body)
+    for (name, location), entries in errors.items():
+        verb = "raised " if entries[0].outcome == "error" else ""  # "timed out"
         problem = (
-            f"tool {name} raised {' '.join(texts[0].split())[:200]}{f' at {location}' if location else ''}, in "
-            f"{len(texts)} of {plural(calls[name], 'call')}"
+            f"tool {name} {verb}{' '.join(entries[0].error.split())[:200]}{f' at {location}' if location else ''}, in "
+            f"{len(entries)} of {plural(calls[name], 'call')}"
         )
-        match = _CODE_ERRORS.match(texts[0])
-        is_broken = match is not None and match["type"] in (None, subject.environment.__name__)
-        if is_broken and raised[name] == calls[name]:
-            result.fault(problem)
+        if raised[name] == calls[name] and not _is_of_arguments(entries, subject.environment):
+            result.fault(
+                problem,
+                "Fix it. If the tool is meant to refuse such calls, return the reason as text, or narrow the types of "
+                "its parameters to what it accepts",
+            )
         else:
             result.warn(problem, "Fix it, or ignore this if the tool is meant to refuse such calls")
     called = _called_tools(subject)
@@ -669,6 +691,34 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
     }
     if uncalled:
         result.remarks.append(f"Never called, and not tried: {', '.join(uncalled)}.")
+
+
+def _is_of_arguments(entries: Sequence[ToolEntry], environment: type[Environment]) -> bool:
+    """Whether the arguments may explain why calls raised: the errors differ, name an argument, or are too few."""
+    match = _CODE_ERRORS.match(entries[0].error)
+    if match is not None and match["type"] in (None, environment.__name__):
+        return False
+    errors = [entry.error for entry in entries]
+    if len(errors) < MIN_REFUSED or not _is_one_error(errors) or _PARSE_ERRORS.search(errors[0]):
+        return True
+    return any(_names(entry.error, value) for entry in entries for value in _scalars(entry.arguments))
+
+
+def _names(error: str, value: Any) -> bool:
+    """Whether an error contains an argument; a short text must be quoted in it."""
+    text = repr(value) if isinstance(value, str) and len(value) < 4 else str(value)
+    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", error) is not None
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the texts and numbers in JSON data."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from _scalars(item)
+    elif value is not None and value != "" and not isinstance(value, bool):
+        yield value
 
 
 def _called_tools(subject: Subject) -> set[str]:

@@ -47,6 +47,30 @@ class NoTypes(agentrl.ToolEnvironment):
     def tasks(cls, split, *, seed=0):
         return [agentrl.Task(id="t", data={"question": "1 + 2 ="})]
 """
+BROKEN_TOOL = NO_TYPES.replace("a, b: int", "a: int, b: int").replace("a + b", "self.task.data['sum'] - b")
+BROKEN_PROGRAM = """
+import asyncio
+import urllib.request
+
+import agentrl
+
+class Broken(agentrl.HarnessEnvironment):
+    failed_reward = 0.0
+
+    async def play(self, task, endpoint):
+        body = b'{"model": "agent", "messages": [{"role": "user", "content": "1 + 2 ="}]}'
+        headers = {"Authorization": f"Bearer {endpoint.key}"}
+        request = urllib.request.Request(f"{endpoint.url}/chat/completions", body, headers)
+        await asyncio.to_thread(urllib.request.urlopen, request)
+        raise TypeError("no number")
+
+    def reward(self, task, episode):
+        return 1.0
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t", data={})]
+"""
 RUN = """
 import asyncio
 import random
@@ -90,8 +114,13 @@ def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
         (OUTSIDE, ["env.py:18", "Planted.later, outside run()", "before run() returns", "ctx.gather"]),
         (BLOCKING, ["blocked", "env.py:11 in run: `time.sleep(1.5)", "ctx.sleep", "external=True"]),
         (UNSEEDED, ["run again", "ctx.rng", "line 11: `agent.reward(random.Random().random())`"]),
+        (BROKEN_TOOL, ["tool add raised KeyError: 'sum' at", "env.py:6 in add", "return the reason as text"]),
+        (BROKEN_PROGRAM, ["the program failed in all of", "TypeError: no number at", "env.py:14 in play", "Fix it"]),
     ],
-    ids=["wrong seat", "tool without types", "reward outside the run", "blocking call", "unseeded random"],
+    ids=[
+        *("wrong seat", "tool without types", "reward outside the run", "blocking call", "unseeded random"),
+        *("broken tool", "broken program"),
+    ],
 )
 def test_the_checker_names_a_mistake_in_an_environment(
     tmp_path: Path,

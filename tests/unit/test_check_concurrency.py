@@ -436,7 +436,7 @@ SOUND = {
     "failing-program": program(
         """
         await Client(endpoint).chat([{"role": "user", "content": task.data["question"]}])
-        raise ValueError("no answer")
+        raise ValueError("no answer to " + task.data["question"])
         """,
         attributes="failed_reward = 0.0",
     ),

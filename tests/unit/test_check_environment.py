@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import random
@@ -307,6 +308,53 @@ class Strict(Adder):
         return str(int(first) + int(second))
 
 
+class Careful(Adder):
+    """Answers what it refuses."""
+
+    @agentrl.tool
+    def compute(self, sum_of_two: str) -> str:
+        """Add two numbers."""
+        match = re.fullmatch(r"(\d+)\+(\d+)", sum_of_two)
+        return "give a sum such as 1+2" if match is None else str(sum(map(int, match.groups())))
+
+
+class Offline(Adder):
+    """A tool whose service is never there."""
+
+    @agentrl.tool
+    def look(self, room: str, floor: int) -> str:
+        """Look into a room."""
+        raise ConnectionError("no route to host")
+
+
+class Silent(Adder):
+    """A tool that never answers."""
+
+    @agentrl.tool(timeout_s=0.05)
+    async def look(self, room: str) -> str:
+        """Look into a room."""
+        await asyncio.sleep(3600)
+        return room
+
+
+class Library(Adder):
+    """A tool that raises over what it does not have, as any does for random arguments."""
+
+    @agentrl.tool
+    def read(self, path: str) -> str:
+        """Read a file."""
+        return Path("/nowhere", path).read_text()
+
+
+class Evaluator(Adder):
+    """A tool that parses its argument."""
+
+    @agentrl.tool
+    def compute(self, expression: Literal["1 +", "2 *"]) -> str:
+        """Compute."""
+        return ast.dump(ast.parse(expression))
+
+
 class TwiceBroken(Unfinished):
     """A tool that fails always, at one of two lines."""
 
@@ -596,10 +644,28 @@ def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
     assert sum(report.figures["tool_errors"].values()) < sum(report.figures["tool_calls"].values())
 
 
-def test_an_argument_that_a_tool_refuses_is_a_warning() -> None:
-    report = check_environment(Strict)
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (Strict, rf"raised AttributeError: 'NoneType' object .* at {re.escape(__file__)}:\d+ in compute"),
+        (Offline, rf"raised ConnectionError: no route to host at {re.escape(__file__)}:\d+ in look"),
+        (Silent, r"timed out after 0\.05 s"),
+    ],
+)
+def test_a_tool_that_fails_alike_in_every_call_fails_the_check(
+    environment: type[agentrl.Environment], words: str
+) -> None:
+    report = check_environment(environment)
+    (finding,) = report.findings
+    assert re.search(rf"tool \w+ {words}.*, in (\d+) of \1 calls", finding), finding
+    assert "return the reason as text" in finding
+
+
+@pytest.mark.parametrize("environment", [Careful, Library, Evaluator])
+def test_a_tool_that_refuses_its_arguments_does_not(environment: type[agentrl.Environment]) -> None:
+    report = check_environment(environment)
     assert report.passed, report.text
-    assert "WARNING tool compute raised AttributeError: 'NoneType'" in report.text
+    assert bool(re.search("WARNING tool (compute|read)", report.text)) == (environment is not Careful)
 
 
 def test_a_tool_that_fails_at_two_lines_fails_the_check() -> None:

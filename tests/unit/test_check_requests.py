@@ -175,8 +175,8 @@ def test_a_program_that_fails_in_every_episode_is_named_with_its_line() -> None:
     (failure,) = [text for text in check_environment(Stumbling).findings if "the program failed" in text]
     assert place in failure.partition("\n")[0]
     excused = type("Excused", (Stumbling,), {"failed_reward": 0.0, "__module__": __name__})
-    (warning,) = [text for text in check_environment(excused).warnings if "failed in all of 4 episodes" in text]
-    assert place in warning
+    (fault,) = [text for text in check_environment(excused).findings if "failed in all of 4 episodes" in text]
+    assert place in fault
 
 
 COMMAND = """
@@ -208,8 +208,8 @@ def test_so_is_a_command(tmp_path: Path) -> None:
             "__module__": __name__,
         },
     )
-    (warning,) = [text for text in check_environment(excused).warnings if "failed in all of 4 episodes" in text]
-    assert f"exit status 1 (KeyError: 'text') at {program}:11 in read" in warning
+    (fault,) = [text for text in check_environment(excused).findings if "failed in all of 4 episodes" in text]
+    assert f"exit status 1 (KeyError: 'text') at {program}:11 in read" in fault
 
 
 class Dividing(agentrl.Environment):

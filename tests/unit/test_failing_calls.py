@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import tempfile
 from typing import Any, ClassVar
@@ -131,11 +133,35 @@ def test_a_program_whose_replies_are_cut_is_told_the_limit_of_the_run(error: str
     assert alarm.text.endswith(f"{error}; this run cuts replies at sampling.max_tokens = 64")
 
 
-def test_the_check_warns_of_a_program_that_always_fails() -> None:
-    tasks = [agentrl.Task(id=f"t{number}", data={}) for number in range(3)]
+class Confused(Crashing):
+    """Fails over each reply in another way."""
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        with contextlib.suppress(TypeError):
+            await super().play(task, endpoint)
+        raise ValueError(f"this is no {task.id}")
+
+
+class Parsing(Crashing):
+    """Takes the reply for JSON."""
+
+    def result(self) -> str:
+        return str(json.loads("hello"))
+
+
+def test_a_program_that_fails_alike_in_every_episode_fails_the_check() -> None:
+    """Other errors may be those of random replies."""
+    tasks = [agentrl.Task(id=name, data={}) for name in ("ant", "bee", "cow")]
     report = agentrl.check_environment(Crashing, tasks=tasks)
-    (warning,) = [text for text in report.warnings if "failed in all of 3 episodes" in text]
-    assert "TypeError: the JSON object must be str" in warning
+    (fault,) = [text for text in report.findings if "failed in all of 3 episodes" in text]
+    assert "failed_reward = 0.25" in fault
+    line = Crashing.result.__code__.co_firstlineno + 1
+    assert f"TypeError: the JSON object must be str, not NoneType at {__file__}:{line} in result" in fault
+    assert "end without an error" in fault
+    for environment in (Confused, Parsing):
+        report = agentrl.check_environment(environment, tasks=tasks)
+        assert report.passed, report.text
+        assert [text for text in report.warnings if "failed in all of 3 episodes" in text]
     assert not [text for text in agentrl.check_environment(Sound, tasks=tasks).warnings if "failed in all" in text]
 
 
