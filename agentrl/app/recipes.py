@@ -37,12 +37,19 @@ class Recipe(NamedTuple):
 RECIPES = (
     Recipe(1e7, 2e-3, 3e-4, 8, 8, 64, "examples/01 and 05: 0.84 M parameters"),
     Recipe(3e8, 3e-4, 3e-5, 8, 8, 64, "examples/07: SmolLM2-135M, held-out reward 0.15 to 0.98"),
+    Recipe(5.5e8, 1e-4, 1e-5, 8, 8, 64, "examples/16 and docs/results/anchors.md: Qwen2.5-Coder-0.5B, adapters"),
     Recipe(1.2e9, 3e-5, 3e-6, 16, 16, 128, "prime-rl examples/basic/reverse-text: Qwen3-0.6B, full weights, 3e-6"),
     Recipe(5e9, 1e-5, 1e-6, 32, 16, 256, "prime-rl examples/basic/alphabet-sort: Qwen3-4B, rank 32, 1e-5"),
     Recipe(math.inf, 1e-5, 1e-6, 32, 16, 512, "prime-rl examples/advanced/qwen3-30b-a3b/math: full weights, 1e-6"),
 )
 """Recipes, smallest models first. Where a source has only one of the two learning rates, the other follows from the
 factor 10 between adapters and full weights (Schulman et al., 2025, "LoRA Without Regret")."""
+
+
+NEAR_RATE, NEAR_SIZE = 2.0, 4.0
+"""Factors from the suggested learning rate, and from other suggested values, within which a setting is left alone: the
+sources cannot tell such values apart. Qwen2.5-Coder-0.5B learned in steps of 64 with groups of 4 at 1e-4; at 4e-4, its
+rewards rose and fell."""
 
 
 class Suggestion(NamedTuple):
@@ -52,6 +59,14 @@ class Suggestion(NamedTuple):
     current: str
     suggested: str
     source: str
+    is_near: bool
+    """Whether the current value is near enough to stay."""
+
+    @classmethod
+    def of(cls, setting: str, current: float, suggested: float, source: str, near: float = NEAR_SIZE) -> Suggestion:
+        """Compare a value with the suggested one; `near` is the factor within which it stays."""
+        is_near = current > 0 and suggested / near <= current <= suggested * near
+        return cls(setting, f"{current:g}", f"{suggested:g}", source, is_near)
 
 
 def recipe_for(parameters: int) -> Recipe:
@@ -95,19 +110,14 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
     for name, policy in config.trained.items():
         recipe = recipe_for(count_parameters(Path(config.base_of(name))))
         rate = recipe.full_learning_rate if policy.lora is None else recipe.adapter_learning_rate
-        rows: list[tuple[str, float, float]] = [
-            ("learning_rate", policy.learning_rate, rate),
-            ("step_size", policy.step_size, recipe.step_size),
-        ]
+        at = f"policies.{name}"
+        yield Suggestion.of(f"{at}.learning_rate", policy.learning_rate, rate, recipe.source, NEAR_RATE)
+        yield Suggestion.of(f"{at}.step_size", policy.step_size, recipe.step_size, recipe.source)
         if policy.lora is not None:
-            rows.append(("lora.rank", policy.lora.rank, recipe.rank))
-        for setting, current, suggested in rows:
-            yield Suggestion(f"policies.{name}.{setting}", f"{current:g}", f"{suggested:g}", recipe.source)
+            yield Suggestion.of(f"{at}.lora.rank", policy.lora.rank, recipe.rank, recipe.source)
     if config.trained:
         largest = recipe_for(max(count_parameters(Path(config.base_of(name))) for name in config.trained))
-        yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
-        unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
-        yield Suggestion("engine.slots", str(config.slots), str(unset.slots), "docs/how-to/settings.md")
+        yield Suggestion.of("credit.group_size", config.credit.group_size, largest.group_size, largest.source)
 
 
 def _learning_rate(policy: PolicyConfig, base: Path) -> float:

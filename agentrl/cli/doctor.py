@@ -554,12 +554,15 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
         rows = list(suggestions(local_config))
     except InputError as error:
         return [Check(name="model", result=str(error), level="note")]
-    return [
-        Check(name=row.setting, result=f"{row.current} ({row.source})")
-        if row.current == row.suggested
-        else Check(name=row.setting, result=row.current, level="note", fix=f"{row.suggested} ({row.source})")
-        for row in rows
-    ]
+    checks = []
+    for row in rows:
+        source = f"{row.suggested} ({row.source})"
+        if row.is_near:
+            result = source if row.current == row.suggested else f"{row.current}, near {source}"
+            checks.append(Check(name=row.setting, result=result))
+        else:
+            checks.append(Check(name=row.setting, result=row.current, level="note", fix=source))
+    return checks
 
 
 def time_checks(config: RunConfig) -> list[Check]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.recipes import RECIPES, recipe_for, suggestions, with_learning_rates
+from agentrl.app import recipes
+from agentrl.app.recipes import RECIPES, Suggestion, recipe_for, suggestions, with_learning_rates
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -38,7 +39,9 @@ def test_the_parameters_of_a_stored_model_are_counted(tmp_path: Path) -> None:
         count_parameters(tmp_path)
 
 
-@pytest.mark.parametrize(("parameters", "row"), [(840_000, 0), (135_000_000, 1), (600_000_000, 2), (4 * 10**9, 3)])
+@pytest.mark.parametrize(
+    ("parameters", "row"), [(840_000, 0), (135_000_000, 1), (494_000_000, 2), (600_000_000, 3), (4 * 10**9, 4)]
+)
 def test_each_size_has_its_recipe(parameters: int, row: int) -> None:
     assert recipe_for(parameters) is RECIPES[row]
     assert recipe_for(10**12) is RECIPES[-1]
@@ -84,7 +87,33 @@ def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
     rate = rows["policies.solver.learning_rate"]
     assert (rate.current, float(rate.suggested)) == ("1", RECIPES[0].adapter_learning_rate)
     assert rows["policies.solver.lora.rank"].suggested == "8"
-    assert (rows["engine.slots"].current, rows["engine.slots"].suggested) == ("64", "64")
+    assert not rows["policies.solver.lora.rank"].is_near
+
+
+MEASURED = {
+    "01_tool_use": 840_000,
+    "05_vllm": 840_000,
+    "07_smollm2": 134_515_008,
+    "16_qwen": 494_032_768,
+}
+"""Examples whose settings were measured, and the parameters of their models, which may not be here."""
+
+
+@pytest.mark.parametrize("example", MEASURED)
+def test_examples_keep_what_was_measured_with_them(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "count_parameters", lambda path: MEASURED[example])
+    rows = [*suggestions(load(f"examples/{example}.toml", []))]
+    assert [row for row in rows if not row.is_near] == []
+    assert {"credit.group_size", "policies.solver.step_size"} <= {row.setting for row in rows}
+    assert not {"engine.slots"} & {row.setting for row in rows}, "what a machine holds does not follow from the model"
+
+
+@pytest.mark.parametrize(
+    ("value", "near", "is_near"),
+    [(64, 4.0, True), (16, 4.0, True), (256, 4.0, True), (8, 4.0, False), (512, 4.0, False), (0, 4.0, False)],
+)
+def test_a_value_within_a_factor_stays(value: float, near: float, is_near: bool) -> None:
+    assert Suggestion.of("step_size", value, 64, "a run", near).is_near == is_near
 
 
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
