@@ -312,6 +312,7 @@ class CLASS(agentrl.ToolEnvironment):
         return {"+": a + b, "-": a - b, "*": a * b}[op]
 
     # The reward. `episode.answer` is the first turn that calls no tool; `episode.messages` is the whole conversation.
+    # An instruct model answers in a sentence and gets 0 here: compare the last number, or ask for the number alone.
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
         return float(episode.answer.strip() == task.data["answer"])
 
