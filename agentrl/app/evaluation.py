@@ -36,6 +36,7 @@ from agentrl.app.policies import (
 from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.run_parts import (
     check_packages_of_run,
+    check_programs,
     environment_of,
     held_out_task_splits,
     importable_environment_code,
@@ -270,8 +271,9 @@ def evaluate(
     config, tasks = _with_tasks(config, tasks)
     trained, plan = config.trained, display_settings_from_config(config.model_dump(mode="json"))
     check_packages_of_run(config, environment)
-    config, weights = prepare_evaluation(config, policy, on_phase)
     environment_class = environment_of(config, environment)
+    check_programs(config, environment_class)
+    config, weights = prepare_evaluation(config, policy, on_phase)
     asyncio.run(unproved_sandbox_promises(config.sandbox, environment_class))
     splits = (
         [HeldOutSplit("held_out", tasks)]

@@ -44,6 +44,7 @@ from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
 from agentrl.engines.router import EngineRouter
 from agentrl.environment.environment import Environment, Split, TaskSource, checked_source
+from agentrl.environment.harness import HarnessEnvironment, missing_program
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,
@@ -337,6 +338,17 @@ def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | 
     return with_evaluated_environments(
         environment_class, (resolve(name) for name, _, _ in config.evaluation.splits if name)
     )
+
+
+def check_programs(config: RunConfig, environment: type[Environment]) -> None:
+    """Refuse a run whose external agents cannot start; on a cluster, their programs may be on other machines.
+
+    Raises:
+        EnvironmentDefinitionError: a program does not exist; the message says where it was looked for.
+    """
+    for subclass in () if config.on_cluster else all_environment_classes(environment):
+        if issubclass(subclass, HarnessEnvironment) and (problem := missing_program(subclass)):
+            raise EnvironmentDefinitionError(problem)
 
 
 def task_source(

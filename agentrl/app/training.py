@@ -41,6 +41,7 @@ from agentrl.app.resume import ReopenedRun, reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
     check_packages_of_run,
+    check_programs,
     environment_of,
     importable_environment_code,
     load_config,
@@ -156,6 +157,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_packages_of_run(config, environment)
     environment_class = environment_of(config, environment)
+    check_programs(config, environment_class)
     resolve(config, environment_class)  # refuse impossible settings before anything is loaded
     if config.engine.kind == "vllm":
         check_vllm_usable(config.engine, config.filtered, on_cluster=config.on_cluster)

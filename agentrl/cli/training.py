@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on_signals, ignore_stop_signals, print_json
-from agentrl.config.load import dump_toml, load, setting_sources
-from agentrl.core.errors import InputError
+from agentrl.config.load import dump_toml, load, setting_place, setting_sources
+from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.masking import mask_secrets
 from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line, plural
@@ -52,6 +52,7 @@ def train(options: argparse.Namespace) -> int:
         from agentrl.app.hub import check_local_models
 
         check_local_models(config)
+    _import_environment(options, config)
     if options.dry_run:
         return _print_plan(config, {} if reopened is None else reopened.before, as_json=options.json)
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
@@ -67,6 +68,19 @@ def train(options: argparse.Namespace) -> int:
         _say_how_to_go_on(options)
         return INTERRUPTED
     return 0
+
+
+def _import_environment(options: argparse.Namespace, config: RunConfig) -> None:
+    """Import the environment before anything slow; an error names the line of the file that asks for it."""
+    from agentrl.app.run_parts import check_packages_of_run, environment_of
+
+    check_packages_of_run(config)
+    try:
+        environment_of(config)
+    except EnvironmentDefinitionError as error:
+        name = config.environment.id if isinstance(config.environment.id, str) else ""
+        place = setting_place(Path(options.file), "environment.id", Path(name).name)
+        raise EnvironmentDefinitionError(f"{place}: {error}") from error
 
 
 def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
@@ -202,6 +216,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
+    _import_environment(options, config)
     journal = options.journal or _new_run(
         Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"
     )

@@ -52,6 +52,7 @@ MAX_DEPTH = 32
 """Maximum nesting of tables and lists."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_TABLE, _SETTING = re.compile(r"\s*\[([^\[\]]+)\]"), re.compile(r"\s*([\w.-]+)\s*=")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePolicy | None = None) -> RunConfig:
@@ -213,8 +214,24 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
         close = difflib.get_close_matches(Path(path).name, names, n=1)
         hint = f"; did you mean {Path(file).with_name(close[0])}{name}?" if close else ""
         where = " or ".join(folders)
-        raise ConfigError(f"{key} = {format_short(reference)}: there is no file {Path(path).name} in {where}{hint}")
+        raise ConfigError(
+            f"{setting_place(source, key, reference)}: {key} = {format_short(reference)}: there is no file "
+            f"{Path(path).name} in {where}{hint}. A relative path starts at the TOML file's directory, or else at the "
+            "working directory"
+        )
     return f"{path}{name}"
+
+
+def setting_place(source: Path, key: str, value: str) -> str:
+    """Return `FILE:LINE` of the line of a TOML file that gives a setting a value; without such a line, where else the
+    value may come from."""
+    table = ""
+    for number, line in enumerate(source.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if heading := _TABLE.match(line):
+            table = f"{heading[1].strip()}."
+        elif (setting := _SETTING.match(line)) and f"{table}{setting[1]}" == key and value in line:
+            return f"{source}:{number}"
+    return f"{source}, or the command line"
 
 
 def _resolve_environment(source: Path, setting: str | Mapping[str, float]) -> str | dict[str, float]:

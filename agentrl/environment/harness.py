@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import difflib
 import fcntl
 import functools
 import inspect
@@ -56,6 +57,8 @@ from agentrl.sandbox.state import hashed_files
 
 _OUTCOME = {"output", "error"}
 """Keys of the result of a command. An extended `play` may return other data."""
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".pl", ".rb")
+"""Ends of the names of scripts, which an interpreter is given as its first argument."""
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"
@@ -408,6 +411,36 @@ def held_programs(hold: Callable[[], Awaitable[None]]) -> Iterator[None]:
         yield
     finally:
         _hold.reset(token)
+
+
+def missing_program(environment: type[HarnessEnvironment]) -> str:
+    """Return why `command` cannot start on this machine, with the remedy; "" if nothing is known to be missing."""
+    if not environment.command or environment.sandbox is not None or environment.play is not HarnessEnvironment.play:
+        return ""
+    program, *arguments = environment.command
+    where = f"{environment.__qualname__}.command"
+    if "/" not in program and "{" not in program and shutil.which(program) is None:
+        return f"{where}: there is no program {program!r} on PATH; install it, or give its absolute path"
+    scripts = [program] * ("/" in program) + [script for script in arguments[:1] if script.endswith(SCRIPTS)]
+    for script in scripts:
+        if "{" in script:
+            continue
+        path = _module_directory(environment) / script
+        if not path.is_file():
+            close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)
+            hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
+            return f"{where}: there is no file {path}{hint}"
+        if not os.path.isabs(script):
+            return (
+                f"{where}: {script!r} is relative, and the program starts in an empty directory; write "
+                f"str(Path(__file__).with_name({path.name!r}))"
+            )
+    return ""
+
+
+def _module_directory(environment: type) -> Path:
+    file = getattr(sys.modules.get(environment.__module__), "__file__", None)
+    return Path.cwd() if file is None else Path(file).absolute().parent
 
 
 def _last_line(output: str) -> str:

@@ -22,7 +22,7 @@ _FREE = ("tasks", "demonstrate")
 _SETTINGS = {name: f"sampling.{name}, a setting of the run" for name in ("max_turns", "max_tokens", "temperature")}
 _EXAMPLES = {
     "aliases": "{'gpt-4o-mini': 'main'}",
-    "command": "['python', 'agent.py', '{task.question}']",
+    "command": "['python', '/path/to/agent.py', '{task.question}']",
     "fan_out": "{'Child': 4}",
     "ignored_fields": "('temperature',)",
     "mcp_servers": "[agentrl.MCPServer(command=['python', '-m', 'server'])]",

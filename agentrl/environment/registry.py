@@ -23,7 +23,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, is_user_code
 from agentrl.core.files import expand_path
 from agentrl.core.machine import DISTRIBUTION, PACKAGES, describe_missing_package, install_command
 from agentrl.core.records import Message, Task
@@ -225,7 +225,10 @@ def _import_module(location: str, where: str) -> Any:
     except AgentRLError:
         raise
     except (Exception, SystemExit) as error:
-        reason = describe_missing_package(error) or f"{type(error).__name__}: {error}{_raised_at(error)}"
+        reason = describe_missing_package(error) or _missing_module(error, location)
+        if not reason:
+            text = error.msg if isinstance(error, SyntaxError) else str(error)
+            reason = f"{type(error).__name__}: {text}{_raised_at(error)}"
         raise EnvironmentDefinitionError(f"{where}: cannot import {location}: {reason}") from error
 
 
@@ -234,9 +237,12 @@ def _load(reference: str, where: str) -> type[Environment]:
     module = _import_module(location, f"environment {where!r}")
     if attribute:
         if not hasattr(module, attribute):
-            class_names = ", ".join(c.__name__ for c in _environments_in(module)) or "none"
+            class_names = [c.__name__ for c in _environments_in(module)]
+            close = difflib.get_close_matches(attribute, class_names, n=1)
+            hint = f"; did you mean {location}:{close[0]}?" if close else ""
             raise EnvironmentDefinitionError(
-                f"environment {where!r}: {location} has no {attribute!r}; the environments it defines: {class_names}"
+                f"environment {where!r}: {location} has no {attribute!r}; the environments it defines: "
+                f"{', '.join(class_names) or 'none'}{hint}"
             )
         return as_environment(getattr(module, attribute), where=where)
     local = _environments_in(module)
@@ -276,12 +282,28 @@ def module_of(obj: object) -> str:
     return str(Path(file).resolve())
 
 
+def _missing_module(error: BaseException, location: str) -> str:
+    """Return that a module does not exist, with the nearest one; "" if the error has another reason."""
+    if not isinstance(error, ModuleNotFoundError) or error.name != location.partition(".")[0]:
+        return ""
+    folder = Path.cwd()
+    names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    close = difflib.get_close_matches(error.name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else "a class in a file is `path/env.py:Class`"
+    return f"there is no module {error.name!r} in {folder}, and none is installed; {hint}"
+
+
 def _raised_at(error: BaseException) -> str:
-    """Return the last line of a foreign module in an error's traceback."""
+    """Return the innermost line of the user's code in an error's traceback, and the line of a library that raised it
+    below, unless the error names its file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(f.filename, f.lineno) for f in frames if not f.filename.startswith(("<", str(_PACKAGE)))]
     if isinstance(error, SyntaxError):
-        return f" ({error.filename}:{error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_PACKAGE)))]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        places.append((str(error.filename), error.lineno))
+    of_user = [place for place in places if is_user_code(place[0])][-1:]
+    below = [place for place in places[-1:] if not (of_user and place[0] in str(error))]
+    lines = [f"{file}:{line}" for file, line in dict.fromkeys((*of_user, *below))]
+    return f" ({', by '.join(lines)})" if lines else ""
 
 
 def _import(name: str) -> Any:

@@ -37,7 +37,7 @@ from agentrl.engines.scripted import Script
 from agentrl.environment.demonstrations import has_demonstrations
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
 from agentrl.environment.games import LEGAL_ACTIONS
-from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.harness import HarnessEnvironment, missing_program
 from agentrl.environment.overrides import misspelled_attributes
 from agentrl.environment.registry import resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
@@ -270,6 +270,9 @@ def check_environment(  # noqa: PLR0913 (one keyword per setting)
         report.begin("import").fault(str(error))
         return report
     is_external = issubclass(environment_class, HarnessEnvironment)
+    if issubclass(environment_class, HarnessEnvironment) and (problem := missing_program(environment_class)):
+        report.begin("program").fault(problem)
+        return report
     for module in IMPORTS if is_external else IMPORTS[:1]:
         import_module(module)
     with asyncio.Runner(loop_factory=event_loop.EpisodeEventLoop) as runner:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.app.memory_estimate import with_chosen_token_limits
-from agentrl.config.load import check_settings_unchanged, dump_toml, load, recorded_config
+from agentrl.cli.main import main
+from agentrl.config.load import check_settings_unchanged, dump_toml, load, recorded_config, setting_place
 from agentrl.config.mistakes import _FOREIGN_NAMES, all_keys
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -406,3 +407,23 @@ def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting
     with pytest.raises(ConfigError, match=rf"{section}\.{name} changes nothing in a server.*; remove it"):
         load_server(path, [setting])
     assert load_server(path, ["trainer.recompute=true", "trainer.ranks=1"]).trainer.recompute
+
+
+def test_code_that_does_not_exist_is_named_with_the_line_that_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, 'name = "a"\n[environment]\nid = "envs.py:Sun"\n[model]\npath = "."\n')
+    with pytest.raises(ConfigError, match=rf"^{path}:3: environment\.id = .*there is no file envs\.py in {tmp_path}"):
+        load(path)
+    with pytest.raises(ConfigError, match=rf"^{path}, or the command line: environment\.id"):
+        load(path, ["environment.id=nowhere.py:Sun"])
+    (tmp_path / "envs.py").write_text("import agentrl\n", encoding="utf-8")
+    assert main(["evaluate", str(path)]) == 2
+    assert f"{path}:3: environment '{tmp_path}/envs.py:Sun': {tmp_path}/envs.py has no 'Sun'" in capsys.readouterr().err
+
+
+def test_the_line_of_a_setting_is_found_in_tables_and_dotted_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, 'environment.id = "x.py:A"\n\n[trainer.loss]\n# name\nname = "own.py:f"\n')
+    assert setting_place(path, "environment.id", "x.py:A") == f"{path}:1"
+    assert setting_place(path, "trainer.loss.name", "own.py:f") == f"{path}:5"
+    assert setting_place(path, "trainer.loss.name", "other.py:f") == f"{path}, or the command line"

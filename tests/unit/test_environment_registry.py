@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,32 @@ def test_a_missing_file_names_the_folder_and_the_nearest_file(tmp_path: Path) ->
         resolve(f"{tmp_path / 'shopp.py'}:Echo")
     with pytest.raises(EnvironmentDefinitionError, match=f"there is no directory {tmp_path / 'here'}"):
         resolve(f"{tmp_path / 'here' / 'shop.py'}:Echo")
+
+
+def test_a_missing_class_or_module_names_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentDefinitionError, match=r"it defines: Echo; did you mean shop\.py:Echo\?"):
+        resolve("shop.py:Ecko")
+    with pytest.raises(EnvironmentDefinitionError, match=rf"no module 'shopp' in {tmp_path}, .* did you mean shop\?"):
+        resolve("shopp:Echo")
+    with pytest.raises(EnvironmentDefinitionError, match=r"a class in a file is `path/env.py:Class`"):
+        resolve("nowhere.near:Echo")
+
+
+def test_an_import_that_fails_names_the_users_line_first_and_each_place_once(tmp_path: Path) -> None:
+    def error_of(name: str, source: str) -> str:
+        (tmp_path / name).write_text(source)
+        with pytest.raises(EnvironmentDefinitionError) as raised:
+            resolve(str(tmp_path / name))
+        return str(raised.value)
+
+    text = error_of("user.py", "import json\njson.loads('{')\n")
+    assert re.search(rf"JSONDecodeError: .* \({tmp_path}/user\.py:2, by \S+/json/decoder\.py:\d+\)$", text), text
+    text = error_of("names.py", "from json import nothing\n")
+    assert text.endswith(f"({tmp_path}/names.py:1)"), text
+    text = error_of("broken.py", "def f(:\n")
+    assert text.endswith(f"SyntaxError: invalid syntax ({tmp_path}/broken.py:1)"), text
 
 
 def test_seats_must_be_distinct_names() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import pytest
 import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.harness import missing_program
 from agentrl.environment.registry import resolve
 from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
 from agentrl.observe.bottleneck import MAX_CALLED, OTHER_ERRORS, ActivityClock, FailingCalls, failing_calls
@@ -163,6 +165,30 @@ def test_a_program_that_fails_alike_in_every_episode_fails_the_check() -> None:
         assert report.passed, report.text
         assert [text for text in report.warnings if "failed in all of 3 episodes" in text]
     assert not [text for text in agentrl.check_environment(Sound, tasks=tasks).warnings if "failed in all" in text]
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["no-such-agent"], "there is no program 'no-such-agent' on PATH"),
+        ([sys.executable, "agnt.py"], f"there is no file {HERE}/agnt.py"),
+        ([sys.executable, str(HERE / "episode.py")], f"did you mean {HERE}/episodes.py?"),
+        ([sys.executable, "episodes.py"], "write str(Path(__file__).with_name('episodes.py'))"),
+        ([sys.executable, __file__], ""),
+        ([sys.executable, "-c", ASK], ""),
+        (["{task.program}", "{task.script}.py"], ""),
+    ],
+)
+def test_a_program_that_does_not_exist_is_named_before_anything_is_played(command: list[str], problem: str) -> None:
+    environment = type("Starting", (Command,), {"command": command, "__module__": __name__})
+    assert problem in missing_program(environment)
+    assert bool(problem) == bool(missing_program(environment))
+    if problem:
+        (fault,) = agentrl.check_environment(environment, tasks=[agentrl.Task(id="t", data={})]).findings
+        assert problem in fault
 
 
 # --- advice for a class with neither `ctx.agent` nor tools ------------------------------------------------------------

@@ -423,7 +423,7 @@ def test_a_task_without_a_value_of_the_command_is_refused() -> None:
 def test_the_check_names_a_missing_task_file(tmp_path: Path) -> None:
     module = tmp_path / "lost.py"
     module.write_text(
-        "import agentrl\nclass E(agentrl.HarnessEnvironment):\n    seats = ('main',)\n    command = ['solve']\n"
+        "import agentrl\nclass E(agentrl.HarnessEnvironment):\n    seats = ('main',)\n    command = ['true']\n"
         "    task_file = 'tasks.jsonl'\n    def reward(self, task, episode):\n        return 0.0\n"
     )
     report = agentrl.check_environment(f"{module}:E")

@@ -99,6 +99,8 @@ COMMANDS = {
     # files and models
     "train run.toml --environment.id=envv.py:Sum": Answer("environment.id", "no file envv.py in", "mean env.py:Sum"),
     "train run.toml --environment.id=env.py:Sun": Answer("env.py", "has no 'Sun'", "it defines: Sum"),
+    "train run.toml --environment.id=envv:Sum": Answer("{here}", "no module 'envv'", "did you mean env?"),
+    "evaluate run.toml --environment.id=env.py:Sume": Answer("env.py", "has no 'Sume'", "mean {here}/env.py:Sum?"),
     "train run.toml --environment.id=env": Answer("'env'", "no environment is called", "give that path"),
     "train run.toml --environment.id=fails.py:Sum": Answer("fails.py:1", "ZeroDivisionError", "cannot import"),
     "train run.toml --environment.options.cuont=3": Answer("environment.options", "(cuont)", "did you mean count?"),
@@ -187,7 +189,7 @@ CLASSES = {
     ("Agent", "ignored_fields = 'top_k'"): Answer("Agent.ignored_fields", "one text", '["top_k"]'),
     ("Agent", "failed_reward = 'zero'"): Answer("Agent.failed_reward", "is 'zero'", "a finite number or None"),
     ("Agent", "command = 'python agent.py'"): Answer("Agent.command", "one text", '["python", "agent.py"]'),
-    ("Agent", "command = ['python', 3]"): Answer("Agent.command", "is ['python', 3]", "['python', 'agent.py'"),
+    ("Agent", "command = ['python', 3]"): Answer("Agent.command", "is ['python', 3]", "['python', '/path/to/agent.py'"),
     ("Agent", "volatile = [3]"): Answer("Agent.volatile", "is [3]", "a list of strings"),
     ("Agent", "async def play(self, task): pass"): Answer("Agent.play", "positional", "play(self, task, endpoint)`"),
     ("Agent", "task_file = 'nope.jsonl'"): Answer("Agent.task_file", "nope.jsonl", "No such file"),
