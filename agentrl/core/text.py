@@ -17,6 +17,7 @@ _UNSAFE = re.compile(
     "\U000e0000-\U000e0fff"  # tag characters
     "]"
 )
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def escape_text(text: str) -> str:
@@ -49,6 +50,16 @@ def plural(count: float, one: str, several: str = "") -> str:
         ('1 turn', '0 turns', '1,200 entries')
     """
     return f"{count:,.12g} {one if count == 1 else several or f'{one}s'}"
+
+
+def strip_numbers(text: str) -> str:
+    """Return a text without its numbers and addresses, in which two messages of one error may differ.
+
+    Example:
+        >>> strip_numbers("no answer from <Client at 0x7f12> on port 40123")
+        'no answer from <Client at > on port '
+    """
+    return _NUMBERS.sub("", text)
 
 
 def shorten_lines(text: str, max_length: int) -> str:

@@ -19,7 +19,7 @@ from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefini
 from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task, dropped_header
-from agentrl.core.text import plural, shorten_lines
+from agentrl.core.text import strip_numbers, plural, shorten_lines
 from agentrl.environment.environment import Environment
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
@@ -135,6 +135,8 @@ class Dispatcher:
     worker: Worker = field(init=False)
     _drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped episodes by reason, held-out ones and children included."""
+    _told_failures: set[str] = field(default_factory=set)
+    """First lines of the failures that were told, without numbers."""
     _is_failing: bool = False
     """Whether the run ends because of its episodes."""
     _to_resume: list[EpisodeSpec] = field(default_factory=list)
@@ -347,8 +349,17 @@ class Dispatcher:
             self.tell(
                 f"{plural(self._drops[reason], 'episode')} dropped as {reason}"
                 f"{f': {advice}' if advice and self.run_name else ''}{all_dropped if self.run_name else ''}. Last "
-                f"failure: {shorten_lines(self.worker.last_failure, 1500)}"
+                f"failure: {self._describe_failure(shorten_lines(self.worker.last_failure, 1500))}"
             )
+
+    def _describe_failure(self, failure: str) -> str:
+        """Return the text of a failure; only its first line if the output below was told for another episode."""
+        first, newline, _ = failure.partition("\n")
+        key = strip_numbers(first)
+        if newline and key in self._told_failures:
+            return f"{first} (its output is the same as before)"
+        self._told_failures.add(key)
+        return failure
 
     def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
         """Record the end of a training episode, once its group is scored if a scorer scores groups."""
@@ -376,7 +387,7 @@ class Dispatcher:
                 f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl "
                 f"run ledger {self.run_name}` counts drops"
             )
-            last_failure = f". Last failure: {failure}" if failure else ""
+            last_failure = f". Last failure: {self._describe_failure(failure)}" if failure else ""
             self._is_failing = True
             self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
 

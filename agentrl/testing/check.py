@@ -32,7 +32,7 @@ from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, descri
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
-from agentrl.core.text import plural, shorten_lines
+from agentrl.core.text import strip_numbers, plural, shorten_lines
 from agentrl.engines.scripted import Script
 from agentrl.environment.demonstrations import has_demonstrations
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
@@ -125,8 +125,6 @@ _CODE_ERRORS = re.compile(
 broken."""
 _PARSE_ERRORS = re.compile(r"\b(?:JSONDecodeError|SyntaxError|ValidationError)\b")
 """Exceptions of code that reads random text as data: the text explains them, though the message may not contain it."""
-_VARYING = re.compile(r"0x[0-9a-f]+|\d+")
-"""Parts in which messages of one error may differ, such as addresses and ports."""
 _INNER_REPR = re.compile(r"<[\w.<>]+ (?:object )?at 0x[0-9a-f]+>|\[(?:\{'role': '|Message\(role=)")
 """The `repr` of an object, or the beginning of that of a list of messages."""
 _CONTAINER_REPR = re.compile(r"""\[(?:['"]|\{['"]|\w+\(\w+=)|\{['"]""")
@@ -651,7 +649,7 @@ def check_programs(subject: Subject, result: CheckResult) -> None:
 
 def _is_one_error(errors: Sequence[str]) -> bool:
     """Whether messages differ in nothing but numbers."""
-    return len({_VARYING.sub("", error) for error in errors}) == 1
+    return len({strip_numbers(error) for error in errors}) == 1
 
 
 def _failed_reward(environment: type[Environment]) -> float | None:

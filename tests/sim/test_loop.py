@@ -185,6 +185,30 @@ def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop
     assert sum(simulated_loop.run(main)) > 0
 
 
+class Verbose(Guess):
+    """Raises in most episodes, with an output of several lines."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.rng.random() < 0.6:
+            raise OSError(f"no answer on port {ctx.rng.randrange(1 << 16)}\nits log\nhas more lines")
+        await super().run(ctx)
+
+
+def test_the_output_of_a_failure_is_told_once(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        told: list[str] = []
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.dispatcher.tell = told.append
+
+        await SmallRun(environment=Verbose, during=listen).run()
+        assert all("no answer on port" in line for line in told)
+        assert ["its log" in line for line in told] == [True, False, False][: len(told)]
+        return len(told)
+
+    assert max(simulated_loop.run(main)) > 1
+
+
 class Hanging(Guess):
     """Never returns in some episodes."""
 
