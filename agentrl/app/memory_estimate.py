@@ -3,6 +3,7 @@ the micro-batches to fit."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -25,7 +26,7 @@ from agentrl.config.devices import device_plan
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
-from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_memory_bytes
+from agentrl.core.machine import GIB, Gpu, machine_memory, process_memory_bytes
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
 some."""
+SAMPLED_SHARE = 0.2
+"""Share of the tokens that agents may sample that are expected to be computed: agents end early, and equal replies of a
+group are computed once. In first steps it was 0.17 in examples/16_qwen.toml and 0.36 in examples/07_smollm2.toml."""
+TAUGHT_SHARE = 0.75
+"""Share of a step's episodes that are expected to have an advantage; others take no memory. In first steps it was 0.5
+in examples/16_qwen.toml and 0.63 in examples/07_smollm2.toml; it varies from step to step."""
 MIN_CONTEXT = 256
 """Shortest context that is chosen to fit memory, in tokens."""
 MAX_CONTEXT = 1 << 15
@@ -46,7 +53,10 @@ MAX_CONTEXT = 1 << 15
 FALLBACK_CONTEXT = 1 << 11
 """Context, and micro-batch, of a run whose memory cannot be predicted, in tokens."""
 MAX_MICRO_BATCH = 1 << 14
-"""Size in tokens beyond which a larger micro-batch is hardly faster."""
+"""Size in tokens beyond which a larger micro-batch is hardly faster on a GPU."""
+CPU_MICRO_BATCH, CPU_ROWS = 1 << 11, 4
+"""The same on CPUs; and the number of contexts of full length that fit in any case, because rows that share a prefix
+are cheaper in one micro-batch than in several."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _RANK = "a smaller policies.NAME.lora.rank"
 _THIS = "this process"
@@ -76,6 +86,17 @@ class MemoryPart:
     """Whether the size is proportional to the tokens of a micro-batch."""
     is_vllm_share: bool = False
     """Whether it is the share of its GPUs that vLLM reserves, and fits itself into."""
+    file_bytes: int = 0
+    """Size of the files that it is read from, at the start."""
+    is_mapped: bool = False
+    """Whether it is mapped from files, so that the system can take it back when memory is short."""
+    expected: int | None = None
+    """Size in a usual step; None: `bytes`."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """The size to expect."""
+        return self.bytes if self.expected is None else self.expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +145,21 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of all processes together."""
-        return sum(part.bytes * part.processes for part in self.parts)
+        """Bytes of all processes together that must be free."""
+        return sum(part.bytes * part.processes for part in self.parts if not part.is_mapped)
+
+    @property
+    def expected(self) -> int:
+        """Bytes of all processes together that are to be expected, with the files that are mapped meanwhile."""
+        return sum(part.expected_bytes * part.processes for part in self.parts)
+
+    @property
+    def sizes(self) -> str:
+        """What is expected, what is certain, and what it may grow to."""
+        largest = sum(part.bytes * part.processes for part in self.parts)
+        expected, least, most = (f"{size / GIB:.1f} GiB" for size in (self.expected, self.least, largest))
+        growth = f", up to {most} with contexts of full length" if largest > 1.05 * self.expected else ""
+        return f"about {expected} at its peak, at least {least}{growth}"
 
     @property
     def fits(self) -> bool:
@@ -141,15 +175,20 @@ class MemoryEstimate:
         return sorted(bytes_by_setting, key=lambda setting: -bytes_by_setting[setting])
 
 
-def estimate_memory(engine: EnginePlan, trainer: TrainerPlan) -> MemoryEstimate:
+def estimate_memory(engine: EnginePlan, trainer: TrainerPlan, prompts: Sequence[Sequence[int]] = ()) -> MemoryEstimate:
     """Predict the memory of a run's engines and trainer, with the longest rows and all slots full.
+
+    Args:
+        engine: engines of the run.
+        trainer: its trainer.
+        prompts: tokens of the first training tasks' prompts, from which the rows to expect follow.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     devices = device_plan(engine.demand)
-    trainer_parts = _trainer(trainer, on_gpu=bool(devices.gpus))
+    trainer_parts = _trainer(trainer, prompts, on_gpu=bool(devices.gpus))
     parts = list(trainer_parts)
     for number, base in enumerate(engine.bases):
         engine_parts = _engine(engine, base, devices, number * engine.engine.count)
@@ -165,7 +204,7 @@ def estimate_memory(engine: EnginePlan, trainer: TrainerPlan) -> MemoryEstimate:
         host_estimate = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
         of_rank = tuple(part for part in trainer_parts if not part.offloaded)
         return MemoryEstimate(parts=gpu_parts, free=free, offloaded=host_estimate, of_rank=of_rank)
-    return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
+    return MemoryEstimate(parts=(*parts, *_programs(parts), *_mapped_weights(parts)), free=machine_memory().free)
 
 
 def gpu_memory_needs(engine: EnginePlan, memory: MemoryEstimate) -> list[GpuMemoryNeed]:
@@ -246,13 +285,13 @@ def _vllm_least(plan: EnginePlan, base: BaseModelPlan, total: int, *, shared: bo
     return (footprint.weights + footprint.adapters + footprint.keys_and_values // plan.slots) // plan.engine.devices
 
 
-def memory_line(engine: EnginePlan, trainer: TrainerPlan) -> str:
-    """Describe the memory that a run will take, for its start."""
+def memory_line(engine: EnginePlan, trainer: TrainerPlan, prompts: Sequence[Sequence[int]] = ()) -> str:
+    """Describe the memory that a run will take, for its start; see `estimate_memory`."""
     try:
-        memory = estimate_memory(engine, trainer)
+        memory = estimate_memory(engine, trainer, prompts)
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
         return f"memory: cannot be predicted ({error})"
-    line = f"memory: about {memory.total / GIB:.1f} GiB of the {memory.free / GIB:.1f} GiB that are free"
+    line = f"memory: {memory.sizes}, of the {memory.free / GIB:.1f} GiB that are free"
     if memory.fits:
         return line
     return f"{line}, so the run may be killed: set {'; or '.join(memory.settings_to_turn())}"
@@ -415,12 +454,14 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
     rows = [part for part in plan.parts if part.grows_with_tokens]
     per_token = sum(part.bytes * part.processes for part in rows) / context
     max_tokens = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
+    if not plan.of_rank:
+        max_tokens = min(max_tokens, max(CPU_MICRO_BATCH, CPU_ROWS * context))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(max_tokens, 1).bit_length() - 1)))
 
 
 def _needed_bytes(plan: MemoryEstimate) -> int:
     """Return the bytes of all processes except vLLM on a GPU, which sizes itself to its reserved share."""
-    return sum(part.bytes * part.processes for part in plan.parts if not part.is_vllm_share)
+    return sum(part.bytes * part.processes for part in plan.parts if not (part.is_vllm_share or part.is_mapped))
 
 
 def _limit(plan: MemoryEstimate) -> int:
@@ -434,10 +475,37 @@ def _smaller_dtype(dtype: str) -> str:
     return "model.dtype = 'bfloat16'" if dtype == "float32" else ""
 
 
-def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
+def _expected_activations(plan: TrainerPlan, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of activations in a step with prompts like the given ones.
+
+    Rows of a group share their prompt, and prompts share their beginning, if the model computes shared prefixes once.
+    Without known prompts, one as long as contexts allow counts once.
+    """
+    predictor, ordered = _predictor(plan), sorted(map(tuple, prompts))
+    size = TAUGHT_SHARE * max(policy.step_size for policy in plan.policies.values())
+    longest = max(plan.max_context - plan.max_sampled, 1)
+    prompt = sum(map(len, ordered)) / len(ordered) if ordered else longest
+    sampled = SAMPLED_SHARE * min(plan.max_sampled, max(plan.max_context - prompt, 1))
+    further = [len(tokens) - _shared_length(before, tokens) for before, tokens in itertools.pairwise(ordered)]
+    per_group = sum(further) / len(further) if further else 0
+    prompts_once = prompt + per_group * (max(size / plan.credit.group_size, 1) - 1)
+    is_shared = not any(model.unshared for model in predictor.models.values())
+    tokens = (prompts_once if is_shared else size * prompt) + size * sampled
+    at_once = min(tokens, max(plan.trainer.micro_batch_tokens, plan.max_context))
+    rows = max(round(size * at_once / tokens), 1)
+    length = max(round(at_once / rows), 2)
+    return predictor.predict(length, rows * length).activations
+
+
+def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _trainer(plan: TrainerPlan, prompts: Sequence[Sequence[int]], *, on_gpu: bool) -> list[MemoryPart]:
     if not plan.policies:
         return []
     prediction = _predictor(plan).predict(plan.max_context, plan.trainer.micro_batch_tokens)
+    expected = min(_expected_activations(plan, prompts), prediction.activations)
     if plan.in_process:
         part = partial(MemoryPart, process=_THIS, user="trainer")
     else:
@@ -462,6 +530,7 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
             bytes=prediction.weights,
             setting=_smaller_dtype(prediction.dtype),
             offloaded=is_offloaded,
+            file_bytes=max(weight_file_bytes(base.path) for base in plan.bases),
         ),
         exact(name=f"{shard}{label}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
         part(
@@ -469,6 +538,7 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
             bytes=prediction.activations,
             setting=tokens,
             grows_with_tokens=True,
+            expected=expected,
         ),
     ]
     if (copies := prediction.copies - prediction.activations) > 0:
@@ -484,9 +554,8 @@ def _trainer(plan: TrainerPlan, *, on_gpu: bool) -> list[MemoryPart]:
         )
     if not on_gpu:
         # glibc's heap had gaps of 2 to 34 % of the activations in measured runs
-        fragmentation = int(0.2 * prediction.activations)
-        name = "heap fragmentation (estimate)"
-        parts.append(part(name=name, bytes=fragmentation, setting=tokens, grows_with_tokens=True))
+        gaps = partial(part, name="heap fragmentation (estimate)", setting=tokens, grows_with_tokens=True)
+        parts.append(gaps(bytes=int(0.2 * prediction.activations), expected=int(0.2 * expected)))
     return parts
 
 
@@ -515,7 +584,11 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
         return vllm_parts
     adapters, memory = adapter_slots_needed(base.policies, keeps_best=plan.keeps_best), _engine_memory(plan, base)
     weights = part(
-        name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_smaller_dtype(memory.dtype), is_exact=True
+        name=f"weights in {memory.dtype}",
+        bytes=memory.weights,
+        setting=_smaller_dtype(memory.dtype),
+        is_exact=True,
+        file_bytes=weight_file_bytes(base.path),
     )
     uses_trainers = (
         plan.demand.engine_in_process
@@ -580,11 +653,31 @@ def _reward_model(scorer: str, section: ScorerConfig, devices: DevicePlan) -> li
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
     """Predict the memory of Python and its libraries in each process from this process, which has imported the same.
 
-    Code does not count: it is mapped from files, shared by all processes, and read again when memory is short.
+    Code is mapped from files, and shared by all processes.
     """
-    process_bytes = process_anonymous_memory_bytes()
+    process_bytes = process_memory_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
-        MemoryPart(process=process, name="Python and its libraries", bytes=process_bytes, processes=count)
-        for process, count in processes.items()
+        *(
+            MemoryPart(process=process, name="Python and its libraries", bytes=process_bytes.anonymous, processes=count)
+            for process, count in processes.items()
+        ),
+        MemoryPart(process=_THIS, name="their code, mapped from files", bytes=process_bytes.mapped, is_mapped=True),
     ]
+
+
+def _mapped_weights(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """Predict the files that are mapped while each process converts its weights from them to another dtype, as far as
+    they are larger than what it allocates later."""
+    mapped = []
+    for process in dict.fromkeys(part.process for part in parts):
+        of_process = [part for part in parts if part.process == process]
+        later = sum(part.expected_bytes for part in of_process if not part.file_bytes)
+        # Weights in the checkpoint's dtype are the mapped file itself.
+        is_file = [math.isclose(part.file_bytes, part.bytes, rel_tol=0.1) for part in of_process]
+        converted = [part.file_bytes for part, same in zip(of_process, is_file, strict=True) if not same]
+        beyond = max(converted, default=0) - later
+        if beyond > 0:
+            name = "the checkpoint, mapped while it is converted, beyond what is allocated later"
+            mapped.append(MemoryPart(process=process, name=name, bytes=beyond, is_mapped=True))
+    return mapped

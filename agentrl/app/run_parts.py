@@ -57,6 +57,7 @@ from agentrl.environment.mixture import (
     with_task_id_prefix,
 )
 from agentrl.environment.registry import module_of, name_of, resolve
+from agentrl.environment.tools import ToolEnvironment, prompt_messages
 from agentrl.journal.reader import TurnLogReader
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.orchestrator.loop import Orchestrator
+
+PROMPT_TASKS = 8
+"""Number of tasks whose prompts are read for an estimate."""
 
 
 def load_config(config: RunConfig | str | Path) -> RunConfig:
@@ -389,6 +393,21 @@ def _source(
         tasks = _tasks_of_split(environment, split, seed, _options(options, root, environment))
     _read_tasks(environment, split, tasks, 1)
     return tasks
+
+
+def first_prompts(environment: type[Environment], source: TaskSource, chat_format: ChatFormat) -> list[list[int]]:
+    """Return the tokens of the first tasks' prompts; none if only an episode would show them."""
+    if not issubclass(environment, ToolEnvironment) or environment.run is not ToolEnvironment.run:
+        return []
+    prompts: list[list[int]] = []
+    with contextlib.suppress(Exception):  # foreign code, whose error the first episode names
+        tools = [bound.spec for bound in environment.tool_table().values()]  # servers would have to be asked for theirs
+        for number in range(min(len(source), PROMPT_TASKS)):
+            instance = environment()
+            instance.task = source[number]
+            messages = prompt_messages(environment, instance.prompt(instance.task))
+            prompts.append(chat_format.start(messages, tools))
+    return prompts
 
 
 def _read_tasks(

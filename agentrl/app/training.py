@@ -43,6 +43,7 @@ from agentrl.app.run_parts import (
     check_packages_of_run,
     check_programs,
     environment_of,
+    first_prompts,
     importable_environment_code,
     load_config,
     task_source,
@@ -250,7 +251,8 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
         keep_recorded_turns(recorded_turns, environment, path)
         _warn(observer, filter(None, [hidden_tools(plan.rollout, environment, chat_format)]))
         if factories.engine is make_engine:
-            await _check_machine(plan.engine, plan.trainer, code, clock, observer)
+            prompts = await asyncio.to_thread(first_prompts, environment, source, chat_format)
+            await _check_machine(plan.engine, plan.trainer, prompts, code, clock, observer)
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
         for line in _plan_lines(plan, chat_format, num_evaluated, available, len(recorded_turns)):
             observer.say(line)
@@ -444,7 +446,12 @@ def _training_tasks(
 
 
 async def _check_machine(
-    engine: EnginePlan, trainer: TrainerPlan, code: Mapping[str, str], clock: Clock, observer: RunObserver
+    engine: EnginePlan,
+    trainer: TrainerPlan,
+    prompts: Sequence[Sequence[int]],
+    code: Mapping[str, str],
+    clock: Clock,
+    observer: RunObserver,
 ) -> None:
     """Show the devices, the nodes of a cluster (which are waited for and checked) and the memory that a run will use.
 
@@ -468,7 +475,7 @@ async def _check_machine(
     for line in lines:
         observer.say(line)
     _warn(observer, device_plan(demand).mixed_gpus(), await asyncio.to_thread(check_gpu_memory, engine, trainer))
-    observer.say(await asyncio.to_thread(memory_line, engine, trainer))
+    observer.say(await asyncio.to_thread(memory_line, engine, trainer, prompts))
 
 
 async def _report_conclusion(

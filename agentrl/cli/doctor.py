@@ -522,7 +522,7 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
         local_config = with_downloaded_models(config, {}, download=False)
         sized_config, chosen = with_chosen_settings(local_config, {})
         engine = sized_config.engine_plan
-        estimate = estimate_memory(engine, sized_config.trainer_plan)
+        estimate = estimate_memory(engine, sized_config.trainer_plan, _first_prompts(sized_config))
         checks = _gpu_checks(engine, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", result=str(error), level="missing")]
@@ -532,6 +532,17 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     if estimate.offloaded is not None:
         checks += _plan_checks(estimate.offloaded, " in main memory")
     return checks
+
+
+def _first_prompts(config: RunConfig) -> list[list[int]]:
+    """Return the first prompts of a run, which `estimate_memory` takes. Imports the environment."""
+    from agentrl.app.run_parts import environment_of, first_prompts, make_chat_format, task_source
+
+    with contextlib.suppress(InputError):  # `setting_checks` reports it
+        environment = environment_of(config)
+        source = task_source(config.environment, config.seed, environment, "train")
+        return first_prompts(environment, source, make_chat_format(config.model))
+    return []
 
 
 def sandbox_checks(driver: DriverName) -> list[Check]:
@@ -606,8 +617,9 @@ def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
     for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
         process = f"{part.user}, in {process}" if part.user else process
-        checks.append(Check(name=process, result=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
-    text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{suffix}"
+        expected = "" if part.expected is None else f", {_gibibytes(part.expected)} expected"
+        checks.append(Check(name=process, result=f"{_gibibytes(part.bytes):>10}  {part.name}{expected}{suffix}"))
+    text = f"{plan.sizes}, of {_gibibytes(plan.free)} free{suffix}"
     if plan.fits:
         return [*checks, Check(name="the whole run", result=text)]
     fix = "; or ".join(plan.settings_to_turn())

@@ -421,7 +421,7 @@ class TrainerConfig(Section):
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Maximum tokens per forward pass, including padding. It bounds memory and does not change the update. 0: as many
-    as fit in memory, at most 16,384."""
+    as fit in memory, at most 16,384; without a GPU, at most 2,048 or four contexts of full length."""
     recompute: Free[bool] = False
     """Recompute activations in the backward pass instead of storing them: much less memory, about a third more time,
     the same update."""

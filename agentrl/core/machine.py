@@ -192,11 +192,23 @@ def _check_driver(driver: str) -> None:
         )
 
 
-def process_anonymous_memory_bytes() -> int:
-    """Return the bytes of this process's memory that no file backs, which the system cannot reclaim."""
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    lines = dict(line.split(":", 1) for line in status.splitlines())
-    return int(lines["RssAnon"].split()[0]) << 10
+class ProcessMemory(NamedTuple):
+    """Memory that a process holds, in bytes."""
+
+    anonymous: int
+    """Without a file, so that the system cannot take it back."""
+    mapped: int
+    """Mapped from files, such as the code of libraries, divided by the number of processes that map it."""
+
+
+def process_memory_bytes() -> ProcessMemory:
+    """Return the memory that this process holds now."""
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    with contextlib.suppress(OSError):  # not every kernel has it
+        text += Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace").partition("\n")[2]
+    lines = dict(line.split(":", 1) for line in text.splitlines())
+    anonymous, mapped = lines["RssAnon"], lines.get("Pss_File", lines["RssFile"])
+    return ProcessMemory(*(int(size.split()[0]) << 10 for size in (anonymous, mapped)))
 
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")

@@ -458,7 +458,7 @@ class ToolEpisode:
         return self.turns[-1].text
 
 
-def _prompt_messages(environment: type, prompt: object) -> list[Message]:
+def prompt_messages(environment: type, prompt: object) -> list[Message]:
     """Return what `prompt` returned as messages."""
     if isinstance(prompt, str):
         return [user(prompt)]
@@ -601,7 +601,7 @@ class ToolEnvironment(Environment):
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
             prompt = self.prompt(ctx.task)
-            observations = _prompt_messages(type(self), prompt)
+            observations = prompt_messages(type(self), prompt)
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())

@@ -13,7 +13,8 @@ import pytest
 from agentrl.app import memory_estimate as planned
 from agentrl.app import memory_estimate as run_memory
 from agentrl.app.memory_estimate import (
-    MAX_MICRO_BATCH,
+    CPU_MICRO_BATCH,
+    CPU_ROWS,
     MIN_CONTEXT,
     USED_SHARE,
     estimate_memory,
@@ -86,7 +87,11 @@ def test_the_losses_of_a_step_are_divided_by_its_sampled_tokens(sample_run: Path
 def test_a_context_is_as_long_as_the_model_has_positions(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 1 << 36)
     config = with_chosen_token_limits(configured(repository), {})
-    assert (config.engine.max_context, config.trainer.micro_batch_tokens) == (POSITIONS, MAX_MICRO_BATCH)
+    assert (config.engine.max_context, config.trainer.micro_batch_tokens) == (POSITIONS, CPU_ROWS * POSITIONS)
+    free(monkeypatch, 1 << 32)
+    assert with_chosen_token_limits(configured(repository), {}) == config, "enough is enough"
+    short = with_chosen_token_limits(configured(repository, engine={"max_context": 256}), {})
+    assert short.trainer.micro_batch_tokens == CPU_MICRO_BATCH
 
 
 def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

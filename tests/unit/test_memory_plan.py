@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from agentrl.app import memory_estimate as run_memory
 from agentrl.app import training
 from agentrl.app.memory_estimate import (
     MemoryEstimate,
+    MemoryPart,
     check_gpu_memory,
     estimate_memory,
     gpu_memory_needs,
     with_chosen_token_limits,
 )
+from agentrl.app.run_parts import PROMPT_TASKS, first_prompts, make_chat_format
 from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT
 from agentrl.config.load import load
@@ -31,6 +34,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import GIB, Gpu, Memory
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import read_meta_model
+from agentrl.environments.calculator import Calculator
 from agentrl.learn import forward, memory_prediction
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter, TrainerMemoryPredictor, make_worst_case_samples
@@ -334,6 +338,60 @@ def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
 ) -> None:
     assert main(["doctor", str(repository / "examples/05_vllm.toml"), "--engine.vllm.enforce_eagr=true"]) == 1
     assert "did you mean enforce_eager" in capsys.readouterr().out
+
+
+def test_what_the_system_can_take_back_is_expected_and_need_not_be_free(repository: Path) -> None:
+    memory = estimate_memory(*plans(configured(repository)))
+    mapped = [part for part in memory.parts if part.is_mapped]
+    assert [part.name for part in mapped] == ["their code, mapped from files"]
+    assert sum(part.bytes * part.processes for part in memory.parts) == memory.total + mapped[0].bytes
+    assert 0 < memory.least < memory.total
+
+
+def test_the_rows_to_expect_follow_from_the_first_prompts(repository: Path) -> None:
+    def estimate(length: int, *overrides: str) -> MemoryEstimate:
+        config = configured(repository, "--sampling.max_turns=1", *overrides)
+        prompts = [[*range(length), 90 + number] for number in range(2)]
+        return estimate_memory(*plans(config), prompts)
+
+    def activations(memory: MemoryEstimate) -> tuple[int, int]:
+        (part,) = (part for part in memory.parts if part.name.startswith("activations"))
+        return part.expected_bytes, part.bytes
+
+    short, long = estimate(20), estimate(100)
+    assert activations(short)[0] < activations(long)[0] < activations(long)[1]
+    assert activations(short)[1] == activations(long)[1], "what it may grow to"
+    assert re.fullmatch(r"about [\d.]+ GiB at its peak, at least [\d.]+ GiB(, up to .*)?", short.sizes)
+
+
+def test_prompts_are_those_of_the_first_tasks(repository: Path) -> None:
+    class Own(Calculator):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            raise AssertionError("an episode is not played for an estimate")
+
+    class Broken(Calculator):
+        def prompt(self, task: agentrl.Task) -> str:
+            raise KeyError(task.id)
+
+    chat_format, tasks = make_chat_format(configured(repository).model), Calculator.tasks("train")
+    prompts = first_prompts(Calculator, tasks, chat_format)
+    assert len(prompts) == PROMPT_TASKS
+    for number, tokens in enumerate(prompts):
+        assert tasks[number].data["question"] in chat_format.decode(tokens)
+        assert "calculate" in chat_format.decode(tokens)
+    assert first_prompts(Own, tasks, chat_format) == first_prompts(Broken, tasks, chat_format) == []
+
+
+def test_a_checkpoint_is_mapped_until_other_memory_takes_its_place() -> None:
+    def parts(keys: int) -> list[MemoryPart]:
+        part = partial(MemoryPart, process="engine")
+        return [part(name="weights", bytes=200, file_bytes=100), part(name="keys", bytes=keys)]
+
+    (mapped,) = run_memory._mapped_weights(parts(30))
+    assert (mapped.process, mapped.bytes, mapped.is_mapped) == ("engine", 70, True)
+    assert run_memory._mapped_weights(parts(100)) == []
+    same = MemoryPart(process="engine", name="weights", bytes=100, file_bytes=101)
+    assert run_memory._mapped_weights([same]) == [], "the weights are the mapped file"
 
 
 def test_copies_between_steps_are_planned(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
