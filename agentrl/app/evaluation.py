@@ -297,16 +297,9 @@ def evaluate(
         attempts = config.evaluation.attempts
         section = config.evaluation
         order = TaskOrder(splits, attempts, is_mixed=section.stop == "decided")
-        played = PlayedTasks()
+        played, failing = PlayedTasks(), dict[str, FailingCalls]()
 
-        failing: dict[str, FailingCalls] = {}
-        player = _player(order, played, against, section, on_progress)
-
-        async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
-            headers = await player(dispatcher)
-            failing.update(failing_calls(dispatcher.worker.activity()))
-            return headers
-
+        play = _player(order, played, against, section, on_progress, failing)
         headers = event_loop.run(play_in_new_run(config, environment_class, weights, run_path, play, on_phase))
         splits, rule = order.in_order(played)[1], _interval_rule(order, played, config.evaluation)
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
@@ -335,8 +328,7 @@ def evaluate(
             | {TASK_DIGEST: float(held_out_digest(order.held_out))}
             for name in config.policies
         }
-        asyncio.run(_record_metrics(run_path, metrics_by_policy))
-        write_run_snapshot(run_path, RunSnapshot(phase="", failing=failing))  # `agentrl run view` shows their alarms
+        asyncio.run(_record_metrics(run_path, metrics_by_policy, failing))
     metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
     alarms = _evaluation_alarms(metrics, plan, [*trained], failing)
     _warn_of(alarms, None if journal is None else run_path, metrics_by_episode)
@@ -391,8 +383,10 @@ def _player(
     against: Evaluation | None,
     section: EvaluationConfig,
     on_progress: Callable[[int, int], None],
+    failing: dict[str, FailingCalls],
 ) -> Play:
-    """Return the function that plays the tasks, or as many as a comparison needs, and adds them to `played`."""
+    """Return the function that plays the tasks, or as many as a comparison needs, and adds them to `played`, and calls
+    that always fail to `failing`."""
 
     async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
         def report() -> None:
@@ -404,6 +398,7 @@ def _player(
             played.add(places, await reporting(dispatcher.evaluate(order.tasks_at(places), {}, places), report))
             if against is not None and _is_decided(order, played, against, section):
                 break
+        failing.update(failing_calls(dispatcher.worker.activity()))
         return order.in_order(played)[0]
 
     return play
@@ -444,8 +439,11 @@ def _training_tasks(section: EnvironmentConfig, seed: int, environment: type[Env
     return None
 
 
-async def _record_metrics(run: Path, metrics_by_policy: Mapping[str, Mapping[str, float]]) -> None:
-    """Add the metrics of each policy to the run's journal and to its file of metrics."""
+async def _record_metrics(
+    run: Path, metrics_by_policy: Mapping[str, Mapping[str, float]], failing: Mapping[str, FailingCalls]
+) -> None:
+    """Add the metrics of each policy to the run's journal and to its file of metrics, and failing calls to its status,
+    from which `agentrl run view` shows their alarms."""
     from agentrl.journal.store import SqliteJournal
 
     store = SqliteJournal(run / "journal")
@@ -453,6 +451,7 @@ async def _record_metrics(run: Path, metrics_by_policy: Mapping[str, Mapping[str
         for policy, metrics in metrics_by_policy.items():
             store.record(MetricRow(policy, 0, metrics))
             file.record(policy, 0, metrics)
+    write_run_snapshot(run, RunSnapshot(phase="", failing=failing))
     await store.close()
 
 

@@ -19,7 +19,7 @@ from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefini
 from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task, dropped_header
-from agentrl.core.text import strip_numbers, plural, shorten_lines
+from agentrl.core.text import plural, shorten_lines, strip_numbers
 from agentrl.environment.environment import Environment
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore

@@ -32,7 +32,7 @@ from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, descri
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
-from agentrl.core.text import strip_numbers, plural, shorten_lines
+from agentrl.core.text import plural, shorten_lines, strip_numbers
 from agentrl.engines.scripted import Script
 from agentrl.environment.demonstrations import has_demonstrations
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
@@ -501,11 +501,13 @@ def check_episodes(subject: Subject, result: CheckResult) -> None:
 
 
 def _tasks_to_play(subject: Subject, tasks: Sequence[Task]) -> Iterator[tuple[int, Task]]:
-    """Yield each task once; then repeat tasks a few times while the policy has called some but not all of the tools."""
+    """Yield each task once; then repeat tasks a few times while the policy has called some but not all of the tools, or
+    one that failed too few times to tell why."""
     for number in range(4 * len(tasks)):  # at most four episodes per task
         if number >= len(tasks):
-            called = _called_tools(subject)
-            if not called or subject.tool_names <= called:
+            calls, failed = _tool_calls(subject)
+            is_clear = all(failed[name] < number or number >= MIN_REFUSED for name, number in calls.items())
+            if not calls or (is_clear and subject.tool_names <= calls.keys()):
                 break
         yield number, tasks[number % len(tasks)]
 
@@ -681,7 +683,7 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
             )
         else:
             result.warn(problem, "Fix it, or ignore this if the tool is meant to refuse such calls")
-    called = _called_tools(subject)
+    called = {*_tool_calls(subject)[0]}
     uncalled = sorted(subject.tool_names - called) if called else []
     result.figures = {
         "called": sorted(called),
@@ -722,8 +724,13 @@ def _scalars(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _called_tools(subject: Subject) -> set[str]:
-    return {body.name for body in subject.bodies() if isinstance(body, ToolEntry)}
+def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
+    """The number of calls of each tool, and of those that raised or timed out."""
+    entries = [body for body in subject.bodies() if isinstance(body, ToolEntry)]
+    return (
+        Counter(entry.name for entry in entries),
+        Counter(entry.name for entry in entries if entry.outcome in ("error", "timeout")),
+    )
 
 
 def check_refused_calls(subject: Subject, result: CheckResult) -> None:
