@@ -5,8 +5,8 @@
 Uses the torch and vLLM that are installed. Each piece runs in its own process with a time limit, and appends each
 figure to FILE at once, as a line of JSON; the most valuable pieces come first. Pieces that measure no speed run side by
 side; on a smaller card they run one by one, up to their limits. Without a GPU the command exits with
-2, unless `--small` proves the code on CPUs, where the figures mean nothing. A piece without the vLLM or the GPU that it
-needs is skipped.
+2, unless `--small` walks all pieces on CPUs, where the figures mean nothing: of a piece that needs a GPU, it makes the
+model and reads the settings, and of `suite`, it collects the tests. A piece without the vLLM that it needs is skipped.
 The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with random weights.
 
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
@@ -134,6 +134,9 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
     if model.parent != MODELS:  # earns nothing; a bonus on entropy lets every row be trained all the same
         name.append("--trainer.entropy_bonus=1e-6")
     config = load(ROOT / "examples" / example, [*name, *overrides])
+    if bench.small and PIECES[bench.piece].card:
+        bench.put(model=model.name, read=example)
+        return
     bench.put(model=model.name, devices=device_plan(with_chosen_engine(config, {})[0].device_demand).lines())
     began, ready = time.perf_counter(), 0.0
 
@@ -316,7 +319,7 @@ def _engine(bench: Bench) -> None:
         finally:
             await engine.close()
 
-    for vllm in ("false",) if PIECES["adapter"].missing(small=bench.small) else ("{}", "false"):
+    for vllm in ("false",) if PIECES["adapter"].missing else ("{}", "false"):
         asyncio.run(measure(vllm))
 
 
@@ -324,10 +327,12 @@ def _suite(bench: Bench) -> None:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(path) for path in files if "mark.gpu" in path.read_text("utf-8")]
     parallel = ["-n", "4"] if importlib.util.find_spec("xdist") else []  # most of the time goes to compiling
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *parallel, *marked]
+    collect = ["--collect-only"] if bench.small else parallel
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *collect, *marked]
     ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(ran.stdout)
     bench.put(exit_code=ran.returncode, last_line=(ran.stdout.strip().splitlines() or [""])[-1])
+    ran.check_returncode()
 
 
 class Piece(NamedTuple):
@@ -339,15 +344,14 @@ class Piece(NamedTuple):
     vllm: bool = False
     """Whether it needs vLLM."""
     card: bool = False
-    """Whether it needs a GPU, also with `--small`."""
+    """Whether it needs a GPU, so that `--small` only prepares it."""
     alone: bool = True
     """Whether another piece beside it would change its figures."""
 
-    def missing(self, *, small: bool) -> str:
-        """Return what it needs and this machine lacks; empty: nothing."""
-        if self.vllm and importlib.util.find_spec("vllm") is None:
-            return "vLLM is not installed"
-        return "it needs a GPU" if self.card and small else ""
+    @property
+    def missing(self) -> str:
+        """What it needs and this machine lacks; empty: nothing."""
+        return "vLLM is not installed" if self.vllm and importlib.util.find_spec("vllm") is None else ""
 
 
 _CHECK = partial(Piece, limit=250, vllm=True, alone=False)
@@ -410,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pieces that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PIECES, default=list(PIECES))
-    parser.add_argument("--small", action="store_true", help="tiny sizes on CPUs: proves that the pieces run")
+    parser.add_argument("--small", action="store_true", help="walk all pieces on CPUs, with tiny sizes")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu.jsonl", help="default: build/gpu.jsonl")
     parser.add_argument("--piece", choices=PIECES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -436,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run(name: str) -> None:
         began = time.perf_counter()
-        missing = PIECES[name].missing(small=options.small)
+        missing = PIECES[name].missing
         ended[name] = f"skipped: {missing}" if missing else _in_process(name, options)
         bench = Bench(name, options.output, options.output.parent, options.small)
         bench.put(ended=ended[name], took_s=round(time.perf_counter() - began, 1))

@@ -24,6 +24,18 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A recipe of tinker-cookbook that trains through `agentrl serve tinker`."""
+
+    module: str
+    server: str
+    """TOML file of the server."""
+    settings: Mapping[str, str]
+    metric: str = "env/all/reward/total"
+    """Reward in the metrics that the recipe writes at each step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
     """A way to run an anchor: a TOML file, and settings that replace some of its settings."""
 
@@ -38,6 +50,8 @@ class Arm:
     policy: str = ""
     """Policy whose held-out reward counts, if several are rewarded."""
     match: Match | None = None
+    recipe: Recipe | None = None
+    """What trains in place of `agentrl train`; `config` is then for the evaluations."""
     seeds: int = 3
 
 
@@ -75,7 +89,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
         "arithmetic": Anchor(
             title="Addition without a tool",
             task="“What is 4 + 5?”, “9”, “What is 37 + 58?”: the model adds two numbers up to 100.",
-            published="Llama-3.2-1B, steps of 400 episodes: from 0.66 to 1 in the first few steps",
+            published="Qwen3.5-9B-Base, steps of 400 episodes: from 0.66 to 1 in the first few steps",
             source=f"{_COOKBOOK}/math_rl/README.md",
             reward="share of right sums, less 0.1 for a reply that was cut off",
             arms={
@@ -86,6 +100,25 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                         *("--steps=3", "--policies.solver.step_size=16"),
                         *("--evaluation.tasks=8", "--evaluation.every=0"),
                     ),
+                ),
+                "cookbook": Arm(
+                    title="the same by the unmodified recipe `math_rl` through `agentrl serve tinker`",
+                    config=f"{HERE}/arithmetic.toml",
+                    recipe=Recipe(
+                        module="tinker_cookbook.recipes.math_rl.train",
+                        server=f"{HERE}/arithmetic_server.toml",
+                        settings={
+                            "model_name": "models/Qwen2.5-Coder-0.5B-Instruct",
+                            "renderer_name": "qwen3_instruct",
+                            "group_size": "4",
+                            "groups_per_batch": "16",
+                            "learning_rate": "1e-4",
+                            "lora_rank": "8",
+                            "max_tokens": "8",
+                            "max_steps": "12",
+                        },
+                    ),
+                    seeds=1,
                 ),
                 "smollm2": Arm(
                     title="SmolLM2-135M-Instruct, the same settings",
@@ -160,6 +193,57 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "steps; these runs take 64, to fit the time.",
             ),
         ),
+        "sokoban": Anchor(
+            title="Sokoban, with and without a filter of groups",
+            task="One box on six by six squares with outer walls, one move a turn. Each level is made by 12 random "
+            "moves backward from its solution, and 12 moves are allowed.",
+            published="Qwen2.5-0.5B-Instruct: as for frozen lakes",
+            source="RAGEN, arXiv 2504.20073, sections on StarPO-S",
+            reward="share of 256 unseen levels solved",
+            arms={
+                "taught": Arm(
+                    title="80 supervised steps of 64 levels, half of the moves random",
+                    config=f"{HERE}/sokoban_taught.toml",
+                ),
+                "all": Arm(
+                    title="then 48 steps of 64 episodes by reward, all groups",
+                    config=f"{HERE}/sokoban.toml",
+                    start_from="taught",
+                    start_policy="player",
+                ),
+                "filtered": Arm(
+                    title="the same, groups of equal rewards are replaced (`credit.dynamic_sampling`)",
+                    config=f"{HERE}/sokoban.toml",
+                    settings=("--credit.dynamic_sampling=true",),
+                    start_from="taught",
+                    start_policy="player",
+                ),
+            },
+        ),
+        "countdown": Anchor(
+            title="Countdown with a solver and a judge",
+            task="“Numbers: 3, 8, 2. Target: 9.”, “3 + 8 - 2”: three numbers up to 9 are added or subtracted, each "
+            "once. The solver tries twice, and the judge chooses one of the two. In training, being "
+            "chosen is rewarded, too.",
+            published="an example in which one policy plays solver and judge; no result in which two policies learned "
+            "was found",
+            source="rLLM, examples/solver_judge",
+            reward="share of right expressions",
+            arms={
+                "both": Arm(
+                    title="solver and judge learn, as two adapters on SmolLM2-135M-Instruct",
+                    config=f"{HERE}/countdown.toml",
+                    policy="solver",
+                    seeds=1,
+                ),
+                "frozen": Arm(
+                    title="the solver learns, the judge stays the base model",
+                    config=f"{HERE}/countdown_frozen.toml",
+                    policy="solver",
+                    seeds=1,
+                ),
+            },
+        ),
         "tool_call": Anchor(
             title="A tool, called by a model of 0.5 B parameters",
             task="Word problems with one operation on numbers up to 998, and a tool `calculate(a, op, b)`.",
@@ -171,7 +255,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "json": Arm(
                     title='Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, `model.reply_format = "json"`',
                     config="examples/16_qwen.toml",
-                    settings=("--steps=14", "--evaluation.tasks=32", "--evaluation.every=7"),
+                    settings=("--evaluation.tasks=32",),
                     quick=(
                         "--steps=1",
                         "--evaluation.tasks=4",
@@ -185,6 +269,21 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "Without worked examples in the prompt, the held-out reward before training was 0.16 ± 0.08 over 32 "
                 "problems, and 31 of 32 episodes ended without an answer.",
             ),
+        ),
+        "files": Anchor(
+            title="Three tools and files",
+            task="“How many pears and saws are there together?”: the model lists four files, reads two, and writes the "
+            "sum into a third. The tools are `list_files`, `read_file` and `write_file`.",
+            published="no result of this size",
+            source="the same model as above",
+            reward="a quarter for reading each of the two files, half for writing the right sum",
+            arms={
+                "qwen": Arm(
+                    title='Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, `model.reply_format = "json"`',
+                    config=f"{HERE}/files.toml",
+                    seeds=1,
+                ),
+            },
         ),
         "reverse_text": Anchor(
             title="Reversed texts: supervised steps, then reward",
@@ -221,9 +320,15 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             source=f"{_COOKBOOK}/multiplayer_rl/guess_number/README.md",
             reward="1 for the right number, less 1 for each reply that is no guess",
             arms={
-                "smollm2": Arm(
-                    title="SmolLM2-135M-Instruct, LoRA of rank 8, steps of 32",
+                "qwen": Arm(
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 32",
                     config=f"{HERE}/guess_number.toml",
+                    seeds=1,
+                ),
+                "qwen_128": Arm(
+                    title="the same, numbers below 128",
+                    config=f"{HERE}/guess_number.toml",
+                    settings=("--environment.options.upper_bound=128",),
                     seeds=1,
                 ),
             },

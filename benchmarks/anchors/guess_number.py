@@ -1,4 +1,4 @@
-"""Guess a number between 0 and 1024 in ten guesses, as in the `guess_number` recipe of tinker-cookbook."""
+"""Guess a number in ten guesses, as in the `guess_number` recipe of tinker-cookbook, where it is at most 1024."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 
 import agentrl
 
-UPPER_BOUND = 1024
 GUESSES = 10
 PENALTY = 1.0
 SYSTEM = (
-    f"Your job is to guess a integer between 0 and {UPPER_BOUND}. You can output your guess with the format Guess: "
+    "Your job is to guess a integer between 0 and {upper_bound}. You can output your guess with the format Guess: "
     "<guess> (without the angle brackets), and say nothing else. Then we will tell you whether you guess is too high, "
     "too low, or correct."
 )
@@ -28,7 +27,7 @@ class GuessNumber(agentrl.Environment):
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         """Answer each guess with too low, too high or correct."""
         player, number = ctx.agent("player"), ctx.task.data["number"]
-        news = [agentrl.Message(role="system", content=SYSTEM)]
+        news = [agentrl.system(SYSTEM.format(upper_bound=ctx.task.data["upper_bound"]))]
         for _ in range(GUESSES):
             turn = await player.act(*news)
             guess = re.match(r"Guess: (-?\d{1,9})$", turn.text.strip())
@@ -42,12 +41,13 @@ class GuessNumber(agentrl.Environment):
                 news = [agentrl.user("Too low" if int(guess[1]) < number else "Too high")]
 
     @classmethod
-    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        """Return numbers: one in ten is held out, and the seed orders the others."""
-        numbers = random.Random(0).sample(range(UPPER_BOUND), UPPER_BOUND)
-        held_out, training = numbers[: UPPER_BOUND // 10], numbers[UPPER_BOUND // 10 :]
+    def tasks(cls, split: str, *, seed: int = 0, upper_bound: int = 1024) -> agentrl.TaskSource:
+        """Return numbers below the bound: one in ten is held out, at least 48, and the seed orders the others."""
+        numbers = random.Random(0).sample(range(upper_bound), upper_bound)
+        count = max(upper_bound // 10, 48)
+        held_out, training = numbers[:count], numbers[count:]
         random.Random(seed).shuffle(training)
         return [
-            agentrl.Task(id=str(number), data={"number": number})
+            agentrl.Task(id=str(number), data={"number": number, "upper_bound": upper_bound})
             for number in (training if split == "train" else held_out)
         ]

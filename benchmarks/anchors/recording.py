@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import agentrl
 from agentrl.config.load import load
 from agentrl.core.intervals import confidence_half_width
+from benchmarks.anchors import recipes
 from benchmarks.anchors.cases import ROOT, Arm, Match
+from benchmarks.anchors.processes import run_python
 from benchmarks.report import conditions
 
 
@@ -39,18 +37,23 @@ def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None
         KeyboardInterrupt: the run was stopped, and can be resumed.
     """
     run = directory / name
-    resumed = (run / "checkpoints").exists()
+    resumed = arm.recipe is None and (run / "checkpoints").exists()
     if run.exists() and not resumed:
-        shutil.rmtree(run)  # killed before its first checkpoint
-    arguments = command(arm, directory, name, seed, weights, quick=quick)
+        shutil.rmtree(run)  # killed before its first checkpoint, or with a client that cannot be resumed
     started = time.monotonic()
-    code, cpu_s, peak_mib, errors = _wait(["-m", "agentrl.cli", *arguments, *(["--resume"] if resumed else [])])
-    if code == 130:
+    if arm.recipe:
+        ended, shown = recipes.train(arm.recipe, run, seed, quick=quick)
+    else:
+        arguments = command(arm, directory, name, seed, weights, quick=quick)
+        ended = run_python(["-m", "agentrl.cli", *arguments, *(["--resume"] if resumed else [])])
+        shown = shlex.join(["agentrl", *arguments])
+    code, cpu_s, peak_mib, errors = ended
+    if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     result: dict[str, Any] = {
         **conditions(),
         "commit": _commit(),
-        "command": shlex.join(["agentrl", *arguments]),
+        "command": shown,
         # Earlier lives of a resumed run are not in these.
         "wall_s": None if resumed else time.monotonic() - started,
         "cpu_s": None if resumed else cpu_s,
@@ -60,7 +63,11 @@ def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None
     }
     if code and not result["error"]:
         result["error"] = f"exit code {code}"
-    if (run / "metrics.jsonl").exists():
+    if arm.recipe and not code:
+        result["curve"] = recipes.held_out_curve(arm, run, seed)
+        result["training"] = recipes.training_curve(arm, run)
+        result["digest"] = digest(run)
+    elif (run / "metrics.jsonl").exists() and not arm.recipe:
         result["curve"] = match_curve(run, arm.match) if arm.match else evaluation_curve(run, arm.policy)
         result["training"] = training_curve(run)
         result["digest"] = digest(run)
@@ -68,13 +75,12 @@ def record(arm: Arm, directory: Path, name: str, seed: int, weights: Path | None
 
 
 def evaluation_curve(run: Path, policy: str = "") -> list[list[float]]:
-    """Rows of step, held-out reward, half its 95 % interval, and number of tasks."""
-    suffix = f"/{policy}" if policy else ""
+    """Rows of step, held-out reward of the policy, half its 95 % interval, and number of tasks."""
     rows = []
     with agentrl.open_run(run) as reader:
         for line in reader.evaluations():
-            reward, error = (line.metrics.get(f"{name}{suffix}") for name in ("reward", "reward_error"))
-            if reward is not None and error is not None:
+            reward, error = line.metrics.get("reward"), line.metrics.get("reward_error")
+            if policy in ("", line.policy) and reward is not None and error is not None:
                 rows.append([line.step, reward, error, line.metrics["tasks"] or 0.0])
     return sorted(rows)
 
@@ -120,35 +126,6 @@ def _commit() -> str:
     """The newest commit of the code that trains; the anchors have their own commits, whose hashes a rebase changes."""
     newest = ("git", "log", "-1", "--abbrev=8", "--format=%h", "--", "agentrl", "environments")
     return subprocess.run(newest, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _wait(arguments: Sequence[str]) -> tuple[int, float, float, str]:
-    """Run Python; returns the exit code, CPU seconds of all processes, peak MiB of the largest, and last errors.
-
-    A stop of this process stops the run, which writes a checkpoint.
-    """
-    child = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert child.stderr is not None
-    errors: deque[str] = deque(maxlen=40)
-    while True:
-        try:
-            for line in child.stderr:
-                print(line, end="", file=sys.stderr, flush=True)
-                errors.append(line)
-            _, status, usage = os.wait4(child.pid, 0)
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
-            continue
-        child.stderr.close()
-        child.returncode = os.waitstatus_to_exitcode(status)
-        return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, "".join(errors)
 
 
 def _shown(path: Path) -> str:

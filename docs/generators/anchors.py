@@ -26,15 +26,16 @@ INTRODUCTION = """\
 
 Small results that other projects published, reached here on two shared CPU cores with models that fit. The models are
 mostly smaller than the published ones, so compare the shape of a curve, not its height.
-`python -m benchmarks.anchors --anchor NAME` repeats one; it trains with `agentrl train` and is resumable. This page is
-generated from the records in `docs/anchors.json` by `python -m docs.generators.anchors`.
+`python -m benchmarks.anchors --anchor NAME` repeats one. It trains with `agentrl train` and is resumable; a recipe of
+tinker-cookbook trains through `agentrl serve tinker`, and starts over. This page is generated from the records in
+`docs/anchors.json` by `python -m docs.generators.anchors`.
 
 * Every reward is held out: tasks that no training step saw, sampled as in training.
 * An interval of one run is the 95% interval over its tasks. An interval over seeds is Student's, over the runs' means;
   it says how much runs differ. One seed has none.
 * Every seed that was run to its end is here, the failed ones too. CPU minutes count all processes of
-  `agentrl train`, evaluations included; peak MiB is the memory of the largest. Neither is known for a run that was
-  stopped and resumed.
+  `agentrl train`, evaluations included, or those of server and recipe; peak MiB is the memory of the largest. Neither
+  is known for a run that was stopped and resumed.
 * A digest is the start of a SHA-256 over the names and contents of all files of the run directory
   (`benchmarks.anchors.recording.digest`).
 * The same algorithm from the same start in TRL gives [the same curve, step by

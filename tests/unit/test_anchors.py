@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import agentrl
 from agentrl.config.load import load
+from agentrl.inspection.steps import EvaluationLine
 from benchmarks.anchors import __main__ as command_line
-from benchmarks.anchors import recording
-from benchmarks.anchors.cases import ANCHORS, HERE, Arm
+from benchmarks.anchors import recipes, recording
+from benchmarks.anchors.cases import ANCHORS, HERE, Arm, Recipe
+from benchmarks.anchors.processes import run_python
 from docs.generators import anchors
+from tests.support.tinker_client import CALCULATOR
 
 ARMS = [(name, arm) for name, anchor in ANCHORS.items() for arm in anchor.arms]
 ENVIRONMENTS = (
     f"{HERE}/arithmetic.py:Arithmetic",
+    f"{HERE}/countdown.py:Countdown",
+    f"{HERE}/files.py:Files",
     f"{HERE}/guess_number.py:GuessNumber",
     f"{HERE}/reverse_text.py:ReverseText",
+    f"{HERE}/sokoban.py:Sokoban",
     "examples/16_qwen.py:OneOperation",
 )
 
@@ -67,11 +76,72 @@ def test_every_arm_is_a_configuration_with_held_out_rewards(anchor: str, arm: st
     [("cba fed", 1.0), ("cba", 2 * 3 / 10), ("", 0.0), ("CBA FED", 0.0), ("cba!", 0.0)],
 )
 def test_similarity_to_a_reversed_text(reply: str, reward: float, repository: Path) -> None:
+    similarity = module_of("reverse_text.py:ReverseText", repository).similarity
+    assert similarity(reply, "cba fed") == pytest.approx(reward)
+
+
+def module_of(name: str, repository: Path) -> Any:
     from agentrl.environment.registry import resolve
 
-    environment = resolve(str(repository / HERE / "reverse_text.py:ReverseText"))
-    similarity = __import__("sys").modules[environment.__module__].similarity
-    assert similarity(reply, "cba fed") == pytest.approx(reward)
+    return sys.modules[resolve(str(repository / HERE / name)).__module__]
+
+
+@pytest.mark.parametrize(
+    ("expression", "right"),
+    [
+        ("3 + 8 - 2", True),
+        ("8 - 2 + 3", True),
+        ("3 + 8 + 2", False),
+        ("9", False),
+        ("1 + 8", False),
+        ("3 + 8 - 2 = 9", False),
+        ("8 + 3 -2", False),
+    ],
+)
+def test_an_expression_has_each_number_once_and_the_right_value(expression: str, right: bool, repository: Path) -> None:
+    assert module_of("countdown.py:Countdown", repository).is_right(expression, [3, 8, 2], 9) is right
+
+
+def test_no_held_out_problem_is_trained_in_another_order(repository: Path) -> None:
+    countdown = module_of("countdown.py:Countdown", repository).Countdown
+    train, held_out = (
+        {(*sorted(task.data["numbers"]), task.data["target"]) for task in countdown.tasks(split)}
+        for split in ("train", "held_out")
+    )
+    assert len(held_out) > 50
+    assert not train & held_out
+
+
+def test_a_judge_is_rewarded_for_its_choice_and_a_solver_for_right_expressions(repository: Path) -> None:
+    """`chosen` counts in training alone."""
+    from agentrl.testing.execution import play
+
+    countdown = module_of("countdown.py:Countdown", repository).Countdown
+    for split, chosen in (("train", 0.25), ("held_out", 0.0)):
+        task = countdown.tasks(split)[0]
+        task = agentrl.Task(id="t", data={**task.data, "numbers": [3, 8, 2], "target": 9})
+        played = play(countdown, task, ["3 + 8 - 2", "3 + 8 + 2", "1"])
+        assert played.reward == 1.5 + chosen, "half for the right expression, 1 for the judge"
+        assert (played.metrics["one_right"], played.metrics["chosen_of_one_right"]) == (1.0, 1.0)
+
+
+def test_levels_are_solved_by_their_solutions(repository: Path) -> None:
+    """On a level whose moves were found by hand, and on drawn ones."""
+    sokoban = module_of("sokoban.py:Sokoban", repository)
+    level = sokoban.Level(walls=frozenset({(1, 2)}), target=(3, 3), box=(3, 2), player=(1, 1))
+    assert level.text() == "@#--\n----\n-$.-\n----\n11 32 33"
+    assert (level.after("R"), level.after("U"), level.after("D").player) == (level, level, (2, 1))
+    assert level.solution() == "DDR"
+    cornered = level._replace(box=(4, 1), player=(4, 2))
+    assert (cornered.after("L"), cornered.solution()) == (cornered, None)
+    for task in (*sokoban.Sokoban.tasks("train")[:20], *sokoban.Sokoban.tasks("held_out")[:20]):
+        drawn = sokoban.read_level(task.data["level"])
+        moves = drawn.solution()
+        assert 1 <= len(moves) <= sokoban.MAX_MOVES
+        for move in moves:
+            assert not drawn.is_solved
+            drawn = drawn.after(move)
+        assert drawn.is_solved
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -93,7 +163,8 @@ def test_every_record_is_complete_and_no_seed_is_left_out() -> None:
     records = anchors.read_records()
     for each in records:
         assert (each["anchor"], each["arm"]) in ARMS
-        assert each["command"].startswith("agentrl train ")
+        is_recipe = ANCHORS[each["anchor"]].arms[each["arm"]].recipe is not None
+        assert each["command"].startswith("agentrl serve tinker " if is_recipe else "agentrl train ")
         assert f"--seed={each['seed']}" in each["command"]
         assert each["error"] or re.fullmatch("[0-9a-f]{64}", each["digest"])
     for anchor, arm in ARMS:
@@ -136,7 +207,7 @@ def test_what_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
         commands.append(arguments)
         return 1, 2.0, 3.0, "out of memory\n"
 
-    monkeypatch.setattr(recording, "_wait", wait)
+    monkeypatch.setattr(recording, "run_python", wait)
     for _ in range(2):
         command_line.measure(tmp_path, ["reverse_text"], None, 0, quick=False)
     assert [command[3] for command in commands] == [
@@ -160,7 +231,7 @@ def test_a_stopped_run_is_resumed_and_its_cpu_time_is_unknown(tmp_path: Path, mo
         (tmp_path / "arithmetic-qwen-0" / "checkpoints").mkdir(parents=True, exist_ok=True)
         return codes.pop(0), 2.0, 3.0, ""
 
-    monkeypatch.setattr(recording, "_wait", wait)
+    monkeypatch.setattr(recording, "run_python", wait)
     with pytest.raises(KeyboardInterrupt):
         command_line.measure(tmp_path, ["arithmetic"], "qwen", 0, quick=False)
     assert recording.read_records(tmp_path / "results.jsonl") == []
@@ -197,14 +268,70 @@ def test_processes_are_measured_and_stopped_with_the_benchmark(tmp_path: Path) -
         "import time, sys; sys.stderr.write('began\\nended\\n'); kept = bytearray(200 << 20)\n"
         "while time.process_time() < 0.5: pass"
     )
-    code, cpu_s, peak_mib, errors = recording._wait(["-c", burn])
+    code, cpu_s, peak_mib, errors = run_python(["-c", burn])
     assert (code, errors) == (0, "began\nended\n")
     assert 0.5 <= cpu_s < 5
     assert peak_mib > 200
     stop = f"import os, signal, time; os.kill(os.getppid(), {signal.SIGINT:d}); time.sleep(60)"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
-        code, *_ = recording._wait(["-c", stop])
+        code, *_ = run_python(["-c", stop])
     finally:
         signal.signal(signal.SIGINT, before)
     assert code != 0
+
+
+RECIPE = """\
+import asyncio, json, os, sys
+from pathlib import Path
+import numpy as np
+from tests.support.tinker_client import Client, row
+
+settings = dict(argument.split("=", 1) for argument in sys.argv[1:])
+
+async def main():
+    async with Client(os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"]) as client:
+        model = await client.model()
+        await client.sampler(model)
+        await client.result(await client.forward_backward(model, [row([5, 6, 7], weights=np.ones(2, np.float32))]))
+        await client.step(model)
+        await client.sampler(model, 1)
+
+asyncio.run(main())
+log = Path(settings["log_path"])
+log.mkdir()
+(log / "metrics.jsonl").write_text(json.dumps({"reward": float(settings["reward"])}) + "\\n" + json.dumps({"other": 1}))
+"""
+"""A client in place of the cookbook's, which has an environment of its own."""
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_through_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import tinker_recipes
+
+    (tmp_path / "own_recipe.py").write_text(RECIPE)
+    (tmp_path / "server.toml").write_text(CALCULATOR.replace('keys = ["ALICE"]\n', ""))
+    monkeypatch.setattr(tinker_recipes, "PYTHON", Path(sys.executable))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    recipe = Recipe(
+        module="own_recipe", server=str(tmp_path / "server.toml"), settings={"reward": "0.5"}, metric="reward"
+    )
+    ended, command = recipes.train(recipe, tmp_path / "run", 3, quick=False)
+    assert (ended.code, ended.cpu_s > 1, ended.peak_mib > 100) == (0, True, True)
+    assert command == (
+        f"agentrl serve tinker {tmp_path}/server.toml --directory={tmp_path} --name=run --seed=3 & "
+        f"python -m own_recipe reward=0.5 log_path={tmp_path}/run/recipe"
+    )
+    arm = Arm(title="", config="", recipe=recipe)
+    assert recipes.training_curve(arm, tmp_path / "run") == {"recipe": [0.5]}
+    assert sorted(path.name for path in (tmp_path / "run/versions/calc").iterdir()) == ["1.0", "1.1"]
+
+
+def test_a_curve_of_several_policies_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        EvaluationLine(policy=policy, step=step, metrics={"reward": reward, "reward_error": 0.1, "tasks": 8.0})
+        for policy, step, reward in (("judge", 4, 0.9), ("solver", 4, 0.5), ("solver", 0, 0.2), ("judge", 0, 0.8))
+    ]
+    reader = SimpleNamespace(evaluations=lambda: lines)
+    monkeypatch.setattr(agentrl, "open_run", lambda run: contextlib.nullcontext(reader))
+    assert recording.evaluation_curve(Path(), "solver") == [[0, 0.2, 0.1, 8.0], [4, 0.5, 0.1, 8.0]]
