@@ -195,7 +195,9 @@ def _speculative(bench: Bench) -> None:
 def _example_10(bench: Bench) -> None:
     qwen3 = MODELS / "Qwen3-0.6B"
     model = qwen3 if qwen3.is_dir() and not bench.small else bench.random_qwen3(**FEW_TOKENS)
-    overrides = ["--sampling.top_p=1.0"] if bench.small else bench.tenth  # kept sets need vLLM on a GPU
+    overrides = ["--engine.memory_share=0.1"]
+    if bench.small:
+        overrides.append("--sampling.top_p=1.0")  # kept sets need vLLM on a GPU
     _train(bench, "10_gpu.toml", *overrides, model=model, steps=1 if bench.small else 4)
 
 

@@ -116,6 +116,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                             "lora_rank": "8",
                             "max_tokens": "8",
                             "max_steps": "12",
+                            "loss_fn": "importance_sampling",
                         },
                     ),
                     seeds=1,
