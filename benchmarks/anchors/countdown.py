@@ -35,8 +35,10 @@ JUDGED = (
     agentrl.system("One of two expressions may reach the target. Reply with its number, 1 or 2."),
     *(agentrl.user(f"{question([3, 8, 2], 9)}\n1: 3 + 8 - 2\n2: 8 - 3 - 2"), agentrl.assistant("1")),
     *(agentrl.user(f"{question([7, 4, 9], 20)}\n1: 9 + 4 - 7\n2: 7 + 4 + 9"), agentrl.assistant("2")),
+    *(agentrl.user(f"{question([1, 9, 5], 3)}\n1: 9 - 5 + 1\n2: 9 - 5 - 1"), agentrl.assistant("2")),
+    *(agentrl.user(f"{question([6, 2, 7], 1)}\n1: 6 + 2 - 7\n2: 7 - 6 + 2"), agentrl.assistant("1")),
 )
-"""The starts of the prompts: worked examples."""
+"""The starts of the prompts: worked examples. After 1 and 2 alone, SmolLM2 continues with 3."""
 
 
 def is_right(expression: str, numbers: list[int], target: int) -> bool:
