@@ -226,6 +226,11 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     start_policy="player",
                 ),
             },
+            notes=(
+                "**The filter made no difference that shows** (seed 0): with and without it, the reward rises by as "
+                "much, and neither run collapsed. With it, 236 groups of equal rewards were left out, beside the "
+                "384 that were trained; without it, 38% of the trained episodes had no advantage.",
+            ),
         ),
         "countdown": Anchor(
             title="Countdown with a solver and a judge",
@@ -250,6 +255,11 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     seeds=1,
                 ),
             },
+            notes=(
+                "**Not finished.** Before training, 0.19 of the expressions were right on 32 held-out problems, and "
+                "the judge chose the right one in 5 of the 10 where one was right. With two worked examples, whose "
+                "answers were 1 and 2, it often answered 3; with four it does not.",
+            ),
         ),
         "tool_call": Anchor(
             title="A tool, called by a model of 0.5 B parameters",
@@ -273,6 +283,8 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
+                "**Learned.** After eight steps of 16 episodes, all of 32 held-out problems earn the whole reward; the "
+                "exact 95% interval of the share of such problems is 0.89 to 1.",
                 "Without worked examples in the prompt, the held-out reward before training was 0.16 ± 0.08 over 32 "
                 "problems, and 31 of 32 episodes ended without an answer.",
             ),
@@ -340,9 +352,13 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Not finished.** A run was stopped after its first step: its reward was -10, since 88% of the "
-                "replies reached the limit of tokens without a guess. SmolLM2 does not play the game from its prompt, "
-                "so reward has nothing to begin with.",
+                "**Not finished: no run of Qwen2.5-Coder-0.5B.** Before training it plays, but does not search: in 8 "
+                "held-out games, five kept to the format, changed the guess by about one a turn, and never found the "
+                "number; three wrote more than the guess in every turn. The mean reward was -3.8 ± 3.6. The 8 games "
+                "took 80 CPU seconds, in bfloat16 more.",
+                "With SmolLM2, a run was stopped after its first step: its reward was -10, since 88% of the replies "
+                "reached the limit of tokens without a guess. The model does not play the game from its prompt, so "
+                "reward has nothing to begin with.",
             ),
         ),
     }
