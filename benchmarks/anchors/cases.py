@@ -256,9 +256,13 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Not finished.** Before training, 0.19 of the expressions were right on 32 held-out problems, and "
-                "the judge chose the right one in 5 of the 10 where one was right. With two worked examples, whose "
-                "answers were 1 and 2, it often answered 3; with four it does not.",
+                "**Both learn; the judge makes no difference.** The share of right expressions rises as much beside a "
+                "judge that learns as beside a frozen one. The choice of the judge that learns is right in 0.13 ± 0.08 "
+                "of the problems before and 0.45 ± 0.12 after, no more than the solver's expressions are.",
+                "Before training, one of the two attempts is right and the other wrong in 19 of 64 problems, and the "
+                "judge chooses the right one in 7 of them; after it, in one of 64 problems. The solver's attempts have "
+                "become alike, so a judge has nothing to choose.",
+                "With two worked examples, whose answers were 1 and 2, the judge often answered 3. These show it four.",
             ),
         ),
         "tool_call": Anchor(
