@@ -73,6 +73,7 @@ class Anchor:
 
 
 NOT_RUN = (
+    "Guess a number with Qwen2.5-Coder-0.5B, and three tools and files, beyond the start.",
     "The recipe `guess_number` of tinker-cookbook through the Tinker server. `python -m benchmarks.tinker --part "
     "recipes` runs further recipes with a tiny model.",
 )
@@ -227,9 +228,10 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**The filter made no difference that shows** (seed 0): with and without it, the reward rises by as "
-                "much, and neither run collapsed. With it, 236 groups of equal rewards were left out, beside the "
-                "384 that were trained; without it, 38% of the trained episodes had no advantage.",
+                "**No run collapsed, so the filter had nothing to prevent.** All runs rise above their supervised "
+                "start. With the filter the end is higher in each seed, by 0.06 ± 0.10, which may be chance.",
+                "The filter left out 213 to 342 groups of equal rewards, beside the 384 that were trained. Without it, "
+                "about a third of the trained episodes had no advantage.",
             ),
         ),
         "countdown": Anchor(
@@ -307,6 +309,11 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     seeds=1,
                 ),
             },
+            notes=(
+                "**Not trained yet.** Before training, the held-out reward is 0.16 ± 0.10 over 16 tasks. The model "
+                "calls the tools in the form that is read, but repeats a call until no turn is left (8 of 16), or "
+                "writes a number before it has read a file.",
+            ),
         ),
         "reverse_text": Anchor(
             title="Reversed texts: supervised steps, then reward",
