@@ -52,6 +52,8 @@ def train(options: argparse.Namespace) -> int:
         from agentrl.app.hub import check_local_models
 
         check_local_models(config)
+    if not options.dry_run:  # a plan needs no model, so no packages for one
+        _check_packages(config)
     _import_environment(options, config)
     if options.dry_run:
         return _print_plan(config, {} if reopened is None else reopened.before, as_json=options.json)
@@ -70,11 +72,16 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import_environment(options: argparse.Namespace, config: RunConfig) -> None:
-    """Import the environment before anything slow; an error names the line of the file that asks for it."""
-    from agentrl.app.run_parts import check_packages_of_run, environment_of
+def _check_packages(config: RunConfig) -> None:
+    from agentrl.app.run_parts import check_packages_of_run
 
     check_packages_of_run(config)
+
+
+def _import_environment(options: argparse.Namespace, config: RunConfig) -> None:
+    """Import the environment before anything slow; an error names the line of the file that asks for it."""
+    from agentrl.app.run_parts import environment_of
+
     try:
         environment_of(config)
     except EnvironmentDefinitionError as error:
@@ -216,6 +223,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
+    _check_packages(config)
     _import_environment(options, config)
     journal = options.journal or _new_run(
         Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"

@@ -301,7 +301,8 @@ def _raised_at(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         places.append((str(error.filename), error.lineno))
     of_user = [place for place in places if is_user_code(place[0])][-1:]
-    below = [place for place in places[-1:] if not (of_user and place[0] in str(error))]
+    named = error.path if isinstance(error, ImportError) else None  # its text has the path
+    below = [place for place in places[-1:] if not of_user or place[0] != named]
     lines = [f"{file}:{line}" for file, line in dict.fromkeys((*of_user, *below))]
     return f" ({', by '.join(lines)})" if lines else ""
 

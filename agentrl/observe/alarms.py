@@ -319,6 +319,11 @@ def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
         )
 
 
+def _is_about_length(raised: str) -> bool:
+    """Whether what an agent raised, in the words of its library, is about the length of replies."""
+    return _LENGTH_ERROR.search(raised) is not None
+
+
 def always_fails_alarms(
     calls: Mapping[str, FailingCalls], plan: RunDisplaySettings, policy: str, *, is_over: bool
 ) -> Iterator[Alarm]:
@@ -334,8 +339,8 @@ def always_fails_alarms(
         is_always = failing.failed == failing.calls >= (1 if is_over else ALWAYS_CALLS)
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
             continue
-        is_length = _LENGTH_ERROR.search(failing.error) is not None
-        limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}" * is_length
+        limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}"
+        limit *= _is_about_length(failing.error)
         calls_text = plural(failing.calls, "call")
         times = f"all of its {calls_text}" if is_always else f"its last {failing.in_a_row:.0f} of {calls_text}"
         times = "its only call" if failing.calls == 1 else times

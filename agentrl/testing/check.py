@@ -639,7 +639,7 @@ def check_programs(subject: Subject, result: CheckResult) -> None:
         f"the program failed in all of {plural(len(errors), 'episode')}, which got failed_reward = "
         f"{_failed_reward(subject.environment)}; of the last one, {shorten_lines(errors[-1], 600)}"
     )
-    if _is_one_error(errors) and not _PARSE_ERRORS.search(errors[0]):
+    if _is_one_error(errors) and not _is_of_parsing(errors[0]):
         result.fault(
             problem,
             "Fix it: training would reward all episodes alike. If random replies cause it, let the program handle "
@@ -698,19 +698,29 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
 
 def _is_of_arguments(entries: Sequence[ToolEntry], environment: type[Environment]) -> bool:
     """Whether the arguments may explain why calls raised: the errors differ, name an argument, or are too few."""
-    match = _CODE_ERRORS.match(entries[0].error)
-    if match is not None and match["type"] in (None, environment.__name__):
-        return False
     errors = [entry.error for entry in entries]
-    if len(errors) < MIN_REFUSED or not _is_one_error(errors) or _PARSE_ERRORS.search(errors[0]):
+    if _is_of_code(errors[0], environment):
+        return False
+    if len(errors) < MIN_REFUSED or not _is_one_error(errors) or _is_of_parsing(errors[0]):
         return True
     return any(_names(entry.error, value) for entry in entries for value in _scalars(entry.arguments))
 
 
-def _names(error: str, value: Any) -> bool:
-    """Whether an error contains an argument; a short text must be quoted in it."""
+def _is_of_code(raised: str, environment: type[Environment]) -> bool:
+    """Whether what user code raised is of a type that no argument explains."""
+    match = _CODE_ERRORS.match(raised)
+    return match is not None and match["type"] in (None, environment.__name__)
+
+
+def _is_of_parsing(raised: str) -> bool:
+    """Whether what user code raised is of a type that unreadable text explains."""
+    return _PARSE_ERRORS.search(raised) is not None
+
+
+def _names(raised: str, value: Any) -> bool:
+    """Whether what user code raised contains an argument; a short text must be quoted in it."""
     text = repr(value) if isinstance(value, str) and len(value) < 4 else str(value)
-    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", error) is not None
+    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", raised) is not None
 
 
 def _scalars(value: Any) -> Iterator[Any]:
