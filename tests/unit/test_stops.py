@@ -191,7 +191,8 @@ def block() -> None:
 
 
 def test_a_command_without_a_run_answers_ctrl_c_and_ends_when_it_is_pressed_again() -> None:
-    command = [sys.executable, "-c", "from tests.unit.test_stops import block; block()"]
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
+    command = [sys.executable, "-c", f"{listen}; from tests.unit.test_stops import block; block()"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     answer = _press_ctrl_c_until_it_ends(program)
     assert answer.startswith("agentrl: stopping once the event loop is free, now blocked by ")
