@@ -52,9 +52,7 @@ def train(options: argparse.Namespace) -> int:
         from agentrl.app.hub import check_local_models
 
         check_local_models(config)
-    if not options.dry_run:  # a plan needs no model, so no packages for one
-        _check_packages(config)
-    _import_environment(options, config)
+    _import_environment(options, config, is_plan=options.dry_run)
     if options.dry_run:
         return _print_plan(config, {} if reopened is None else reopened.before, as_json=options.json)
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
@@ -72,16 +70,13 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_packages(config: RunConfig) -> None:
-    from agentrl.app.run_parts import check_packages_of_run
+def _import_environment(options: argparse.Namespace, config: RunConfig, *, is_plan: bool = False) -> None:
+    """Import the environment before anything slow; an error names the line of the file that asks for it. A plan needs
+    no model, so no packages for one."""
+    from agentrl.app.run_parts import check_packages_of_run, environment_of
 
-    check_packages_of_run(config)
-
-
-def _import_environment(options: argparse.Namespace, config: RunConfig) -> None:
-    """Import the environment before anything slow; an error names the line of the file that asks for it."""
-    from agentrl.app.run_parts import environment_of
-
+    if not is_plan:
+        check_packages_of_run(config)
     try:
         environment_of(config)
     except EnvironmentDefinitionError as error:
@@ -223,7 +218,6 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
-    _check_packages(config)
     _import_environment(options, config)
     journal = options.journal or _new_run(
         Path(config.directory), config.name, options.model if _is_address(options.model) else ",evaluate"

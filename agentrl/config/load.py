@@ -37,7 +37,7 @@ from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPol
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
-from agentrl.core.files import expand_path
+from agentrl.core.files import expand_path, near_file_hint
 from agentrl.core.masking import MASK, mask_secrets
 from agentrl.core.setting_paths import set_value, value_at
 
@@ -271,9 +271,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which is too much for a configuration")
         data = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError as error:
-        close = difflib.get_close_matches(source.name, [path.name for path in source.parent.glob("*.toml")], n=1)
-        hint = f"; did you mean {source.with_name(close[0])}?" if close else ""
-        hint = f"; give a TOML file, and --environment.id={source}" if ".py:" in source.name else hint
+        is_class = ".py:" in source.name
+        hint = f"; give a TOML file, and --environment.id={source}" if is_class else near_file_hint(source, "*.toml")
         raise ConfigError(f"{source}: there is no such file in {source.parent.absolute()}{hint}") from error
     except IsADirectoryError as error:
         config_file = source / "train.toml"

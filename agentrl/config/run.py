@@ -529,7 +529,7 @@ class RunConfig(Section):
         """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among the
         processes that compute at once. If only one policy learns, at `max_staleness` 0, engines and ranks compute in
         turn; with "auto" too, unless it pays that they share the cores. While they overlap, they then divide these
-        threads, in one process (`core.shared_cores`).
+        threads, in one process (`engines.shared_cores`).
 
         A deterministic run uses one thread, because the number of threads decides the order of additions.
         """

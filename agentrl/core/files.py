@@ -532,6 +532,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def near_file_hint(path: Path, pattern: str = "*") -> str:
+    """Return `; did you mean FILE?` with the file beside a missing one whose name is most like its name, or ""."""
+    close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob(pattern)], n=1)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+
+
 def check_model_directory(path: str | Path) -> None:
     """Check that a path is the directory of a model, without reading it.
 

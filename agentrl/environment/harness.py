@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import difflib
 import fcntl
 import functools
 import inspect
@@ -44,6 +43,7 @@ from agentrl.core.errors import (
     RewardError,
     is_user_code,
 )
+from agentrl.core.files import near_file_hint
 from agentrl.core.records import Task, Turn
 from agentrl.core.text import shorten_lines
 from agentrl.environment.context import Aliases, Endpoint, EpisodeContext, LimitReachedError
@@ -427,9 +427,7 @@ def missing_program(environment: type[HarnessEnvironment]) -> str:
             continue
         path = _module_directory(environment) / script
         if not path.is_file():
-            close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)
-            hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
-            return f"{where}: there is no file {path}{hint}"
+            return f"{where}: there is no file {path}{near_file_hint(path)}"
         if not os.path.isabs(script):
             return (
                 f"{where}: {script!r} is relative, and the program starts in an empty directory; write "

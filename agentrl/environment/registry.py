@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, is_user_code
-from agentrl.core.files import expand_path
+from agentrl.core.files import expand_path, near_file_hint
 from agentrl.core.machine import DISTRIBUTION, PACKAGES, describe_missing_package, install_command
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases
@@ -193,9 +193,7 @@ def _no_such_file(path: Path) -> EnvironmentDefinitionError:
     message = f"environment file {path} does not exist"
     if not folder.is_dir():
         return EnvironmentDefinitionError(f"{message}: there is no directory {folder}")
-    close = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.py")], n=1)
-    hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
-    return EnvironmentDefinitionError(f"{message} in {folder}{hint}")
+    return EnvironmentDefinitionError(f"{message} in {folder}{near_file_hint(path, '*.py')}")
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:

@@ -178,8 +178,8 @@ def read_reply_form(value: Any, location: str) -> ReplyForm:
 
 
 def ignored_fields(body: Mapping[str, Any], known: Collection[str], unread: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields of a request without effect: those of the body that no protocol reads, and `unread` ones with a
-    value."""
+    """Return the fields of a request without effect: unknown ones of the body, unless their value asks for nothing, and
+    `unread` ones with a value."""
     asking = (name for name, value in body.items() if value is not None and value not in NEUTRAL.get(name, ()))
     names = sorted(name[:40] for name in asking if name not in known)
     return (*names[:MAX_IGNORED], *(name for name, value in unread.items() if value))

@@ -187,7 +187,7 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
 
 
 def _request(asked: Mapping[str, Any], ignored: Sequence[str] = ()) -> str:
-    """Say what a request asked for, and which of its fields have no effect; "" if it asked for nothing of its own.
+    """Describe a request: the values it asked for, and its fields without effect; "" for none of both.
 
     Example:
         >>> _request({"temperature": 0.7, "tool_choice": "required", "stop": ["."]}, ["seed"])

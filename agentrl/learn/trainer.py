@@ -40,11 +40,11 @@ from agentrl.core.errors import NonFiniteError, StorageError, SupersededVersionE
 from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.parts import check_compatible
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
-from agentrl.core.shared_cores import computing, threads_now
 from agentrl.core.tokens import TrainingSample
 from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples, without_stale_tokens
 from agentrl.engines.models import native_attention
+from agentrl.engines.shared_cores import computing, use_threads
 from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.context import ContextGroup
@@ -442,8 +442,7 @@ class PolicyTrainer:
         for micro_batch in self._micro_batches(
             learner, samples, sample_indices, backward=backward, reference=reference
         ):
-            if torch.get_num_threads() != (threads := threads_now(self._plan.threads)):
-                torch.set_num_threads(threads)
+            use_threads(self._plan.threads)
             reference_head = self._reference(learner, micro_batch) if reference else None
             with torch.set_grad_enabled(backward):
                 entropy_gradient = backward and self._loss.uses_entropy

@@ -339,15 +339,16 @@ def always_fails_alarms(
         is_always = failing.failed == failing.calls >= (1 if is_over else ALWAYS_CALLS)
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
             continue
-        limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}"
-        limit *= _is_about_length(failing.error)
+        limit = ""
+        if _is_about_length(failing.error):
+            limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}"
         calls_text = plural(failing.calls, "call")
         times = f"all of its {calls_text}" if is_always else f"its last {failing.in_a_row:.0f} of {calls_text}"
         times = "its only call" if failing.calls == 1 else times
         episodes = f"`agentrl episode list RUN --where 'metric.{failing.metric} > 0'`"
         advice = (
             f"{episodes}, for dropped ones `--where 'drop_reason = environment_error'`, lists episodes for `agentrl "
-            "episode why`; until it is fixed, those that are not dropped are trained with the reward that they get then"
+            "episode why`; until it is fixed, episodes that survive the failure are trained with the reward they get"
         )
         if failing.metric in (TOOL_ERROR, TOOL_TIMEOUT):
             advice = (
@@ -536,7 +537,7 @@ def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
 
 
 def _format_advice(worst: str, *, remedy: str, is_repeating: bool, is_program: bool) -> str:
-    """Return the remedy for the commonest way to break the format; `remedy` is that for short limits."""
+    """Return the remedy for the commonest way to break the format; `remedy` is the one for short limits."""
     match worst:
         case "turns/length" if is_repeating:
             return "a base model that ends its turns, such as an instruction-tuned one, or a lower sampling.temperature"

@@ -630,8 +630,8 @@ def check_rewards(subject: Subject, result: CheckResult) -> None:
 
 
 def check_programs(subject: Subject, result: CheckResult) -> None:
-    """The program of an external agent ends without an error in some episode. The same error whatever the replies is a
-    fault; different ones may be those of a program that random replies confuse."""
+    """The program of an external agent ends without an error in some episode. The same error in all of them is a fault;
+    different errors may come from random replies."""
     errors = [episode.detail for _, episode in subject.played if episode.metrics.get(PROGRAM_FAILED)]
     if not errors or len(errors) < len(subject.played):
         return
@@ -735,7 +735,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
-    """The number of calls of each tool, and of those that raised or timed out."""
+    """Count the calls of each tool, and its calls that raised or timed out."""
     entries = [body for body in subject.bodies() if isinstance(body, ToolEntry)]
     return (
         Counter(entry.name for entry in entries),

@@ -141,7 +141,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "three runs of `agentrl train` in each of the 12 steps; over them it is 0.01 ± 0.03 higher. Group "
                 "size, groups, learning rate, rank and tokens are the same, and the loss is the recipe's "
                 "`importance_sampling`. The prompts differ: the recipe's renderer leaves out the system message of the "
-                "model's chat template. The held-out rewards are those of `agentrl evaluate` with our prompt.",
+                "model's chat template. The held-out rewards come from `agentrl evaluate` with our prompt.",
                 "The recipe took nearly three times the CPU time of `agentrl train`, though without evaluations. With "
                 "its default loss, `stable_reinforce`, a run was stopped after its first step (reward 0.73), which "
                 "took 89 s instead of 66.",

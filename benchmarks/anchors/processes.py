@@ -19,7 +19,7 @@ class Ended(NamedTuple):
 
     code: int
     cpu_s: float
-    """CPU seconds, with those of the processes that it waited for."""
+    """CPU seconds of it and of the processes that it waited for."""
     peak_mib: float
     """Memory of the largest of these."""
     errors: str

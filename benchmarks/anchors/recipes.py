@@ -21,7 +21,7 @@ QUICK = {"max_steps": "3"}
 
 
 def train(recipe: Recipe, run: Path, seed: int, *, quick: bool) -> tuple[Ended, str]:
-    """Run a recipe against a server of its own, whose run directory is `run`; return how it ended, and the command."""
+    """Run a recipe against its own server, with the run directory `run`; return how it ended, and the command."""
     from benchmarks.tinker_recipes import INSTALL, PYTHON
 
     if not PYTHON.exists():
@@ -57,7 +57,7 @@ def train(recipe: Recipe, run: Path, seed: int, *, quick: bool) -> tuple[Ended, 
 def held_out_curve(arm: Arm, run: Path, seed: int) -> list[list[float]]:
     """Rows of step, held-out reward, half its 95 % interval, and number of tasks: the base model, then kept versions.
 
-    The rewards are those of `agentrl evaluate` with the arm's configuration.
+    `agentrl evaluate` measures the rewards, with the arm's configuration.
     """
     assert arm.recipe is not None
     config = load(ROOT / arm.config, [f"--seed={seed}"])

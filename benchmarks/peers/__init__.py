@@ -36,7 +36,7 @@ What is measured:
 
 * `wall_s`, `cpu_s`: from the start of training (models loaded, servers up, no evaluation before) to the first snapshot
   with a held-out reward of at least 0.9. In `calculator`, every step leaves one; in the others, every third. The same
-  sampler scores all of them after the run, on 512 tasks. CPU seconds are those of all processes, servers and children
+  sampler scores all of them after the run, on 512 tasks. CPU seconds count all processes, servers and children
   included. TRL's training starts at its first `on_step_begin`; in its asynchronous trainer the first batch has been
   sampled by then, so the last reading before its server's first token counts instead.
 * `tokens_sampled`, `tokens_wasted`: up to the last step; wasted tokens were sampled and in no trained batch. TRL's

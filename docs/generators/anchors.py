@@ -34,7 +34,7 @@ tinker-cookbook trains through `agentrl serve tinker`, and starts over. This pag
 * An interval of one run is the 95% interval over its tasks. An interval over seeds is Student's, over the runs' means;
   it says how much runs differ. One seed has none.
 * Every seed that was run to its end is here, the failed ones too. CPU minutes count all processes of
-  `agentrl train`, evaluations included, or those of server and recipe; peak MiB is the memory of the largest. Neither
+  `agentrl train`, evaluations included, or server and recipe; peak MiB is the memory of the largest. Neither
   is known for a run that was stopped and resumed.
 * A digest is the start of a SHA-256 over the names and contents of all files of the run directory
   (`benchmarks.anchors.recording.digest`).

@@ -152,7 +152,7 @@ class Parsing(Crashing):
 
 
 def test_a_program_that_fails_alike_in_every_episode_fails_the_check() -> None:
-    """Other errors may be those of random replies."""
+    """Other errors may come from random replies."""
     tasks = [agentrl.Task(id=name, data={}) for name in ("ant", "bee", "cow")]
     report = agentrl.check_environment(Crashing, tasks=tasks)
     (fault,) = [text for text in report.findings if "failed in all of 3 episodes" in text]

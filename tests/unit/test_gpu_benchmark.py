@@ -82,7 +82,7 @@ def test_make_installs_no_vllm_for_cpus_beside_a_gpu(repository: Path, tmp_path:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_pieces_run_on_cpus(tmp_path: Path) -> None:
-    """Those with vLLM take longer; of those that need a GPU, models are made, settings read and tests collected."""
+    """Pieces with vLLM take longer. Where one needs a GPU, models are made, settings read and tests collected."""
     output, pieces = tmp_path / "gpu.jsonl", ["start", "learner", "engine", "masks", "routing", "speculative", "suite"]
     assert gpu.main(["--small", "--only", *pieces, "--output", str(output)]) == 0
     figures = lines(output)

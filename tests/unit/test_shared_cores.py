@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.core.shared_cores import computing, threads_now
+from agentrl.engines.shared_cores import computing, threads_now
 
 
 def test_parts_that_overlap_divide_the_threads() -> None:

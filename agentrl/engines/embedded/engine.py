@@ -42,7 +42,6 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.shared_cores import computing, threads_now
 from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
@@ -70,6 +69,7 @@ from agentrl.engines.models import (
     language_model_class,
     model_dtype,
 )
+from agentrl.engines.shared_cores import computing, use_threads
 from agentrl.engines.version_table import (
     InProcessEngine,
     VersionTable,
@@ -322,35 +322,38 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Plan, run and finish steps, as long as there are calls."""
-        batcher, loop = self._batcher, asyncio.get_running_loop()
+        """Run steps, as long as there are calls."""
         with computing():
-            while True:
-                async with self.between_passes:
-                    self._runner.interrupted = False
-                    for call in batcher.drop_ending():
-                        self._end(call, aborted=True)
-                    if batcher.empty:
-                        break
-                    step: StepPlan | None = None
-                    if not self.versions.paused:
-                        batcher.admit(self.versions.held, self.versions.leases.resolve)
-                        step = batcher.plan()
-                    if step is not None:
-                        ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
-                        for slot in ended_slots:
-                            self._end(batcher.running[slot], aborted=False)
-                        self._deliver()
-                    else:
-                        self._wake.clear()
-                if step is None:
-                    await self._wake.wait()
+            await self._run_steps()
         self._loop_task = None
+
+    async def _run_steps(self) -> None:
+        """Plan, run and finish one step after another, as long as there are calls."""
+        batcher, loop = self._batcher, asyncio.get_running_loop()
+        while True:
+            async with self.between_passes:
+                self._runner.interrupted = False
+                for call in batcher.drop_ending():
+                    self._end(call, aborted=True)
+                if batcher.empty:
+                    return
+                step: StepPlan | None = None
+                if not self.versions.paused:
+                    batcher.admit(self.versions.held, self.versions.leases.resolve)
+                    step = batcher.plan()
+                if step is not None:
+                    ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
+                    for slot in ended_slots:
+                        self._end(batcher.running[slot], aborted=False)
+                    self._deliver()
+                else:
+                    self._wake.clear()
+            if step is None:
+                await self._wake.wait()
 
     def _pass(self, step: StepPlan) -> list[int]:
         """Run a forward pass, in the worker thread."""
-        if torch.get_num_threads() != (threads := threads_now(self._threads)):
-            torch.set_num_threads(threads)
+        use_threads(self._threads)
         return self._runner.run(step)
 
     def _end(self, call: ActiveRequest, *, aborted: bool) -> None:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _lock = threading.Lock()
 _computing = 0
 """Number of parts that compute now."""
@@ -17,7 +19,7 @@ _computing = 0
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Count one part more that computes, within the context."""
+    """Count one more part that computes, within the context."""
     global _computing
     with _lock:
         _computing += 1
@@ -31,3 +33,9 @@ def computing() -> Iterator[None]:
 def threads_now(most: int) -> int:
     """Return a part's share of so many threads while others compute in this process."""
     return max(1, most // max(1, _computing))
+
+
+def use_threads(most: int) -> None:
+    """Let torch use this part's share of so many threads in the calling thread."""
+    if torch.get_num_threads() != (threads := threads_now(most)):
+        torch.set_num_threads(threads)
