@@ -678,15 +678,10 @@ class _Judge:
                     if not turns[-1][7][0]:
                         continue  # all were inherited
                     inputs.append((turns, credit))
+            is_limited = stops[episode, attempt] in ("max_tokens", "max_turns", "context_length", "time_limit")
+            cut = _newest_rows(inputs) if is_limited else set()
             for number, (turns, credit) in enumerate(inputs):
-                is_last = number == len(inputs) - 1
-                is_cut = is_last and stops[episode, attempt] in (
-                    "max_tokens",
-                    "max_turns",
-                    "context_length",
-                    "time_limit",
-                )
-                digests[episode, number] = _row_digest(turns, credit, started, bound, is_cut=is_cut)
+                digests[episode, number] = _row_digest(turns, credit, started, bound, is_cut=number in cut)
         whole = hashlib.blake2b(digest_size=16)
         for episode, number in json.loads(header["__metadata__"]["rows"]):
             whole.update(digests.get((episode, number), b""))
@@ -946,6 +941,26 @@ class _Judge:
                 means[role].append((step, total, decay * weight + len(rows)))
             after[version] = means
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
+
+
+def _newest_rows(rows: Sequence[tuple[list[list[Any]], Row]]) -> set[int]:
+    """The row of each agent that has its newest trained turn."""
+    newest: dict[tuple[str, int], tuple[int, int]] = {}
+    for number, (turns, credit) in enumerate(rows):
+        agent = (credit["seat"], credit["agent"])
+        newest[agent] = max(newest.get(agent, (-1, -1)), (_last_trained(turns), number))
+    return {number for _, number in newest.values()}
+
+
+def _last_trained(turns: Sequence[list[Any]]) -> int:
+    """The newest turn of a row with tokens that may be trained; -1 without one."""
+    trained = [-1]
+    for turn in turns:
+        sampled, _, recorded = turn[7]
+        counts = recorded.get("kept", bytes(len(sampled)))[: len(sampled)]
+        if any(count != -1 for (count,) in struct.iter_unpack("<i", counts)):
+            trained.append(turn[5])
+    return max(trained)
 
 
 def _row_digest(

@@ -18,6 +18,7 @@ from agentrl.app.scoring import NO_SCORES, kept_scores, make_scorers, with_score
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.plans import RolloutPlan
 from agentrl.config.policies import OpponentPoolPolicy, PolicyConfig
+from agentrl.config.run import RunConfig
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import BestConfig, CheckpointConfig, CreditConfig, EvaluationConfig, JournalConfig
 from agentrl.core import ids
@@ -26,7 +27,7 @@ from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, EpisodeHost, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
-from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
+from agentrl.credit.estimators import AdvantageEstimator, reward_estimator
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.environment.environment import Environment, TaskSource
@@ -112,6 +113,8 @@ class RunParts:
     """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
     """Advantage estimator, if it takes a `Group`; see `load_user_functions`."""
+    compares_in_step: bool = False
+    """As in `UserFunctions`."""
     role_means: Mapping[SeatRole, Sequence[MeanAtStep]] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
     running_best: BestRunningMean = NOT_MEASURED
@@ -139,7 +142,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     max_in_flight, admission = _admission(plan, parts.served.engine)
     condition, activity, size = ChangeCondition(), ActivityClock(parts.clock), config.credit.group_size
     stop = RunStop(condition)
-    buffer = _buffer(trained, config.credit, parts, deterministic=config.deterministic)
+    buffer = _buffer(trained, config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, trained, parts.store.parents())
     score_limits = _score_limits(config.scorers, parts, stop)
@@ -426,31 +429,30 @@ def _opponents(
     )
 
 
-def _buffer(
-    trained: Mapping[str, PolicyConfig], credit: CreditConfig, parts: RunParts, *, deterministic: bool
-) -> EpisodeBuffer:
+def _buffer(trained: Mapping[str, PolicyConfig], config: RunConfig, parts: RunParts) -> EpisodeBuffer:
     return EpisodeBuffer(
         trained,
-        _release(trained, credit, parts, deterministic=deterministic),
+        _release(trained, config, parts),
         selection_bias={name: SelectionBiasTracker(policy.step_size) for name, policy in trained.items()},
-        drops_no_signal=credit.dynamic_sampling,
+        drops_no_signal=config.credit.dynamic_sampling,
+        whole_groups=parts.compares_in_step,
     )
 
 
-def _release(
-    trained: Mapping[str, PolicyConfig], credit: CreditConfig, parts: RunParts, *, deterministic: bool
-) -> GroupReleasePolicy:
+def _release(trained: Mapping[str, PolicyConfig], config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
+    credit = config.credit
     if credit.release == "group":
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
-            function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]
+            name = "none" if estimator is not None else credit.advantage.name
+            function = reward_estimator(name, loss=config.trainer.loss.name)
             return WholeGroupRelease(trained, function, to_go=credit.turn_credit == "to_go")
         return WholeGroupRelease(
             trained,
             estimator,
             to_go=credit.turn_credit == "to_go",
             # A deterministic run must not depend on the order in which episodes end, which determines this history.
-            uses_history=not deterministic,
+            uses_history=not config.deterministic,
             weights=credit.reward_weights,
         )
     return FirstFinishersRelease(

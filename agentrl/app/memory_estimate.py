@@ -41,7 +41,7 @@ USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
 some."""
 SAMPLED_SHARE = 0.2
-"""Share of the tokens that agents may sample that are expected to be computed: agents end early, and equal replies of a
+"""Expected share of the sampling limit that is computed: agents end early, and equal replies of a
 group are computed once. In first steps it was 0.17 in examples/16_qwen.toml and 0.36 in examples/07_smollm2.toml."""
 TAUGHT_SHARE = 0.75
 """Share of a step's episodes that are expected to have an advantage; others take no memory. In first steps it was 0.5
@@ -55,8 +55,8 @@ FALLBACK_CONTEXT = 1 << 11
 MAX_MICRO_BATCH = 1 << 14
 """Size in tokens beyond which a larger micro-batch is hardly faster on a GPU."""
 CPU_MICRO_BATCH, CPU_ROWS = 1 << 11, 4
-"""The same on CPUs; and the number of contexts of full length that fit in any case, because rows that share a prefix
-are cheaper in one micro-batch than in several."""
+"""The same on CPUs, or this number of contexts of full length if that is more, rounded down to a power of two: rows
+that share a prefix are cheaper in one micro-batch."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _RANK = "a smaller policies.NAME.lora.rank"
 _THIS = "this process"
@@ -150,7 +150,7 @@ class MemoryEstimate:
 
     @property
     def expected(self) -> int:
-        """Bytes of all processes together that are to be expected, with the files that are mapped meanwhile."""
+        """Expected bytes of all processes together, including mapped files."""
         return sum(part.expected_bytes * part.processes for part in self.parts)
 
     @property
@@ -667,8 +667,7 @@ def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
 
 
 def _mapped_weights(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Predict the files that are mapped while each process converts its weights from them to another dtype, as far as
-    they are larger than what it allocates later."""
+    """Predict the mapped checkpoint of each process that converts its weights, beyond its later allocations."""
     mapped = []
     for process in dict.fromkeys(part.process for part in parts):
         of_process = [part for part in parts if part.process == process]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,9 +111,15 @@ class RunPlan:
         yield f"trainer: {plural(trainer.ranks, 'rank')}{groups}, {steps}"
         yield from device_plan(self.engine.demand).lines()
 
-    def warnings(self) -> list[str]:
-        """Return warnings about settings and an environment that work, but are rarely intended."""
-        split_groups = split_group_warnings(self.trained, self.settings.credit.release, self.demands)
+    def warnings(self, *, whole_groups: bool) -> list[str]:
+        """Return warnings about settings and an environment that work, but are rarely intended.
+
+        Args:
+            whole_groups: whether steps take whole groups; see `UserFunctions.compares_in_step`.
+        """
+        split_groups: Iterable[str] = ()
+        if not whole_groups:
+            split_groups = split_group_warnings(self.trained, self.settings.credit.release, self.demands)
         return [*split_groups, *misspelled_attributes(self.environment)]
 
 

@@ -344,6 +344,14 @@ def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | 
     )
 
 
+def let_waiting_threads_sleep(config: RunConfig) -> None:
+    """Set `OMP_WAIT_POLICY` of a run whose engine and trainer, in processes of their own, may come to overlap with a
+    thread per core each: threads that spin while they wait then make steps several times as long. Call it before
+    anything imports torch, which reads it."""
+    if not config.engine_in_process and any(len(policy.staleness_choices) > 1 for policy in config.trained.values()):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def check_programs(config: RunConfig, environment: type[Environment]) -> None:
     """Refuse a run whose external agents cannot start; on a cluster, their programs may be on other machines.
 
@@ -396,12 +404,14 @@ def _source(
 
 
 def first_prompts(environment: type[Environment], source: TaskSource, chat_format: ChatFormat) -> list[list[int]]:
-    """Return the tokens of the first tasks' prompts; none if only an episode would show them."""
+    """Return the tokens of the first tasks' prompts; none if only an episode would show them, or `prompt` needs
+    `load`."""
     if not issubclass(environment, ToolEnvironment) or environment.run is not ToolEnvironment.run:
         return []
     prompts: list[list[int]] = []
     with contextlib.suppress(Exception):  # foreign code, whose error the first episode names
-        tools = [bound.spec for bound in environment.tool_table().values()]  # servers would have to be asked for theirs
+        # Without the tools of MCP servers, which would have to be started.
+        tools = [bound.spec for bound in environment.tool_table().values()]
         for number in range(min(len(source), PROMPT_TASKS)):
             instance = environment()
             instance.task = source[number]

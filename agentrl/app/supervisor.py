@@ -108,6 +108,8 @@ class RunSetup:
     code: UserCodeDigests
     estimator: AdvantageEstimator | None
     """Advantage estimator; see `UserFunctions`."""
+    compares_in_step: bool
+    """As in `UserFunctions`."""
     changed: Sequence[SettingDifference]
     """Settings changed since the previous process."""
     configured: Mapping[str, Any]
@@ -436,6 +438,7 @@ def _parts(
         recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,
+        compares_in_step=setup.compares_in_step,
         workers=workers,
         tell=setup.observer.warn,
         say=setup.observer.say,

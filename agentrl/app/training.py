@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import difflib
 import itertools
-import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from agentrl.app.run_parts import (
     environment_of,
     first_prompts,
     importable_environment_code,
+    let_waiting_threads_sleep,
     load_config,
     task_source,
     unproved_sandbox_promises,
@@ -152,10 +152,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
             for function in scorers
         },
     )
-    if not config.engine_in_process and any(len(policy.staleness_choices) > 1 for policy in config.trained.values()):
-        # Once the bound lets engine and trainer overlap, each with a thread per core, threads that spin while they wait
-        # make steps several times as long. Read when torch is imported.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_waiting_threads_sleep(config)
     check_packages_of_run(config, environment)
     environment_class = environment_of(config, environment)
     check_programs(config, environment_class)
@@ -236,14 +233,19 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
         resume=bool(resume),
     )
     async with run_context as (store, observer), gpu_reservation():
-        _warn(observer, warnings, run_tasks.warnings(), [] if resume else resolve(config, environment).warnings())
+        _warn(
+            observer,
+            warnings,
+            run_tasks.warnings(),
+            [] if resume else resolve(config, environment).warnings(whole_groups=functions.compares_in_step),
+        )
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         # A resume first refuses settings that may not change, and names the old value.
         plan = resolve(config, environment)
         _warn(
             observer,
             remember_run(path, config, code, selected, resumed=bool(resume)),
-            plan.warnings() if resume else [],
+            plan.warnings(whole_groups=functions.compares_in_step) if resume else [],
         )
         recorded_turns = await asyncio.to_thread(
             find_recorded_turns, config.environment.start_from, config.seed, environment, path
@@ -270,6 +272,7 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
             observer=observer,
             code=UserCodeDigests.of(config.of_kind(BotPolicy), environment, functions),
             estimator=functions.estimator,
+            compares_in_step=functions.compares_in_step,
             changed=changes,
             configured=configured,
         )

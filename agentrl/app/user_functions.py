@@ -26,6 +26,8 @@ class UserFunctions(NamedTuple):
     """Kind and code of the functions that are not built in."""
     estimator: AdvantageEstimator | None
     """Advantage estimator, if it takes a `Group`."""
+    compares_in_step: bool
+    """Whether the loss or the estimator compares conversations of a step, which then has to hold whole groups."""
 
 
 def load_user_functions(
@@ -54,8 +56,11 @@ def load_user_functions(
     if advantage.name not in REWARD_ESTIMATORS:
         user_function = found["advantage"][1] if "advantage" in found else None
         estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
-    check_compatible([*credit_parts(credit, loss, _declared(found)), *learner_parts(loss, trained)])
-    return UserFunctions(codes, estimator)
+    declared = _declared(found)
+    check_compatible([*credit_parts(credit, loss, declared), *learner_parts(loss, trained)])
+    grouping = LOSSES.get(loss.name, declared.loss).grouping(loss.options)
+    over = ADVANTAGES.get(advantage.name, declared.advantage).over
+    return UserFunctions(codes, estimator, grouping in ("group", "step") or over == "step")
 
 
 def load_declarations(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on_signals, ignore_stop_signals, print_json
 from agentrl.config.load import dump_toml, load, setting_place, setting_sources
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
+from agentrl.core.files import expand_path
 from agentrl.core.masking import mask_secrets
 from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line, plural
@@ -71,18 +72,21 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _import_environment(options: argparse.Namespace, config: RunConfig, *, is_plan: bool = False) -> None:
-    """Import the environment before anything slow; an error names the line of the file that asks for it. A plan needs
-    no model, so no packages for one."""
-    from agentrl.app.run_parts import check_packages_of_run, environment_of
+    """Import the environment before slow work. An error names the line that configures it. A dry run does not require
+    the training packages."""
+    from agentrl.app.run_parts import check_packages_of_run, environment_of, let_waiting_threads_sleep
+    from agentrl.environment.registry import resolve
 
     if not is_plan:
         check_packages_of_run(config)
-    try:
-        environment_of(config)
-    except EnvironmentDefinitionError as error:
-        name = config.environment.id if isinstance(config.environment.id, str) else ""
-        place = setting_place(Path(options.file), "environment.id", Path(name).name)
-        raise EnvironmentDefinitionError(f"{place}: {error}") from error
+    let_waiting_threads_sleep(config)
+    if isinstance(name := config.environment.id, str):
+        try:
+            resolve(name)
+        except EnvironmentDefinitionError as error:
+            place = setting_place(Path(expand_path(options.file)), "environment.id", Path(name).name)
+            raise EnvironmentDefinitionError(f"{place}: {error}") from error
+    environment_of(config)
 
 
 def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
@@ -95,7 +99,7 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     from agentrl.app.scoring import expected_scores
     from agentrl.app.user_functions import load_user_functions
 
-    load_user_functions(config.trainer, config.credit, config.scorers, config.trained)
+    functions = load_user_functions(config.trainer, config.credit, config.scorers, config.trained)
     with contextlib.suppress(ImportError):  # nothing that finds models on the hub is installed
         check_hub_models(model_paths(config), before)
     config, line = with_chosen_engine(config, before)
@@ -110,7 +114,7 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
         policies = {name: policy.model_copy(update=rates[name]) for name, policy in config.trained.items()}
         config, open_settings = config.model_copy(update={"policies": {**config.policies, **policies}}), []
     plan = resolve(config, environment_of(config))
-    for warning in plan.warnings():
+    for warning in plan.warnings(whole_groups=functions.compares_in_step):
         sys.stderr.write(f"WARNING {escape_line(warning)}\n")
     lines = [*plan.lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:

@@ -83,6 +83,7 @@ def loss_part(name: str, declaration: FunctionDeclaration, options: Mapping[str,
         Property.WEIGHS_ADVANTAGES: True,
         Property.NO_DIVERGENCE: not declaration.divergence,
         Property.WITHIN_TURN: grouping in WITHIN_TURN,
+        Property.BY_TOKEN: grouping == "token",
         Property.LINEAR: declaration.linear,
     }
     needs = {_WHOLE_GROUP: grouping == "group", NEEDS_REFERENCE: declaration.reference}
@@ -136,10 +137,14 @@ ADVANTAGES: dict[str, FunctionDeclaration] = {
     "group_std": _COMPARED,
     "role_mean": _ALONE._replace(lacks=_ALONE.lacks | {Property.REWARDS_TO_GO, Property.EQUAL_FOR_EQUAL}),
     "none": _ALONE._replace(gives=_ALONE.gives | {Property.TREE_FORM}),
-    **dict.fromkeys(("max_rl", "pass_at_k", "best_of_n"), _COMPARED),
-    "gigpo": _COMPARED._replace(lacks=frozenset({Property.REWARDS_TO_GO, Property.IGNORES_STATES})),
+    **dict.fromkeys(("max_rl", "best_of_n"), _COMPARED),
+    "pass_at_k": _COMPARED._replace(lacks=frozenset({Property.EQUAL_FOR_EQUAL})),
+    "gigpo": _COMPARED._replace(
+        lacks=frozenset({Property.REWARDS_TO_GO, Property.IGNORES_STATES, Property.EQUAL_FOR_EQUAL})
+    ),
     "reinforce_plus_plus": _STANDARDIZED,
-    **dict.fromkeys(("reinforce_plus_plus_baseline", "gdpo"), _STANDARDIZED._replace(needs=(_COMPANIONS,))),
+    "reinforce_plus_plus_baseline": _STANDARDIZED._replace(needs=(_COMPANIONS,)),
+    "gdpo": _STANDARDIZED._replace(needs=(_COMPANIONS,), lacks=frozenset({Property.EQUAL_FOR_EQUAL})),
     "gae": _ALONE._replace(
         needs=(
             Need(

@@ -61,9 +61,9 @@ MASKED_LAG = Part(
     needs=(
         Need(
             "loss",
-            Property.WITHIN_TURN,
-            "it weighs a token by others of its conversation or step, of which only the newer ones are left",
-            "set a loss that groups by token or turn (docs/reference/algorithms.md), such as 'truncated', or "
+            Property.BY_TOKEN,
+            "it weighs a token by others, of which only the newer ones are left; even a turn can span versions",
+            "set a loss that groups by token (docs/reference/algorithms.md), such as 'truncated', or "
             "policies.NAME.over_lag = 'wait'",
         ),
         Need(

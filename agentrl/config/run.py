@@ -528,8 +528,8 @@ class RunConfig(Section):
     def threads(self) -> int:
         """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among the
         processes that compute at once. If only one policy learns, at `max_staleness` 0, engines and ranks compute in
-        turn; with "auto" too, unless it pays that they share the cores. While they overlap, they then divide these
-        threads, in one process (`engines.shared_cores`).
+        turn; with "auto" too, unless it pays that they share the cores. In one process, parts that overlap divide the
+        cores (`engines.shared_cores`).
 
         A deterministic run uses one thread, because the number of threads decides the order of additions.
         """

@@ -65,6 +65,7 @@ class Property(Enum):
     LINEAR = "is linear: an estimator or scorer in the rewards, a loss on policy in the advantages"
     # of losses and normalizers
     WITHIN_TURN = "weighs a token by tokens of the same turn at most"
+    BY_TOKEN = "weighs a token by itself alone"
     CONSTANT = "divides by a number that does not depend on the step"
     WEIGHS_ADVANTAGES = "multiplies the advantages"
     LEARNS_FROM_REWARDS = "learns nothing from a group with equal rewards"

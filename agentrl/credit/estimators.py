@@ -32,6 +32,15 @@ REWARD_ESTIMATORS: dict[str, AdvantageFunction] = {
 step (`baselines.RoleMeans`), `gae` in the trainer (`generalized_advantages`)."""
 
 
+def reward_estimator(advantage: str, *, loss: str) -> AdvantageFunction:
+    """Return the estimator of `REWARD_ESTIMATORS` that a run with this loss uses.
+
+    `dpo` reads the order of the advantages. With several agents in a seat, `leave_one_out` has a baseline for each
+    episode, under which an agent of smaller reward may have the larger advantage; `group_mean` keeps their order.
+    """
+    return group_mean if (advantage, loss) == ("leave_one_out", "dpo") else REWARD_ESTIMATORS[advantage]
+
+
 GROUP_ESTIMATORS: dict[str, Callable[..., Sequence[float] | Sequence[Sequence[float]]]] = {
     "max_rl": max_rl,
     "pass_at_k": pass_at_k,
@@ -114,10 +123,20 @@ class AdvantageEstimator:
         return advantages
 
     def to_go(self, group: Group) -> list[AgentCredit]:
-        """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
+        """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`.
+
+        Raises:
+            InputError: as for a call, or the function itself credits turns.
+        """
 
         def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
-            return [Advantage(credit.value, credit.baseline) for credit in self(replace(group, rewards=tuple(rewards)))]
+            credits = self(replace(group, rewards=tuple(rewards)))
+            if any(credit.by_turn for credit in credits):
+                raise InputError(
+                    f"the advantage {self.name} returned advantages per turn, and credit.turn_credit = 'to_go' credits "
+                    "turns by the rewards that follow them: set credit.turn_credit = 'sum'"
+                )
+            return [Advantage(credit.value, credit.baseline) for credit in credits]
 
         by_turn = advantages_to_go(of_rewards, group.rewards, group.turn_rewards, group.episodes)
         return [credit._replace(by_turn=turns) for credit, turns in zip(self(group), by_turn, strict=True)]

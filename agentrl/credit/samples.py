@@ -65,9 +65,16 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
         if unit.is_cut and len(result) > first:
-            result[-1] = msgspec.structs.replace(result[-1], is_cut=True)
+            # Rows of an external agent interleave, so the last turn need not be in the last row.
+            newest = max(range(first, len(result)), key=lambda place: (_last_turn(result[place]), place))
+            result[newest] = msgspec.structs.replace(result[newest], is_cut=True)
         first = len(result)
     return result
+
+
+def _last_turn(sample: TrainingSample) -> int:
+    assert sample.turn_index is not None
+    return int(sample.turn_index[sample.loss_mask].max())
 
 
 def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSample]]:

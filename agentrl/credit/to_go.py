@@ -41,6 +41,23 @@ def advantages_to_go(
     by_turn = []
     for now in range(last + 1):
         before = [math.fsum(value for turn, value in agent_rewards if turn < now) for agent_rewards in turn_rewards]
-        to_go = [reward - paid for reward, paid in zip(rewards, before, strict=True)]
-        by_turn.append([entry.value for entry in advantage(to_go, episodes)])
+        by_turn.append([entry.value for entry in advantage(rewards_to_go(rewards, before), episodes)])
     return list(zip(*by_turn, strict=True))
+
+
+def rewards_to_go(rewards: Sequence[float], paid: Sequence[float]) -> list[float]:
+    """Subtract from each reward what was paid before. The differences are rounded to 12 digits: estimators compare them
+    for equality, and 1.4 - 0.4 is not exactly 1.
+
+    Example:
+        >>> rewards_to_go([1.4, 1.0, 0.3], [0.4, 0.0, 0.1 + 0.2])
+        [1.0, 1.0, 0.0]
+    """
+    return [_difference(*pair) for pair in zip(rewards, paid, strict=True)]
+
+
+def _difference(reward: float, paid: float) -> float:
+    rest = reward - paid
+    if not paid or not math.isfinite(rest):
+        return rest
+    return 0.0 if abs(rest) <= 1e-12 * max(abs(reward), abs(paid)) else float(f"{rest:.12g}")

@@ -36,6 +36,7 @@ from typing import NamedTuple
 from agentrl.core import ids
 from agentrl.core.records import AgentTurns, ForkPoint
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Piece
+from agentrl.credit.to_go import rewards_to_go
 
 AgentKey = tuple[str, str, int]
 """Episode, seat and index of an agent."""
@@ -237,8 +238,7 @@ def tree_credits(
     if paid:
         for now in range(max(paid, *(piece.first for pieces in whole for piece, _ in pieces)) + 1):
             before = [math.fsum(value for turn, value in own if turn < now) for own in turn_rewards]
-            to_go = [reward - earlier for reward, earlier in zip(rewards, before, strict=True)]
-            at_turn.append(of_rewards(to_go, now))
+            at_turn.append(of_rewards(rewards_to_go(rewards, before), now))
     credits = []
     for number, pieces in enumerate(whole):
         if paid:

@@ -6,6 +6,7 @@ operation would wait until its last thread gets a core: SmolLM2's steps then too
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,12 +31,12 @@ def computing() -> Iterator[None]:
             _computing -= 1
 
 
-def threads_now(most: int) -> int:
-    """Return a part's share of so many threads while others compute in this process."""
-    return max(1, most // max(1, _computing))
+def threads_now(max_threads: int) -> int:
+    """Return a part's share of the cores while others compute in this process, at most `max_threads`."""
+    return min(max_threads, max(1, len(os.sched_getaffinity(0)) // max(1, _computing)))
 
 
-def use_threads(most: int) -> None:
-    """Let torch use this part's share of so many threads in the calling thread."""
-    if torch.get_num_threads() != (threads := threads_now(most)):
+def use_threads(max_threads: int) -> None:
+    """Let torch use this part's share of the cores, at most `max_threads`, in the calling thread."""
+    if torch.get_num_threads() != (threads := threads_now(max_threads)):
         torch.set_num_threads(threads)

@@ -102,6 +102,7 @@ class ReadyUnit(NamedTuple):
     """Whether no other episode could be compared with this one, so that the advantage is 0."""
     sampled_by: tuple[PolicyVersion, ...] = ()
     """Oldest versions that sampled the episode and the children it waited for."""
+    group_id: str = ""
 
     @property
     def tree(self) -> str:
@@ -134,6 +135,7 @@ class EpisodeBuffer:
         release: decides when members of a group are released, and with which baselines.
         selection_bias: metrics by policy; informed of every admission, end and resolution.
         drops_no_signal: whether the units of a group in which no unit of their policy has an advantage are dropped.
+        whole_groups: whether a step takes all ready units of a group, because its loss or estimator compares them.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class EpisodeBuffer:
         *,
         selection_bias: Mapping[str, SelectionBiasTracker] | None = None,
         drops_no_signal: bool = False,
+        whole_groups: bool = False,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
@@ -152,6 +155,7 @@ class EpisodeBuffer:
         reason. They serve as baselines for their siblings, and are never trained again."""
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
+        self._whole_groups = whole_groups
         self.without_signal: Counter[str] = Counter()
         """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
@@ -337,7 +341,7 @@ class EpisodeBuffer:
                 is_cut=stopped_by_limit(header.stop_reason),
             )
             is_alone = self._is_alone(unit, group)
-            self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by))
+            self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by, header.group_id))
 
     def _is_alone(self, unit: Unit, group: OpenGroup) -> bool:
         """Whether a unit's rewards needed a comparison and no other member got a reward in the same seats."""
@@ -394,10 +398,15 @@ class EpisodeBuffer:
         return self._late[policy]
 
     def pop_ready(self, policy: str, count: int) -> list[ReadyUnit]:
-        """Remove and return `count` ready units, oldest release first, and the rest of the last one's tree; fewer if
-        fewer are ready. Resolve each by `consume` or `drop`."""
+        """Remove and return `count` ready units, oldest release first, and the rest of the last one's tree, or of its
+        group with `whole_groups`; fewer if fewer are ready. Resolve each by `consume` or `drop`."""
         queue, taken = self._ready[policy], list[ReadyUnit]()
-        while queue and (len(taken) < count or (taken and queue[0].tree == taken[-1].tree)):
+
+        def is_of_last(ready: ReadyUnit) -> bool:
+            last = taken[-1]
+            return ready.tree == last.tree or (self._whole_groups and ready.group_id == last.group_id)
+
+        while queue and (len(taken) < count or (taken and is_of_last(queue[0]))):
             taken.append(queue.popleft())
         return taken
 

@@ -150,3 +150,14 @@ def test_a_row_of_one_temperature_has_the_digest_of_versions_with_one_per_row() 
     assert row_digest(with_temperatures(1, 0.7, 0.7)) == digest_of(0.7, row)
     mixed = with_temperatures(1, 0.7, 1.3)
     assert row_digest(mixed) == digest_of(0.0, mixed)
+
+
+def test_the_row_of_the_last_turn_is_the_one_that_was_cut() -> None:
+    """Rows of an external agent interleave: here the second row is a call between the turns of the first."""
+    (row,) = make_trajectory(turns=1).rows
+    rows = [
+        row.with_column("turn_index", np.where(row.loss_mask, last_turn, -1).astype(np.int32)) for last_turn in (2, 1)
+    ]
+    unit = replace(make_unit(TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)), is_cut=True)
+    found = unit_samples(unit, [replace(make_trajectory(turns=1), rows=tuple(rows))])
+    assert [item.is_cut for item in found] == [True, False]

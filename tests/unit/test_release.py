@@ -9,6 +9,7 @@ import pytest
 from agentrl.core.records import FrozenGroupBaselines, Task
 from agentrl.credit.advantages.group_baselines import no_baseline
 from agentrl.credit.baselines import SeatRole
+from agentrl.credit.estimators import reward_estimator
 from agentrl.credit.release import (
     FirstFinishersRelease,
     GroupReleasePolicy,
@@ -42,6 +43,28 @@ def test_turns_have_their_rewards_to_go_however_an_episode_is_released() -> None
 
     assert credited(whole) == credited(first)
     assert "(3.0, 2.0, 0.0)" in str(credited(first))
+
+
+def test_a_step_takes_whole_groups_if_its_loss_compares_them() -> None:
+    for whole_groups, sizes in ((False, [2, 2, 2, 2, 1]), (True, [3, 3, 3])):
+        buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], no_baseline), whole_groups=whole_groups)
+        for number in range(9):
+            spec = make_spec(f"e{number}", group_id=f"g{number // 3}", group_size=3)
+            buffer.admit(spec)
+            buffer.record_end(spec, make_episode_header(spec, reward=1.0))
+        assert [len(buffer.pop_ready("policy", 2)) for _ in sizes] == sizes
+
+
+def test_dpo_reads_the_order_of_the_rewards() -> None:
+    """Of two agents in a seat of each episode: no baseline then has rewards of the own episode."""
+    rewards, episodes = [0.9, -1.0, 0.8, 1.0], ["e0", "e0", "e1", "e1"]
+
+    def order(loss: str) -> list[int]:
+        values = [entry.value for entry in reward_estimator("leave_one_out", loss=loss)(rewards, episodes)]
+        return sorted(range(4), key=values.__getitem__)
+
+    assert order("dpo") == sorted(range(4), key=rewards.__getitem__)
+    assert order("truncated") != order("dpo")
 
 
 CHILD = make_spec("e0~r#1.0", group_id="e0~r#1", parent_id="e0", task=Task(id="child", data={}))

@@ -183,6 +183,14 @@ def test_an_estimator_credits_each_agent_and_each_turn() -> None:
     estimator = make_advantage_estimator(f"{SCRIPT}:centred", {})
     assert [(each.value, each.baseline) for each in estimator(group)] == [(0.5, 0.5), (-0.5, 0.5)]
     assert [each.by_turn for each in estimator.to_go(group)] == [(0.5, 0.0), (-0.5, 0.0)]
+    by_turn = AdvantageEstimator(
+        name="by_turn",
+        function=lambda group: [[1.0, -1.0], [-1.0, 1.0]],
+        mark=FunctionDeclaration("advantage"),
+        options={},
+    )
+    with pytest.raises(InputError, match="turn_credit = 'sum'"):
+        by_turn.to_go(group)
     with pytest.raises(InputError, match="too_few"):
         make_advantage_estimator(f"{SCRIPT}:too_few", {})(group)
     with pytest.raises(InputError, match="pass_at_k"):
