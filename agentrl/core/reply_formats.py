@@ -443,22 +443,22 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         return text, ()
     value = parse_json_value(raw)
     parts = [(raw, value)] if value is not None else _split(raw)
-    if (
-        not has_tag
-        and not any(isinstance(v, dict) and "name" in v for _, v in parts)
-        and not _NAME.match(raw[1:].lstrip(SPACE))
-    ):
+    offered, is_broken = {tool.name for tool in tools}, parts[-1][1] is None
+    # An answer may have a name too: a call also has arguments, or is of an offered tool.
+    has_call = any(
+        isinstance(v, dict) and "name" in v and (not v.keys().isdisjoint(_ARGUMENTS) or v["name"] in offered)
+        for _, v in parts
+    )
+    if not (has_tag or has_call or (is_broken and _NAME.match(raw[1:].lstrip(SPACE)))):
         return text, ()
     return "", tuple(_call(n, part, _named_call(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:
-    """Split calls separated by `;`; if they do not parse, return one malformed call."""
-    parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
-    values = [parse_json_value(part.strip(SPACE)) for part in parts]
-    if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
-        return [(raw, None)]
-    return list(zip((part.strip(SPACE) for part in parts), values, strict=True))
+    """Split calls that follow each other; if they do not parse, return one malformed call."""
+    pieces = _json_pieces(raw) if len(raw) <= MAX_CALL_CHARACTERS else []
+    parts = [(piece, parse_json_value(piece)) for piece in pieces]
+    return parts if len(parts) > 1 and all(value is not None for _, value in parts) else [(raw, None)]
 
 
 # --- calls in tags ----------------------------------------------------------------------------------------------------

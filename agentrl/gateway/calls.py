@@ -34,6 +34,8 @@ MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
 MAX_NAME_CHARACTERS = 1024
 """Maximum length of the name of a model or tool, and of the id of a call."""
+MAX_INTEGER = (1 << 53) - 1
+"""Largest integer of a field, which every reader of JSON keeps exactly."""
 MOST_ITEMS = 8192
 """Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
@@ -230,7 +232,7 @@ def read_integer(body: Mapping[str, Any], name: str, *, minimum: int = 1) -> int
     """Return an integer of a body; None if it is absent.
 
     Raises:
-        RequestRefusedError: the value is not an integer, or less than `minimum`.
+        RequestRefusedError: the value is not an integer, or not between `minimum` and `MAX_INTEGER`.
     """
     value = body.get(name)
     if value is None:
@@ -239,6 +241,8 @@ def read_integer(body: Mapping[str, Any], name: str, *, minimum: int = 1) -> int
         raise RequestRefusedError(
             f"{name} is {bounded_repr(value)}; it must be an integer of at least {minimum}", "invalid", name
         )
+    if value > MAX_INTEGER:  # the journal could not record it
+        raise RequestRefusedError(f"{name} is {bounded_repr(value)}; it may be {MAX_INTEGER} at most", "invalid", name)
     return value
 
 

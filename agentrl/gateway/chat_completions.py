@@ -24,6 +24,7 @@ from agentrl.gateway.calls import (
 from agentrl.gateway.options import (
     SAMPLING_FIELDS,
     ignored_fields,
+    names_allowed_tools,
     read_reply_form,
     read_sampling,
     read_tool_choice,
@@ -57,6 +58,7 @@ class ChatCompletionsProtocol:
         unread = {
             "top_logprobs": body.get("top_logprobs"),
             "tools.strict": any(tool["function"].get("strict") for tool in body.get("tools") or []),
+            "tool_choice.allowed_tools": names_allowed_tools(body.get("tool_choice")),
         }
         if names := assistant_names(body.get("messages")):
             demands["name"] = names

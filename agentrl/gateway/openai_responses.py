@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
+from agentrl.core.reply_formats import arguments_alone, parse_json_value
 from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
@@ -28,6 +29,7 @@ from agentrl.gateway.chat_completions import content_text, openai_refusal, parse
 from agentrl.gateway.options import (
     SAMPLING_FIELDS,
     ignored_fields,
+    names_allowed_tools,
     read_reply_form,
     read_sampling,
     read_tool_choice,
@@ -76,6 +78,7 @@ class OpenAIResponsesProtocol:
             "top_logprobs": body.get("top_logprobs"),
             "include": any(item != _LOGPROBS for item in included),
             "tools.strict": any(tool.get("strict") for _, tool in tools_by_namespace),
+            "tool_choice.allowed_tools": names_allowed_tools(body.get("tool_choice")),
         }
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
@@ -313,10 +316,18 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
         if space:
             item |= {"name": call.name.removeprefix(f"{space}."), "namespace": space}
         if kind == "custom":
-            arguments = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
-            yield {**item, "type": "custom_tool_call", "input": str(arguments)}
+            yield {**item, "type": "custom_tool_call", "input": _custom_input(call.arguments)}
         else:
             yield {**item, "type": "function_call", "arguments": tool_arguments_text(call)}
+
+
+def _custom_input(arguments: Mapping[str, Any] | str) -> str:
+    """Return the input of a call of a custom tool, which is any text; of a malformed call without its wrapper."""
+    if not isinstance(arguments, str):
+        return str(arguments.get("input", ""))
+    written = arguments_alone(arguments)
+    value = parse_json_value(written)
+    return value if isinstance(value, str) else written
 
 
 def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:

@@ -125,7 +125,7 @@ def read_tool_choice(value: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
         return ToolChoice()
     if isinstance(value, dict):
         kind, function = value.get("type"), value.get("function")
-        if kind == "allowed_tools":  # which of them it calls is not checked
+        if kind == "allowed_tools":  # see `names_allowed_tools`
             allowed = value.get("allowed_tools")
             value = (allowed if isinstance(allowed, dict) else value).get("mode")
         elif kind in ("function", "custom", "tool"):
@@ -143,6 +143,11 @@ def read_tool_choice(value: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
             f"tool_choice is {bounded_repr(value)}; it must be auto, none, required or a tool", "invalid", "tool_choice"
         )
     return ToolChoice(mode)
+
+
+def names_allowed_tools(value: Any) -> bool:
+    """Whether a `tool_choice` lists the tools that the model may call, which is not enforced."""
+    return isinstance(value, dict) and value.get("type") == "allowed_tools"
 
 
 def read_reply_form(value: Any, location: str) -> ReplyForm:

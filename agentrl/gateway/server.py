@@ -332,6 +332,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Sample, recall or join the call of a request, and send its replies."""
         seat = seat_for_model(endpoint.seats, chat.model, limited_to)
+        digest = digest_of(seat.seat, digest)  # another seat may send the same request
         call = _call_of(endpoint, digest, request)
         if call is None:
             self._conversations.check(endpoint, chat.messages)

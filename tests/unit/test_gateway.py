@@ -26,9 +26,11 @@ from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, T
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.calls.journal import CallJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.external.agent import cut_at_text
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from tests.markdown_pages import ROOT, python_of
+from tests.support.builders import make_completion
 from tests.unit.episodes import Played, play
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -371,6 +373,19 @@ def test_a_stop_text_ends_the_tokens_that_are_kept_too() -> None:
     assert b"two" not in held
 
 
+def test_the_token_that_ends_a_turn_is_no_stop_text() -> None:
+    """Programs written for other servers name it; cut there, the reply would count as cut, and the token come twice."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return "".join({5: "one ", 6: "END", 7: "<|im_end|>"}[token] for token in token_ids)
+
+    stops = ["<|im_end|>", "END"]
+    assert cut_at_text(make_completion([5, 7]), stops, decode) is None
+    cut = cut_at_text(make_completion([5, 6, 7]), stops, decode)
+    assert cut is not None
+    assert (cut.token_ids.tolist(), cut.finish_reason) == ([5, 6], "length")
+
+
 class Retrying(Loop):
     """Goes away in the middle of a call, and asks again."""
 
@@ -420,6 +435,23 @@ class Reusing(Loop):
 def test_an_idempotency_key_is_of_one_request() -> None:
     Reusing.said.clear()
     play(Reusing, ["secret of main", "of small"])
+    assert Reusing.said == ["secret of main", "of small"]
+
+
+class Alike(Reusing):
+    """Lets two seats send the same request: with a key of one seat, any name of a model is that seat."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for seat in self.seats:
+            headers = {"Authorization": f"Bearer {endpoint.keys[seat]}", "Idempotency-Key": "1"}
+            body = {"model": "gpt-4o", "messages": [user("a")]}
+            async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer:
+                self.said.append((await answer.json())["choices"][0]["message"]["content"])
+
+
+def test_no_seat_gets_the_reply_of_another() -> None:
+    Reusing.said.clear()
+    play(Alike, ["secret of main", "of small"])
     assert Reusing.said == ["secret of main", "of small"]
 
 

@@ -327,6 +327,10 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     said = Message(role="assistant", content="", tool_calls=(call,))
     (item,) = protocol.whole(request, [replace(REPLY, message=said, thinking="")])["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "*** begin")
+    for written, text in (('{"name": "apply", "arguments": "ls -l"}', "ls -l"), ('{"name": "apply", "arg', None)):
+        malformed = replace(said, tool_calls=(replace(call, arguments=written),))
+        (broken,) = protocol.whole(request, [replace(REPLY, message=malformed, thinking="")])["output"]
+        assert broken["input"] == (written if text is None else text), "never the wrapper of a whole call"
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
     again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, item, output]})
     assert again.messages[1].tool_calls == (call,)

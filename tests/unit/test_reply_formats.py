@@ -220,6 +220,19 @@ def test_llama_takes_the_whole_message_or_nothing() -> None:
     assert parse_llama("<|python_tag|>print(1)")[1][0].name == ""
 
 
+def test_llama_reads_an_answer_with_a_name_as_an_answer() -> None:
+    answer = '{"name": "Ada", "age": 36}'
+    assert parse_llama(answer, [WEATHER]) == (answer, ())
+    (call,) = parse_llama('{"name": "weather"}', [WEATHER])[1]
+    assert (call.name, call.arguments) == ("weather", {})
+
+
+@pytest.mark.parametrize("between", ["; ", "\n", ";"])
+def test_llama_reads_calls_that_follow_each_other(between: str) -> None:
+    calls = [f'{{"name": "weather", "parameters": {{"city": "{city}"}}}}' for city in ("a; b", "c")]
+    assert [call.arguments for call in parse_llama(between.join(calls))[1]] == [{"city": "a; b"}, {"city": "c"}]
+
+
 @pytest.mark.parametrize("name", REPLY_FORMATS)
 def test_each_format_reads_what_its_models_write(name: str) -> None:
     each = REPLY_FORMATS[name]

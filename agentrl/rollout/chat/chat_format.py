@@ -931,8 +931,9 @@ def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] |
 
 
 def _silent_tokens(tokens: Sequence[AddedToken], markup: Collection[str]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the tokens that are left out of a reply's text, and those of them that are marks of other formats."""
-    silent = [token for token in tokens if token.special and token.literal not in markup]
+    """Return the tokens that are left out of a reply's text, and those of them that are marks of other formats. A mark
+    may be a token and text behind it, such as Gemma's `<|channel>thought`."""
+    silent = [token for token in tokens if token.special and not any(mark.startswith(token.literal) for mark in markup)]
     return (
         frozenset(token.token_id for token in silent),
         frozenset(token.token_id for token in silent if token.literal in ALL_MARKUP),

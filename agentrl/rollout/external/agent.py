@@ -399,8 +399,12 @@ class ExternalAgent(TurnRecorder):
                 else dataclasses.replace(tool_call, id=self._tool_call_id(call.call_id, n))
                 for n, tool_call in enumerate(calls)
             )
-        is_greedy = request.sampling.get("temperature") == 0  # then the recorded log-probabilities are 0
-        stop_text = min((stop for stop in request.stop if stop in text), key=text.find, default=None)
+        temperature = request.sampling.get("temperature", self._settings.sampling.temperature)
+        is_greedy = temperature == 0  # then the recorded log-probabilities are 0
+        # The token that ends the model's turn is no text, also if the agent names it as one.
+        has_ended = bool(request.stop and token_ids) and token_ids[-1] in chat_format.stop_token_ids
+        before_end = chat_format.decode(token_ids[:-1]) if has_ended else text
+        stop_text = min((stop for stop in request.stop if stop in before_end), key=before_end.find, default=None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
         self._tree.answer(placement, token_ids, completion.finish_reason, message)
@@ -603,6 +607,8 @@ def cut_at_text(
     The result has no closing token, like one that a limit ended.
     """
     ids = completion.token_ids.tolist()
+    if completion.finish_reason == "stop":
+        ids = ids[:-1]  # the token that ends the model's turn is no text
 
     def holds_stop(count: int) -> bool:
         text = decode(ids[:count])

@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -270,9 +271,18 @@ def _arguments(arguments: object) -> str:
         except (ValueError, RecursionError):
             return value
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=dict)
+        return json.dumps(_with_integers(value), sort_keys=True, ensure_ascii=False, default=dict)
     except (TypeError, ValueError, RecursionError):
         return str(arguments)
+
+
+def _with_integers(value: Any) -> Any:
+    """Write whole numbers as integers, as JavaScript does when it sends back what it received."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return [_with_integers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tools_text(tools: Sequence[ToolSpec]) -> str:
