@@ -16,6 +16,7 @@ import msgspec
 
 from agentrl.cli.runs import RunAnswer, make_run_command
 from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.core.text import escape_line
 from agentrl.observe.progress import ProgressLine
 from agentrl.observe.run_directory import run_argument
 
@@ -55,7 +56,7 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         limit=options.limit,
         offset=options.offset,
         among=among,
-        fields=[name for name in columns if name not in COLUMNS],
+        fields=list(dict.fromkeys(name for name in columns if name not in COLUMNS)),
     )
 
     def page() -> TerminalPage:
@@ -310,6 +311,8 @@ def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             table.line(f"left out: {problem}")
         return table
 
+    if options.json:
+        sys.stderr.writelines(f"left out: {escape_line(problem)}\n" for problem in problems)
     return RunAnswer(lines, page)
 
 

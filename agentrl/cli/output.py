@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -40,8 +41,8 @@ def print_json(value: Any) -> None:
 
     import msgspec
 
-    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
-    json.dump(plain, sys.stdout, indent=2, default=_bytes)
+    plain = _finite(msgspec.to_builtins(value, builtin_types=(bytes,)))
+    json.dump(plain, sys.stdout, indent=2, default=_bytes, allow_nan=False)
     sys.stdout.write("\n")
 
 
@@ -51,9 +52,18 @@ def print_json_line(value: Any) -> None:
 
     import msgspec
 
-    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
-    sys.stdout.write(json.dumps(plain, default=_bytes) + "\n")
+    plain = _finite(msgspec.to_builtins(value, builtin_types=(bytes,)))
+    sys.stdout.write(json.dumps(plain, default=_bytes, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have by null, as exports do."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def print_text(renderable: RenderableType) -> None:

@@ -220,6 +220,7 @@ def run_view(options: argparse.Namespace) -> int:
     with open_run(options) as reader:
         if options.json:
             from agentrl.inspection.statistics import latest_metrics, run_state
+            from agentrl.observe.alarms import find_alarms
 
             state = run_state(reader)
             print_json(
@@ -229,6 +230,7 @@ def run_view(options: argparse.Namespace) -> int:
                     "metrics": latest_metrics(state),
                     "failure": state.failure,
                     "problem": state.problem,
+                    "alarms": [alarm._asdict() for alarm in find_alarms(state)],
                 }
             )
         elif options.once or not sys.stdout.isatty():

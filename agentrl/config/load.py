@@ -330,17 +330,24 @@ def _check_plain(data: Mapping[str, Any]) -> None:
         raise ConfigError(f"{'.'.join(level[0][0])[:80]}…: nested deeper than {MAX_DEPTH}")
 
 
+_KEY = re.compile(r""""[^"]+"|'[^']+'|[^.=]+""")
+_OVERRIDE = re.compile(rf"(?P<keys>(?:{_KEY.pattern})(?:\.(?:{_KEY.pattern}))*)=(?P<value>.*)", re.DOTALL)
+
+
 def split_override(override: str) -> tuple[tuple[str, ...], str]:
-    """Split `section.field=value` into the keys and the text of the value.
+    """Split `section.field=value` into the keys and the text of the value. A key with a dot is quoted, as in TOML.
 
     Raises:
         ConfigError: it has no such form.
+
+    Example:
+        >>> split_override('--models."Qwen/Qwen2.5-0.5B".max_rank=64')
+        (('models', 'Qwen/Qwen2.5-0.5B', 'max_rank'), '64')
     """
-    name, sign, text = override.lstrip("-").partition("=")
-    parts = tuple(name.split("."))
-    if not sign or not all(parts):
+    match = _OVERRIDE.fullmatch(override.lstrip("-"))
+    if match is None:
         raise ConfigError(f"{override!r}: write an override as section.field=value, for example trainer.loss.name=ppo")
-    return parts, text
+    return tuple(key.strip("\"'") for key in _KEY.findall(match["keys"])), match["value"]
 
 
 def _check_policy_names(data: Mapping[str, Any], raw: Mapping[tuple[str, ...], str], source: Path) -> None:

@@ -235,9 +235,9 @@ def _cut_turns(reader: RunReader, view: ConversationView, turns: Sequence[Policy
         name, limit = plan.limit_of(act.policy, LIMITS["max_tokens"])
         settings = view.settings.get(act.seat) or view.settings.get("") or {}
         limit = int(settings.get("max_tokens", limit))
-        own = act.asked.get("max_tokens")
-        if isinstance(own, int | float) and act.tokens >= own:
-            key = f"the request's own max_tokens = {own:.0f}", "let the agent ask for more"
+        requested_limit = act.asked.get("max_tokens")
+        if isinstance(requested_limit, int | float) and act.tokens >= requested_limit:
+            key = f"the request's own max_tokens = {requested_limit:.0f}", "let the agent ask for more"
         elif act.tokens < limit:
             context = LIMITS["context_length"]
             key = f"the full context ({plan.limit_text(act.policy, context)})", f"raise {context}"

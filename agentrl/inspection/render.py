@@ -44,7 +44,8 @@ EPISODE_COLUMNS = (
     *("episode", "attempt", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
     *("turns", "tokens", "oldest_step", "seconds"),
 )
-"""Default columns of `episode list`, with `reward/SEAT` instead of `reward` if several seats are rewarded."""
+"""Default columns of `episode list`, with `reward/SEAT` instead of `reward` if several seats are rewarded, and without
+`environment` if all listed episodes have the same."""
 _NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns", "tokens", "seconds"}
 
 
@@ -206,6 +207,8 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
     if not columns:
         optional = {"attempt", "stop_reason", "drop_reason"}
         column_names = [name for name in column_names if name not in optional or any(getattr(x, name) for x in lines)]
+        if len({line.environment for line in lines}) == 1:
+            column_names.remove("environment")
         place = column_names.index("reward")
         column_names[place : place + 1] = reward_columns(line.rewards for line in lines)
     by_seat = any(name.startswith("reward/") for name in column_names)

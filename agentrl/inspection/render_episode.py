@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -187,7 +188,7 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
 
 
 def _request(asked: Mapping[str, Any], ignored: Sequence[str] = ()) -> str:
-    """Describe a request: the values it asked for, and its fields without effect; "" for none of both.
+    """Describe a request: the values it asked for, and its fields without effect; "" if there are neither.
 
     Example:
         >>> _request({"temperature": 0.7, "tool_choice": "required", "stop": ["."]}, ["seed"])
@@ -258,7 +259,8 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
     page = TerminalPage()
     versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
     colors = {version: _COLORS[place % len(_COLORS)] for place, version in enumerate(versions)}
-    page.line((view.episode, "bold"), f" · attempt {view.attempt} · context is dim, and never trained")
+    hint = "" if details else " · --details lists each token of the loss with its log-probability"
+    page.line((view.episode, "bold"), f" · attempt {view.attempt}{hint}")
     page.line(*((f" {version} ", f"bold {color}") for version, color in colors.items()))
     for row in view.rows:
         step_text = f"trained into {row.step}" if row.step else "no step trained it"
@@ -274,14 +276,18 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
 
 
 def _token_text(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> None:
-    pieces: dict[int, list[tuple[str, str]]] = {}
+    turns: dict[int, list[EpisodeToken]] = {}
     for token in row.tokens:
-        style = colors.get(token.version or "", "dim") if token.loss_mask else "dim"
-        pieces.setdefault(token.turn, []).append((token.text or f"{token.id} ", style))
-    for turn, parts in pieces.items():
+        turns.setdefault(token.turn, []).append(token)
+    for turn, tokens in turns.items():
         request = _request(row.asked.get(turn, {}))
         page.line((f"  turn {turn}", "bold"), *[(f"  {request}", "dim")] * bool(request))
-        page.flow(parts, indent=4)
+        for is_trained, run in itertools.groupby(tokens, lambda token: bool(token.loss_mask)):
+            page.line(("    in the loss:" if is_trained else "    context:", "dim"))
+            styles = colors if is_trained else {}
+            page.flow(
+                ((token.text or f"{token.id} ", styles.get(token.version or "", "dim")) for token in run), indent=6
+            )
 
 
 def _token_table(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> None:

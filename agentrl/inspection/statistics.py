@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
     from agentrl.inspection.reader import RunReader
     from agentrl.journal.run_log import SqliteRunLog
-
-QUANTILES = (0.1, 0.5, 0.9)
 
 
 class EpisodeDistribution(msgspec.Struct, frozen=True):
@@ -210,11 +208,12 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
 
 
 def _spread(values: Sequence[float]) -> EpisodeDistribution:
-    """Compute mean and quantiles of values in ascending order."""
+    """Compute mean, median and outer deciles of values in ascending order. As many values are below the low decile as
+    above the high one: a tenth, rounded down."""
     if not values:
         return EpisodeDistribution(None, None, None, None)
-    places = [min(int(share * len(values)), len(values) - 1) for share in QUANTILES]
-    return EpisodeDistribution(fmean(values), *(values[place] for place in places))
+    tenth = len(values) // 10
+    return EpisodeDistribution(fmean(values), values[tenth], median(values), values[-1 - tenth])
 
 
 def _policies(reader: RunReader) -> list[PolicyStatistics]:

@@ -47,13 +47,15 @@ MIN_ADDITION = 12
 """Minimum length of a chat template's addition to a prompt that `text_beside_messages` returns, in characters, without
 tags."""
 _MARKERS = re.compile(
-    r"(?:<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</?s>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>)"
+    r"(?:<\|(?:im_start|start_header_id|header_start|start)\|>|<start_of_turn>)"
     r"(?:(?:system|developer|user|assistant|model|tool)\b)?"
+    r"|<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</?s>|<end_of_turn>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]"
 )
-"""Control tokens, with the roles that they name."""
+"""Control tokens, with the roles that opening ones name."""
 _TAGS = re.compile(r"</?\w+>")
-_END = re.compile(r"(?:<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</s>|<end_of_turn>)\s*\Z")
-"""A control token at the end of a reply."""
+_END = re.compile(r"(?:<\|\w+\|>|<\uff5c[^\s<>\uff5c]*\uff5c>|</s>|<end_of_turn>)\s*\Z")
+"""The control token at the end of a reply. It has no spaces: a reply could hide a sentence in what is left out."""
 MAX_CONTROL_TOKEN = 100
 """Maximum length of a control token that is left out, in characters."""
 _CONTROL = ("<|start|>", "<|stop|>")
@@ -350,7 +352,9 @@ def differing_request(turn: TurnEntry, begin: BeginEntry | None) -> dict[str, An
     seats = {} if begin is None else begin.settings
     settings = seats.get(turn.seat) or seats.get("")
     run_values = _DEFAULT_SAMPLING | ({} if settings is None else msgspec.structs.asdict(settings))
-    asked: dict[str, Any] = {name: value for name, value in request.asked.items() if run_values.get(name) != value}
+    asked: dict[str, Any] = {
+        name: value for name, value in request.asked.items() if run_values.get(name) != value and name != "stop"
+    }
     if settings is not None and request.max_tokens < settings.max_tokens:
         asked["max_tokens"] = request.max_tokens
     if request.stop:
@@ -388,16 +392,14 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
 
 
 def without_end(text: str) -> str:
-    """Return the text of a reply without the control tokens that end it.
+    """Return the text of a reply without the control token that ends it.
 
     Example:
         >>> without_end("372<|im_end|>"), without_end("It is [B].")
         ('372', 'It is [B].')
     """
-    end = len(text)
-    while (match := _END.search(text, max(end - MAX_CONTROL_TOKEN, 0), end)) is not None:
-        end = match.start()
-    return text[:end]
+    match = _END.search(text, max(len(text) - MAX_CONTROL_TOKEN, 0))
+    return text if match is None else text[: match.start()]
 
 
 def assemble_token_rows(view: EpisodeView, problems: list[str]) -> list[AssembledTokenRow]:

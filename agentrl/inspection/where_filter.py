@@ -8,6 +8,7 @@ It becomes SQL over known columns with bound values; nothing of the text itself 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -177,21 +178,24 @@ class _Parser:
             raise InputError(f"--where: expected a value after {name} {operator}")
         if kind == "word" and text.lower() in ("null", "none") and operator in ("=", "==", "!=", "<>"):
             return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
-        return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text, kind == "quoted")
+        return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text, kind)
 
-    def _compare(self, name: str, column: FilterColumn, operator: str, text: str, is_quoted: bool) -> str:
+    def _compare(self, name: str, column: FilterColumn, operator: str, text: str, kind: str) -> str:
         if operator == "~":
             self._values.append(text)
             return f"instr(CAST(({column.sql}) AS TEXT), ?) > 0"
         if column.kind == "number":
             try:
-                self._values.append(float(text))
-            except ValueError as error:
-                raise InputError(f"--where: {name} must be compared with a number, not with {text!r}") from error
+                number = float(text)
+            except ValueError:
+                number = math.nan
+            if math.isnan(number):
+                raise InputError(f"--where: {name} must be compared with a number, not with {text!r}")
+            self._values.append(number)
         elif column.choices and text not in column.choices:
             raise InputError(f"--where: {name} is one of {', '.join(column.choices)}, not {text!r}")
         else:
-            self._values.append(_json_value(text) if column.kind == "any" and not is_quoted else text)
+            self._values.append(_json_value(text, kind) if column.kind == "any" else text)
         return f"({column.sql}) {_OPERATORS[operator]} ?"
 
     def _peek(self) -> tuple[str, str]:
@@ -210,11 +214,17 @@ class _Parser:
         return False
 
 
-def _json_value(text: str) -> Value:
-    """Return a number for a number or a truth value, as SQLite extracts them from JSON, or else the text."""
-    if text in ("true", "false"):
-        return int(text == "true")
-    try:
-        return float(text)
-    except ValueError:
+def _json_value(text: str, kind: str) -> Value:
+    """Return a number for a number or a truth value, as SQLite extracts them from JSON, or else the text.
+
+    Args:
+        text: the value.
+        kind: kind of its token: `number`, `quoted` or `word`.
+    """
+    if kind == "word" and text.lower() in ("true", "false"):
+        return int(text.lower() == "true")
+    if kind != "number":
         return text
+    if re.fullmatch(r"[-+]?\d{1,20}", text) and -(1 << 63) <= int(text) < 1 << 63:
+        return int(text)  # a float would round a large id
+    return float(text)

@@ -286,6 +286,9 @@ def test_states_and_advantages_of_turns_are_shown(tmp_path: Path, capsys: pytest
     assert main(["episode", "why", str(run), episode]) == 0
     shown = ", ".join(f"{value:.3g}" for value in json.loads(text))
     assert f"; by turn {shown}" in " ".join(capsys.readouterr().out.split())
+    with agentrl.open_run(run) as opened:
+        (credit,) = opened.episode(episode).agents[0].credits
+    assert credit.turn_advantages == list(enumerate(json.loads(text)))
 
 
 def test_other_advantages_keep_no_states(tmp_path: Path) -> None:

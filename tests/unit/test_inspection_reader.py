@@ -26,6 +26,7 @@ from agentrl.inspection.render_episode import conversation_page, tokens_page
 from agentrl.inspection.statistics import run_statistics
 from agentrl.inspection.steps import step_list
 from agentrl.inspection.tokens import episode_tokens
+from agentrl.inspection.where_filter import json_column, parse_where_filter
 from agentrl.journal.entries import ExternalRequestParameters, encode_body, entry_checksum
 from agentrl.journal.port import MetricRow, UnitDropped, VersionPublication
 from agentrl.journal.store import SqliteJournal
@@ -139,7 +140,7 @@ def test_several_rewarded_seats_have_a_column_each_and_no_sum(
     assert main(["episode", "list", shop]) == 0
     headings, newest, *_ = capsys.readouterr().out.splitlines()
     assert [name for name in headings.split() if name.startswith("reward")] == ["reward/buyer", "reward/seller"]
-    assert newest.split()[4:6] == ["0.75", "-0.75"]
+    assert newest.split()[3:5] == ["0.75", "-0.75"], "all episodes are of one environment, which is left out"
     assert main(["episode", "list", shop, "--columns", "episode,reward/seller", "--limit", "1", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["reward"], told["rewards"]["buyer"], told["fields"]["reward/seller"]) == (None, 0.75, -0.75)
@@ -473,3 +474,29 @@ def test_a_cell_has_an_end(run: Path) -> None:
     assert page.count("t" * 20) > 0
     assert page.count("…") == 1
     assert len(page) < 100 * MAX_CELL
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("True", 1),
+        ("false", 0),
+        ("'True'", "True"),
+        ("1234567890123456789", 1234567890123456789),
+        ("0.5", 0.5),
+        ("1e400", float("inf")),
+        ("nan", "nan"),
+        ("infinity", "infinity"),
+    ],
+)
+def test_a_field_is_compared_with_the_value_that_was_written(text: str, value: object) -> None:
+    found = parse_where_filter(f"data.x = {text}", {}, {"data.": json_column("task_data")})
+    assert (found.values, type(found.values[-1])) == (("x", value), type(value))
+
+
+def test_no_column_of_numbers_is_compared_with_nan(run: Path) -> None:
+    with (
+        contextlib.closing(RunReader(run)) as reader,
+        pytest.raises(InputError, match="must be compared with a number"),
+    ):
+        reader.episodes("reward = nan")

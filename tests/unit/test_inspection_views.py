@@ -362,7 +362,9 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     lived = sum(
         stop - start - sum(max(min(stop, until) - max(start, since), 0.0) for since, until in stopped)
         for start, stop in reader.log.rows(
-            "SELECT a.admitted_at, coalesce(e.committed_at, (SELECT max(committed_at) FROM episodes)) FROM admissions a"
+            "SELECT a.admitted_at, coalesce(e.committed_at, (SELECT min(n.admitted_at) FROM admissions n"
+            " WHERE n.episode = a.episode AND n.attempt > a.attempt), (SELECT max(committed_at) FROM episodes))"
+            " FROM admissions a"
             " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
         )
     )

@@ -64,7 +64,7 @@ class AgentStepCredit(msgspec.Struct, frozen=True):
     baseline: float | None
     advantage: float | None
     turn_advantages: list[tuple[int, float]]
-    """Advantages by turn, if turns differ."""
+    """Advantages by turn, if turns differ; the last one holds for all later turns."""
 
 
 class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,7 +238,7 @@ def _credits(
     credits: dict[tuple[str, int], list[AgentStepCredit]] = {}
     for row in unit_rows:
         step = f"{row['policy']}@{row['lineage']}.{row['step']}"
-        turns = decode_json_list(row["turn_advantages"], problems)
+        turns = list(enumerate(decode_json_list(row["turn_advantages"], problems)))
         try:
             credit = msgspec.convert({**row, "step": step, "turn_advantages": turns}, AgentStepCredit)
         except msgspec.ValidationError as error:

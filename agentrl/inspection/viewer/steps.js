@@ -23,6 +23,11 @@ export async function stepsView(page) {
     const series = [...points].map(([name, of], place) => ({ name, hue: `hue${place}`, points: of }));
     return card(title, chart(title, series, { share: isOfShares && isShare("reward", series.flatMap((each) => each.points)) }));
   };
+  // A server has one policy for each base, and several models of it, each a lineage with steps of its own.
+  const counts = new Map();
+  for (const { policy, step } of surviving) counts.set(`${policy} ${step}`, (counts.get(`${policy} ${step}`) ?? 0) + 1);
+  const several = new Set(surviving.filter(({ policy, step }) => counts.get(`${policy} ${step}`) > 1).map(({ policy }) => policy));
+  const nameOf = ({ policy, lineage }) => (several.has(policy) ? `${policy}@${lineage}` : policy);
   const newest = [...steps].reverse();
   const holder = element("div");
   const more = element("button", { type: "button", class: "more", on: { click: () => extend() } });
@@ -34,7 +39,7 @@ export async function stepsView(page) {
     more.textContent = `Show ${number(Math.min(PAGE, newest.length - shown))} more of ${number(newest.length)} steps`;
   }
   extend();
-  return { title: "Steps", content: [element("div", { class: "side" }, curve("Reward by step", rewardsOf, true), curve("Gradient norm by step", (step) => [[step.policy, step.grad_norm]], false)), holder, more] };
+  return { title: "Steps", content: [element("div", { class: "side" }, curve("Reward by step", rewardsOf, true), curve("Gradient norm by step", (step) => [[nameOf(step), step.grad_norm]], false)), holder, more] };
 }
 
 const HEADINGS = ["step", "reward", "loss", "gradient norm", "episodes", "tokens", "took", "at, UTC"];

@@ -57,8 +57,9 @@ export function seconds(value) {
   if (value > 0 && value < 1e-3) return "< 1 ms";
   if (value < 0.1) return `${number(value * 1000, 2)} ms`;
   if (value < 100) return `${number(value, 3)} s`;
-  const minutes = Math.floor(value / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const whole = Math.round(value);
+  const minutes = Math.floor(whole / 60);
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function percent(share) {
