@@ -323,12 +323,16 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
 
     async def _run(self) -> None:
         """Run steps, as long as there are calls."""
-        with computing():
-            await self._run_steps()
+        is_waiting = True
+        while is_waiting:
+            with computing():
+                is_waiting = await self._run_steps()
+            if is_waiting:
+                await self._wake.wait()
         self._loop_task = None
 
-    async def _run_steps(self) -> None:
-        """Plan, run and finish one step after another, as long as there are calls."""
+    async def _run_steps(self) -> bool:
+        """Plan, run and finish one step after another. Returns whether there are calls that have to wait."""
         batcher, loop = self._batcher, asyncio.get_running_loop()
         while True:
             async with self.between_passes:
@@ -336,7 +340,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                 for call in batcher.drop_ending():
                     self._end(call, aborted=True)
                 if batcher.empty:
-                    return
+                    return False
                 step: StepPlan | None = None
                 if not self.versions.paused:
                     batcher.admit(self.versions.held, self.versions.leases.resolve)
@@ -349,7 +353,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                 else:
                     self._wake.clear()
             if step is None:
-                await self._wake.wait()
+                return True
 
     def _pass(self, step: StepPlan) -> list[int]:
         """Run a forward pass, in the worker thread."""
@@ -663,13 +667,15 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             is_current = self._requested.is_current(weights)
             target = self._overwritable(weights) if is_current else None
             model_copy = target or self._new_copy(is_merged=weights.kind == "adapter")
-            restore = model_copy.save() if target is not None and canary is not None else None
+            # Saving costs a merged copy nothing, and full weights a copy in memory.
+            is_saved = target is not None and (canary is not None or weights.kind == "adapter")
+            restore = model_copy.save() if is_saved else None
             overwritten = {serving.version: serving for serving in self._servings_of(model_copy)}
             for version in overwritten:
                 del self.live[version]  # from here on it cannot be held
             new = self._serving(weights, canary, model_copy)
-            await self._engine.on_worker(partial(fill, model_copy))
             try:
+                await self._engine.on_worker(partial(fill, model_copy))
                 await self._check_answer(weights, new, *overwritten.values())
             except BaseException:
                 if restore is not None:

@@ -453,7 +453,8 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             await self._begin_service(new, old, is_current=True)
 
         async def undo() -> None:
-            async with self._control.paused(clear_cache=False):
+            # Turns that were open had their contexts computed by the refused weights, under the old version's salt.
+            async with self._control.paused(clear_cache=True):
                 await self._go_back(weights, old, "they are refused")
 
         await self._check_canary(weights, new, old, undo=undo)
