@@ -326,6 +326,9 @@ def _engine(bench: Bench) -> None:
 
 
 def _suite(bench: Bench) -> None:
+    if importlib.util.find_spec("pytest") is None:
+        bench.put(skipped="pytest is not installed")
+        return
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(path) for path in files if "mark.gpu" in path.read_text("utf-8")]
     parallel = ["-n", "4"] if importlib.util.find_spec("xdist") else []  # most of the time goes to compiling

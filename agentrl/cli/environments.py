@@ -65,17 +65,31 @@ def _description(spec: EnvironmentSpec) -> dict[str, Any]:
 def env_check(options: argparse.Namespace) -> int:
     """`agentrl env check [ID | FILE.toml] [--model DIR] [--loss NAME] [--advantage NAME] [--scorer NAME]`; exit code 1
     if a check failed."""
-    from agentrl import check_environment
-    from agentrl.observe.progress import ProgressLine
-
     functions = [
         (kind, name) for kind in ("loss", "advantage", "scorer") if (name := getattr(options, kind)) is not None
     ]
     if not functions and options.id is None:
         raise InputError("nothing to check: give an environment, --loss NAME, --advantage NAME or --scorer NAME")
-    codes = [_check_function(kind, name, as_json=options.json) for kind, name in functions]
-    if options.id is None:
-        return max(codes)
+    checked = [_check_function(kind, name) for kind, name in functions]
+    if not options.json:
+        sys.stdout.writelines(f"{escape_text(each['text'])}\n" for each in checked)
+    if options.id is not None:
+        answer = _check_environment(options)
+        if options.json:
+            print_json({**answer, **({"functions": checked} if checked else {})})
+        else:
+            sys.stdout.write(escape_text(answer["text"]).rstrip("\n") + "\n")
+        checked.append(answer)
+    elif options.json:
+        print_json(checked[0] if len(checked) == 1 else checked)
+    return 0 if all(each["passed"] for each in checked) else CheckFailedError.exit_code
+
+
+def _check_environment(options: argparse.Namespace) -> dict[str, Any]:
+    """Check an environment; returns its `id`, whether it `passed`, the `checks`, and the report's `text`."""
+    from agentrl import check_environment
+    from agentrl.observe.progress import ProgressLine
+
     temporary_directory()  # many libraries need one
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
     config = _config_of_run(options.id, options.overrides)
@@ -83,19 +97,17 @@ def env_check(options: argparse.Namespace) -> int:
     if config is not None:
         sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
         limits = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_turns", "max_tokens"})
+        of_learners = [config.sampling_of(name).max_tokens for name in config.trained]
+        limits["max_tokens"] = max(of_learners, default=sampling.max_tokens)
         environment, settings = config.environment.id, {"options": config.environment.options, "sampling": limits}
         settings["gateway_sampling"] = config.gateway.sampling
 
     def check() -> dict[str, Any]:
         with contextlib.closing(progress):
+            if config is not None and (refused := _refused_settings(config)) is not None:
+                return refused
             report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
         if config is not None:
-            from agentrl.app.plan import check_settings
-
-            try:
-                check_settings(config)
-            except InputError as error:
-                report.begin("settings").fault(str(error))
             learners = report.begin("learners")
             for seat, task_id in report.figures.get("unrewarded_seats", {}).items():
                 if not config.seat_assignment.policies_of([seat]).isdisjoint(config.trained):
@@ -117,11 +129,21 @@ def env_check(options: argparse.Namespace) -> int:
     if answer is None:
         text = f"{options.id}: the check did not finish: {problem}"
         answer = {"passed": False, "class": None, "text": text, "checks": []}
-    if options.json:
-        print_json({"id": options.id, **answer})
-    else:
-        sys.stdout.write(escape_text(answer["text"]).rstrip("\n") + "\n")
-    return max(0 if answer["passed"] else CheckFailedError.exit_code, *codes, 0)
+    return {"id": options.id, **answer}
+
+
+def _refused_settings(config: RunConfig) -> dict[str, Any] | None:
+    """Return the answer about settings that `agentrl train` would refuse; None if there are none. Plays no episode."""
+    from agentrl.app.plan import check_settings
+
+    try:
+        check_settings(config)
+    except AgentRLError as error:
+        finding = {"severity": "fault", "problem": str(error), "advice": ""}
+        check = {"name": "settings", "findings": [finding], "figures": {}, "shown": "", "remarks": []}
+        text = f"{config.environment.id}: 1 finding\n- {error}"
+        return {"passed": False, "class": None, "text": text, "checks": [check]}
+    return None
 
 
 def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
@@ -204,8 +226,8 @@ def _check_tools_shown(report: Any, model: str | None, config: RunConfig | None)
             )
 
 
-def _check_function(kind: str, name: str, *, as_json: bool) -> int:
-    """Check a loss, an advantage or a scorer; returns the exit code."""
+def _check_function(kind: str, name: str) -> dict[str, Any]:
+    """Check a loss, an advantage or a scorer; returns its name by kind, whether it `passed`, and the report's text."""
 
     def check() -> tuple[bool, str]:
         from agentrl.testing.function_check import FunctionReport, check_advantage, check_loss, check_scorer
@@ -223,11 +245,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
 
     answer, problem = run_in_forked_child(check)
     has_passed, text = answer or (False, f"{kind} {name}: the check did not finish: {problem}")
-    if as_json:
-        print_json({kind: name, "passed": has_passed, "text": text})
-    else:
-        sys.stdout.write(escape_text(text) + "\n")
-    return 0 if has_passed else CheckFailedError.exit_code
+    return {kind: name, "passed": has_passed, "text": text}
 
 
 def env_new(options: argparse.Namespace) -> int:

@@ -112,8 +112,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine like `asyncio.run`, in an `EpisodeEventLoop`. Ctrl-C is answered also while the loop is
     blocked."""
 
+    # A handler of the caller stays in force: only it knows what Ctrl-C does.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
     async def answering() -> T:
-        with _answering_ctrl_c():
+        with _answering_ctrl_c() if is_default else contextlib.nullcontext():
             return await main
 
     with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner:
@@ -125,7 +128,7 @@ def _answering_ctrl_c() -> Iterator[None]:
     """Say what blocks the loop when Ctrl-C arrives, before the handler of `asyncio.Runner` acts."""
     before = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or not callable(before) or before is signal.default_int_handler:
-        yield  # only the main thread may set handlers, and the caller's own one is left alone
+        yield  # only the main thread may set handlers; elsewhere, `asyncio.Runner` has not set its own
         return
     loop = asyncio.get_running_loop()
 
@@ -163,10 +166,11 @@ def tell_if_blocked(loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]
             return
         stack, _ = user_frames(sys._current_frames()[owner])
         is_users = is_user_code(stack[0].f_code.co_filename)
-        code = f"now blocked by {describe_stack(stack)}" if is_users else "which no code of yours blocks now"
-        tell(f"stopping once the event loop is free, {code}. Another signal, or Ctrl-C, ends at once")
+        code = f"blocked by {describe_stack(stack)}" if is_users else "busy in agentrl or a library"
+        tell(f"the event loop is {code}; stopping when it is free. Another signal, or Ctrl-C, ends at once")
 
-    Thread(target=look, name="answer to a signal", daemon=True).start()
+    with contextlib.suppress(RuntimeError, MemoryError):  # no thread can start; the signal itself must still act
+        Thread(target=look, name="answer to a signal", daemon=True).start()
 
 
 def user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:

@@ -397,7 +397,7 @@ def copy_weights(path: Path, into: BinaryIO, *, base: Path | None = None) -> Non
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                shutil.copyfileobj(content, into, BLOCK_BYTES)  # not into every file
+                shutil.copyfileobj(content, into, BLOCK_BYTES)  # `sendfile` cannot write into this file
 
 
 def digest_of_version(directory: Path, kind: Literal["full", "adapter"]) -> str:

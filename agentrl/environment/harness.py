@@ -58,7 +58,8 @@ from agentrl.sandbox.state import hashed_files
 _OUTCOME = {"output", "error"}
 """Keys of the result of a command. An extended `play` may return other data."""
 SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".pl", ".rb")
-"""Ends of the names of scripts, which an interpreter is given as its first argument."""
+"""Suffixes of scripts, which an interpreter gets as its first argument."""
+_INTERPRETER = re.compile(r"(?:python|pypy|node|deno|bun|bash|sh|perl|ruby|tsx)[\d.]*")
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"
@@ -421,7 +422,9 @@ def missing_program(environment: type[HarnessEnvironment]) -> str:
     where = f"{environment.__qualname__}.command"
     if "/" not in program and "{" not in program and shutil.which(program) is None:
         return f"{where}: there is no program {program!r} on PATH; install it, or give its absolute path"
-    scripts = [program] * ("/" in program) + [script for script in arguments[:1] if script.endswith(SCRIPTS)]
+    is_interpreter = _INTERPRETER.fullmatch(Path(program).name) is not None
+    scripts = [program] * ("/" in program)
+    scripts += [script for script in arguments[:1] if is_interpreter and script.endswith(SCRIPTS)]
     for script in scripts:
         if "{" in script:
             continue

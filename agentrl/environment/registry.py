@@ -6,6 +6,7 @@ Anything found is an `Environment` class. A class written for TRL's `environment
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -284,11 +285,13 @@ def _missing_module(error: BaseException, location: str) -> str:
     """Return that a module does not exist, with the nearest one; "" if the error has another reason."""
     if not isinstance(error, ModuleNotFoundError) or error.name != location.partition(".")[0]:
         return ""
-    folder = Path.cwd()
-    names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    folder, names = Path.cwd(), list[str]()
+    with contextlib.suppress(OSError):  # the folder cannot be listed
+        is_package = os.path.isfile  # which calls one that cannot be opened none, unlike `Path.is_file`
+        names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or is_package(path / "__init__.py")]
     close = difflib.get_close_matches(error.name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else "a class in a file is `path/env.py:Class`"
-    return f"there is no module {error.name!r} in {folder}, and none is installed; {hint}"
+    return f"the module {error.name!r} is neither in {folder} nor installed; {hint}"
 
 
 def _raised_at(error: BaseException) -> str:
@@ -302,7 +305,7 @@ def _raised_at(error: BaseException) -> str:
     named = error.path if isinstance(error, ImportError) else None  # its text has the path
     below = [place for place in places[-1:] if not of_user or place[0] != named]
     lines = [f"{file}:{line}" for file, line in dict.fromkeys((*of_user, *below))]
-    return f" ({', by '.join(lines)})" if lines else ""
+    return f" ({', raised in '.join(lines)})" if lines else ""
 
 
 def _import(name: str) -> Any:

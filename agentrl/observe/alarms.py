@@ -114,6 +114,8 @@ MISMATCH_STEPS = (3, 20)
 ALWAYS_CALLS, ALWAYS_IN_A_ROW = 4, 32
 """Minimum number of calls of a program, tool, effect, resource or scorer that all failed, while more may follow; and,
 if some succeeded, of its failures since the last success, above which it counts as broken."""
+MAX_NAMED = 5
+"""Maximum number of alarms about calls that always fail."""
 BLOCKED_SHARE, BLOCKED_SECONDS = 0.1, 5.0
 """Share of the time, and seconds, that one place in the user's code must block the event loop for an alarm."""
 DROPPED_SHARE = 0.15
@@ -185,7 +187,7 @@ _WITHIN_LIMITS: dict[StopReason | None, str] = {
     "context_length": ", or shorten the prompts",
 }
 """What helps episodes to end within a limit."""
-_LENGTH_ERROR = re.compile(r"max_tokens|(?:token|length) limit", re.IGNORECASE)
+_LENGTH_ERROR = re.compile(r"(?:token|length) limit", re.IGNORECASE)
 """Errors of agents whose replies were cut; their advice is to raise a limit that the run does not grant."""
 _HELD_OUT_REWARD = re.compile(r"evaluation/(?:reward|named_reward/.*|reward/.*|reward_deviation)$")
 """Metrics of the rewards of an evaluation."""
@@ -307,7 +309,8 @@ def fill_commands(advice: str, run: str, episode: str) -> str:
     """Return advice whose commands name a run (see `run_argument`) and an episode; without one, they
     take the run's newest."""
     of_episode = f"{run} {episode}" if episode else run
-    advice = advice.replace("`agentrl episode list RUN", f"`agentrl episode list {run}")
+    for command in ("episode list", "episode show"):
+        advice = advice.replace(f"`agentrl {command} RUN", f"`agentrl {command} {run}")
     advice = _OF_EPISODE.sub(lambda match: f"{match[0]} {of_episode}", advice)
     return _OF_RUN.sub(lambda match: f"{match[0]} {run}", advice)
 
@@ -335,9 +338,13 @@ def always_fails_alarms(
         policy: policy whose limits are named.
         is_over: whether no more calls follow, so that a single one counts.
     """
+    num_named = 0
     for name, failing in sorted(calls.items(), key=lambda item: -item[1].in_a_row):
         is_always = failing.failed == failing.calls >= (1 if is_over else ALWAYS_CALLS)
         if not (is_always or failing.in_a_row >= ALWAYS_IN_A_ROW):
+            continue
+        num_named += 1
+        if num_named > MAX_NAMED:  # the names of effects may come from the policy
             continue
         limit = ""
         if _is_about_length(failing.error):
@@ -363,6 +370,14 @@ def always_fails_alarms(
             failing.metric,
             name,
         )
+    if num_named > MAX_NAMED:
+        yield Alarm(
+            "always_fails",
+            "",
+            f"{plural(num_named - MAX_NAMED, 'other call')} of your code always failed too",
+            "begin with the calls named above",
+            subject="others",
+        )
 
 
 def _reward_template(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -374,7 +389,7 @@ def _reward_template(state: RunState, policy: PolicyMetricHistory) -> Iterator[A
             "",
             f"the reply {reply!r} contains the answers of {MIN_WON} tasks and won each, in "
             f"{episodes.replace(' ', ', ')}{others if len(replies) > 1 else ''}",
-            f"`agentrl episode show RUN` shows one of them, {episodes.partition(' ')[0]}; compare the whole reply with "
+            f"`agentrl episode show RUN {episodes.partition(' ')[0]}` shows one of them; compare the whole reply with "
             "the task's answer in `reward`",
         )
 
@@ -475,8 +490,8 @@ def cut_off_alarm(values: Values, policy: str, plan: RunDisplaySettings) -> Alar
 def raise_reply_limit(plan: RunDisplaySettings, policy: str, num_cut: float, total: float) -> str:
     """Say to which value to raise the limit of a policy's replies, by how many of them reached it.
 
-    About one in twenty would exceed that value if their lengths have a geometric distribution. It is at least twice the
-    limit, at most eight times, and at most half the context.
+    About one in twenty would exceed that value if their lengths have a geometric distribution. It is a power of two,
+    from twice to sixteen times the limit, but at most half the context.
 
     Example:
         >>> from agentrl.observe.run_state import RunDisplaySettings
@@ -484,9 +499,9 @@ def raise_reply_limit(plan: RunDisplaySettings, policy: str, num_cut: float, tot
         'raise sampling.max_tokens to 512'
     """
     name, limit = plan.limit_of(policy, LIMITS["max_tokens"])
-    if not limit or not num_cut:
+    if limit <= 0 or not num_cut > 0:  # of a received run, they may be anything
         return f"raise {name}"
-    share = min(num_cut / max(total, num_cut), 0.9)
+    share = min(max(num_cut / max(total, num_cut), 1e-9), 0.9)
     factor = min(max(math.log(0.05) / math.log(share), 2.0), 8.0)
     value = 1 << math.ceil(math.log2(limit * factor))
     if context := plan.limits.get("engine.max_context"):
@@ -516,8 +531,8 @@ def _illegal_output(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
     counts = ""
     if worst == "turns/length" and num_cut:
         limit = state.plan.limit_text(policy.name, LIMITS["max_tokens"])
-        own = ", or at the request's own limit" * is_program
-        counts = f"; {num_cut:.0f} of {num_turns:.0f} replies were cut at {limit}{own}"
+        request_limit_note = ", or at the request's own limit" * is_program
+        counts = f"; {num_cut:.0f} of {num_turns:.0f} replies were cut at {limit}{request_limit_note}"
     yield Alarm(
         "illegal_output",
         policy.name,
@@ -626,6 +641,8 @@ def _nothing_taught(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
         "within each group are equal"
     )
     if is_flat and (not is_solved or spread < 1e-9):
+        if any(_always_fails(state, policy)):  # the cause, which has its own alarm
+            return
         yield Alarm(
             "no_signal",
             policy.name,
@@ -668,7 +685,8 @@ def _signal_advice(reward: float) -> str:
         return f"{_CHECK_REWARD}; if it is right, harder tasks"
     return (
         f"{_CHECK_REWARD}; if it is right: {_SEES_TOOLS}, easier tasks, a base model that can do some of them, a "
-        "larger credit.group_size, a higher sampling.temperature, or a reward for partial success"
+        "larger credit.group_size, a higher sampling.temperature (an agent that sets its own keeps it, unless "
+        "gateway.sampling = 'run'), or a reward for partial success"
     )
 
 
@@ -715,12 +733,8 @@ def _nothing_taught_yet(state: RunState, policy: PolicyMetricHistory) -> Iterato
         )
     else:
         return
-    yield Alarm(
-        "no_signal",
-        policy.name,
-        text,
-        _signal_advice(reward),
-    )
+    if not any(_always_fails(state, policy)):  # else the cause has its own alarm
+        yield Alarm("no_signal", policy.name, text, _signal_advice(reward))
 
 
 def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:

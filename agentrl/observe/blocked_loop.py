@@ -53,7 +53,7 @@ def watch_event_loop(
     loop for an error of a task or callback that nothing awaits (also after the end of the watch).
 
     Args:
-        tell: prints one line for people; must be safe to call from a thread.
+        tell: prints one line for people. Must be safe to call from a thread; with `at_end`, the loop's thread calls it.
         longest_s: seconds without an iteration after which the loop counts as blocked.
         repeated_s: shorter limit in seconds for a place that blocks twice. None: only `longest_s` counts.
         users_only: report a blocked loop only where the user's code is on the stack and does not import a library.

@@ -59,8 +59,8 @@ BLOCKED = "blocked/"
 CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
 """Prefixes of the number of calls of a program, tool, effect, resource or scorer, by its name; of its
 failures, by metric, name and error on three lines; and of its failures since it last succeeded, by name."""
-MAX_CALLED, OTHER_ERRORS = 100, "other errors"
-"""Maximum number of such names, and of errors; what further errors of a name are counted as."""
+MAX_CALLED, MAX_ERRORS, OTHER_ERRORS = 100, 8, "other errors"
+"""Maximum number of such names of each metric, and of errors of each name; what further errors are counted as."""
 WON = "won/"
 """Prefix of the number of different answers that one reply contains and won with, followed by the episodes and the
 reply on two lines; only of replies with `MIN_WON`."""
@@ -110,6 +110,8 @@ class ActivityClock:
         self._tallies: dict[Activity, _Tally] = {}
         self._blocked: dict[str, float] = {}
         self._called = Counter[str]()
+        self._names = Counter[str]()
+        """Number of names in `_called`, by the metric that counts their failures."""
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
         self._won: dict[bytes, tuple[str, dict[str, str]]] = {}
@@ -159,14 +161,16 @@ class ActivityClock:
     def count_call(self, name: str, error: str | None, metric: str) -> None:
         """Count a call of the user's code whose failure the episode may survive: a program, a tool, an effect, a
         resource, a scorer. `metric` counts the failures of one episode."""
-        if name not in self._called and len(self._called) == MAX_CALLED:
-            return
+        if name not in self._called:
+            if self._names[metric] == MAX_CALLED:
+                return
+            self._names[metric] += 1
         self._called[name] += 1
         if error is None:
             del self._in_a_row[name]
             return
         self._in_a_row[name] += 1
-        if (metric, name, error) not in self._failed and len(self._failed) >= MAX_CALLED:
+        if (metric, name, error) not in self._failed and sum(key[1] == name for key in self._failed) >= MAX_ERRORS:
             error = OTHER_ERRORS
         self._failed[metric, name, error] += 1
 

@@ -31,6 +31,8 @@ BAR_WIDTH = 24
 PACE_INTERVAL_S = 30.0
 """Seconds between two lines of `LineDisplay` about the first step, or about an evaluation that the run waits for; more
 while nothing changes."""
+MAX_REMINDER_S = 600.0
+"""Longest time between two lines about a wait in which nothing changes, in seconds."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once, and lines become
 rarer while nothing changes."""
@@ -277,7 +279,8 @@ class PhaseTimer:
 
 
 class _Reminders:
-    """Decides when a line about a wait is shown again: after an interval, which doubles while nothing changes."""
+    """Decides when a line about a wait is shown again: after an interval, which doubles while nothing changes, up to
+    `MAX_REMINDER_S`."""
 
     def __init__(self, interval_s: float) -> None:
         self._first_s = interval_s
@@ -294,7 +297,7 @@ class _Reminders:
         if now - self._shown_at < self._interval_s:
             return False
         if state == self._shown:
-            self._interval_s *= 2
+            self._interval_s = min(2 * self._interval_s, MAX_REMINDER_S)
         self._shown_at, self._shown = now, state
         return True
 

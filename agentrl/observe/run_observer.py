@@ -181,6 +181,7 @@ class RunObserver:
         if self._timer is not None:
             self._timer.cancel()
         self._update_status()
+        self.state.standing = "finished"  # no call follows, so a single failure counts
         self._raise_alarms()
         if self._quiet:
             return

@@ -96,7 +96,7 @@ class RunSnapshot:
     raised: str = ""
     """The commonest exception of a tool, with its place, since the run's process started; empty if none was raised."""
     failing: Mapping[str, FailingCalls] = field(default_factory=dict)
-    """Programs, effects, resources and scorers whose last call failed, keyed by name, since the run's process
+    """Programs, tools, effects, resources and scorers whose last call failed, keyed by name, since the run's process
     started."""
     winning_replies: Mapping[str, str] = field(default_factory=dict)
     """Replies that won tasks with several different answers, since the run's process started, each with episodes."""
@@ -180,8 +180,8 @@ class RunDisplaySettings:
 
     def limit_of(self, policy: str, setting: str) -> tuple[str, int]:
         """Return the setting that limits a policy, which may be its own, and the value; 0 if unknown."""
-        own = f"policies.{policy}.{setting}"
-        name = own if own in self.limits else setting
+        policy_setting = f"policies.{policy}.{setting}"
+        name = policy_setting if policy_setting in self.limits else setting
         return name, self.limits.get(name, 0)
 
     def limit_text(self, policy: str, setting: str) -> str:
@@ -322,7 +322,7 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
         },
         late_staleness=0.0 if _mapping(config.get("credit")).get("release", "group") == "group" else 0.5,
-        limits={path: value for path in limits if (value := _integer(value_at(config, *path.split("."))))},
+        limits={path: value for path in limits if (value := _integer(value_at(config, *path.split("."))) or 0) > 0},
         max_staleness={
             name: None if policy.get("max_staleness") == "auto" else _integer(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()

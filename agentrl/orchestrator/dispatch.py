@@ -135,7 +135,7 @@ class Dispatcher:
     worker: Worker = field(init=False)
     _drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped episodes by reason, held-out ones and children included."""
-    _told_failures: set[str] = field(default_factory=set)
+    _shown_failures: set[str] = field(default_factory=set)
     """First lines of the failures that were told, without numbers."""
     _is_failing: bool = False
     """Whether the run ends because of its episodes."""
@@ -349,16 +349,16 @@ class Dispatcher:
             self.tell(
                 f"{plural(self._drops[reason], 'episode')} dropped as {reason}"
                 f"{f': {advice}' if advice and self.run_name else ''}{all_dropped if self.run_name else ''}. Last "
-                f"failure: {self._describe_failure(shorten_lines(self.worker.last_failure, 1500))}"
+                f"failure: {self._failure_once(shorten_lines(self.worker.last_failure, 1500))}"
             )
 
-    def _describe_failure(self, failure: str) -> str:
-        """Return the text of a failure; only its first line if the output below was told for another episode."""
+    def _failure_once(self, failure: str) -> str:
+        """Return the text of a failure; only its first line if the same output was shown for another episode."""
         first, newline, _ = failure.partition("\n")
-        key = strip_numbers(first)
-        if newline and key in self._told_failures:
-            return f"{first} (its output is the same as before)"
-        self._told_failures.add(key)
+        key = strip_numbers(failure)
+        if newline and key in self._shown_failures:
+            return f"{first} (same output as in an earlier message)"
+        self._shown_failures.add(key)
         return failure
 
     def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
@@ -387,7 +387,7 @@ class Dispatcher:
                 f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl "
                 f"run ledger {self.run_name}` counts drops"
             )
-            last_failure = f". Last failure: {self._describe_failure(failure)}" if failure else ""
+            last_failure = f". Last failure: {failure}" if failure else ""
             self._is_failing = True
             self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
 

@@ -513,8 +513,8 @@ class StarvationGuard:
         return None
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
-        own = (trajectory for trajectory in header.trajectories if trajectory.policy == policy)
-        unrewarded = next((trajectory for trajectory in own if trajectory.reward is None), None)
+        trajectories = (trajectory for trajectory in header.trajectories if trajectory.policy == policy)
+        unrewarded = next((trajectory for trajectory in trajectories if trajectory.reward is None), None)
         if header.drop_reason:
             why = f"because of {header.drop_reason}"
         elif unrewarded is None:

@@ -18,17 +18,19 @@ import math
 import os
 import random
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import event_loop
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error, is_user_code
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
@@ -102,6 +104,8 @@ DEMONSTRATED_TURNS = 64
 """Maximum number of turns of a demonstration."""
 DEMONSTRATED_S = 10.0
 """Seconds after which no further demonstration is played, because episodes may be slow."""
+INTERRUPTED_S = 10.0
+"""Seconds for which the program of an external agent may block the event loop, before its call is interrupted."""
 PLAYING_S = 20.0
 """Seconds of an idle machine (`LoadClock`) for playing and resuming episodes, beyond one episode and one resumption,
 because its tools may be slow."""
@@ -506,7 +510,7 @@ def _tasks_to_play(subject: Subject, tasks: Sequence[Task]) -> Iterator[tuple[in
     for number in range(4 * len(tasks)):  # at most four episodes per task
         if number >= len(tasks):
             calls, failed = _tool_calls(subject)
-            is_clear = all(failed[name] < number or number >= MIN_REFUSED for name, number in calls.items())
+            is_clear = all(number >= MIN_REFUSED or failed[name] < max(number, 1) for name, number in calls.items())
             if not calls or (is_clear and subject.tool_names <= calls.keys()):
                 break
         yield number, tasks[number % len(tasks)]
@@ -535,13 +539,20 @@ async def _check_episode(
     on_progress("playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
     remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
+    blocked_s = 0.0
 
     def on_blocked(place: str, seconds: float) -> None:
-        # Shown at once: a program that waits in the loop's thread for its own model's reply waits until its client's
-        # timeout, and the finding comes only then.
+        # Shown at once. A program that waits in the loop's thread for its own model's reply would wait until its
+        # client's timeout of minutes.
+        nonlocal blocked_s
         on_progress(f"{place} blocks the event loop: {remedy}")
+        blocked_s += seconds
+        if subject.is_external and blocked_s > INTERRUPTED_S:
+            blocked_s = 0.0
+            interrupt()
 
     with (
+        _interruptible() as interrupt,
         watch_event_loop(
             loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked, at_end=True
         ),
@@ -571,6 +582,26 @@ async def _check_episode(
         problem = await resume_at_every_entry(environment, spec, script, first, totals, on_progress, max_cuts=max_cuts)
     if problem:
         result.fault(f"task {task.id!r}, {problem}")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises `TimeoutError` in the user's code that this thread runs; for other threads. It does
+    nothing unless this is the main thread, the only one that receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stack, is_import = ([], False) if frame is None else event_loop.user_frames(frame)
+        if stack and is_user_code(stack[0].f_code.co_filename) and not is_import:
+            raise TimeoutError(f"interrupted by env check: it blocked the event loop for {INTERRUPTED_S:g} s")
+
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    try:
+        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def _show_resumptions(result: CheckResult, rewards: Sequence[float], totals: Resumptions, requests: int = 0) -> None:
@@ -605,9 +636,11 @@ def check_turns(subject: Subject, result: CheckResult) -> None:
 def check_rewards(subject: Subject, result: CheckResult) -> None:
     """Seats that act get a reward. A seat that never gets one while others do is left to the configuration, which may
     give it to a policy that does not learn, such as a judge."""
-    rewarded, unrewarded = set[str](), dict[str, str]()
+    rewarded, unrewarded, cut_short = set[str](), dict[str, str](), Counter[str]()
     for task, episode in subject.played:
         if episode.header.stop_reason != "completed":  # `truncated_reward` counts
+            if all(trajectory.reward is None for trajectory in episode.header.trajectories):
+                cut_short[str(episode.header.stop_reason)] += 1
             continue
         for trajectory in episode.header.trajectories:
             if trajectory.reward is None:
@@ -620,6 +653,12 @@ def check_rewards(subject: Subject, result: CheckResult) -> None:
     for seat, task_id in unrewarded.items():
         if seat in rewarded or not rewarded:
             result.fault(f"task {task_id!r}: seat {seat!r} acted but was given no reward", advice)
+    if cut_short and cut_short.total() == len(subject.played):
+        reasons = ", ".join(f"{reason} ({plural(number, 'time')})" for reason, number in cut_short.items())
+        result.warn(
+            f"no episode got a reward: each was cut short by {reasons}",
+            "If the policy's will be too, raise that limit, or set truncated_reward in the class",
+        )
     judges = {seat: task_id for seat, task_id in unrewarded.items() if rewarded and seat not in rewarded}
     result.figures["unrewarded_seats"] = judges
     if judges:
@@ -735,12 +774,13 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
-    """Count the calls of each tool, and its calls that raised or timed out."""
-    entries = [body for body in subject.bodies() if isinstance(body, ToolEntry)]
-    return (
-        Counter(entry.name for entry in entries),
-        Counter(entry.name for entry in entries if entry.outcome in ("error", "timeout")),
-    )
+    """Count the calls that reached each tool, 0 if all were refused, and its calls that raised or timed out."""
+    calls, failed = Counter[str](), Counter[str]()
+    for body in subject.bodies():
+        if isinstance(body, ToolEntry):
+            calls[body.name] += body.outcome in ("ok", "error", "timeout")
+            failed[body.name] += body.outcome in ("error", "timeout")
+    return calls, failed
 
 
 def check_refused_calls(subject: Subject, result: CheckResult) -> None:

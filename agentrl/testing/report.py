@@ -86,7 +86,7 @@ class EnvironmentReport:
         if self.passed:
             shown = [check.shown for check in self.checks if check.shown]
             remarks = [remark for check in self.checks for remark in check.remarks]
-            lines = [" ".join([f"{self.environment}: passed.", *shown, *remarks])]
+            lines = [f"{self.environment}: passed", *(f"  {text}" for text in [*shown, *remarks])]
         else:
             lines = [f"{self.environment}: {plural(len(self.findings), 'finding')}"]
             lines += [f"- {text}" for text in self.findings]

@@ -73,7 +73,8 @@ class Anchor:
 
 
 NOT_RUN = (
-    "Guess a number with Qwen2.5-Coder-0.5B, and three tools and files, beyond the start.",
+    "Training of “Guess a number” and “Three tools and files” with Qwen2.5-Coder-0.5B; only the untrained model was "
+    "measured.",
     "The recipe `guess_number` of tinker-cookbook through the Tinker server. `python -m benchmarks.tinker --part "
     "recipes` runs further recipes with a tiny model.",
 )

@@ -47,7 +47,7 @@ def train(recipe: Recipe, run: Path, seed: int, *, quick: bool) -> tuple[Ended, 
         client = {**key, "TINKER_BASE_URL": address, "TINKER_TELEMETRY": "0"}
         ended = run_python(arguments, python=PYTHON, **client)
     finally:
-        server.send_signal(signal.SIGTERM)
+        os.kill(server.pid, signal.SIGTERM)  # `send_signal` would reap one that has ended, for which `wait` waits
         served = wait(server)
         server.stdout.close()
     whole = Ended(ended.code, ended.cpu_s + served.cpu_s, max(ended.peak_mib, served.peak_mib), ended.errors)

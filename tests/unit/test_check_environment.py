@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -480,7 +483,7 @@ def test_a_check_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     later = check.Check("later", lambda subject, result: None, lambda subject: subject.passed)
     monkeypatch.setattr(check, "CHECKS", (color, later))
     passed, failed = check_environment(Judged), check_environment(Adder)
-    assert (passed.passed, passed.text) == (True, "Judged: passed. It is red. Not blue.")
+    assert (passed.passed, passed.text) == (True, "Judged: passed\n  It is red.\n  Not blue.")
     assert [result.name for result in passed.checks] == ["color", "later"]
     assert (failed.passed, failed.figures) == (False, {"color": "red"})
     assert (failed.findings, failed.warnings) == (["it is too red. Repaint it"], ["it is red. Paint it"])
@@ -692,7 +695,7 @@ def test_sound_environments_resume_from_every_entry(environment: type[agentrl.En
     assert report.passed, report.text
     assert report.figures["episodes"] >= 4
     assert report.figures["resumptions"] > 12
-    assert "continued exactly where it was. " in report.text
+    assert "continued exactly where it was.\n" in report.text
 
 
 def test_effects_are_not_repeated() -> None:
@@ -873,3 +876,35 @@ def test_code_that_blocks_the_loop_is_named_while_it_blocks() -> None:
 
     check_environment(Blocks, on_progress=on_progress)
     assert heard.is_set()
+
+
+class Synchronous(agentrl.HarnessEnvironment):
+    """Waits for its own model's reply in the thread that would sample it."""
+
+    seats = ("solver",)
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
+        request = urllib.request.Request(
+            f"{endpoint.url}/chat/completions",
+            json.dumps({"model": "solver", "messages": [{"role": "user", "content": "1 + 2?"}]}).encode(),
+            {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: ASYNC210 - the mistake
+            return answer.read().decode()
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{split}{n}", data={}) for n in range(2)]
+
+
+def test_a_program_that_waits_for_its_own_model_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "INTERRUPTED_S", 1.0)
+    handler = signal.getsignal(signal.SIGUSR2)
+    report = check_environment(Synchronous)
+    assert "the event loop has been blocked" in report.findings[0]
+    assert "test_check_environment.py:" in report.findings[0]
+    assert any("interrupted by env check" in text for text in report.findings)
+    assert signal.getsignal(signal.SIGUSR2) is handler

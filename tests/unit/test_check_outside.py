@@ -185,7 +185,7 @@ def test_how_episodes_resume_is_told(level: str) -> None:
     report = check_environment(Rolling)
     assert report.passed, report.text
     assert report.figures["resume_class"] == level
-    words = {"replay": "was. ", "snapshot": "restored from their snapshots", "pinned": "started over if it had lost"}
+    words = {"replay": "was.\n", "snapshot": "restored from their snapshots", "pinned": "started over if it had lost"}
     assert words[level] in report.text
     assert "class" not in report.text
 

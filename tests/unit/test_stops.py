@@ -195,7 +195,7 @@ def test_a_command_without_a_run_answers_ctrl_c_and_ends_when_it_is_pressed_agai
     command = [sys.executable, "-c", f"{listen}; from tests.unit.test_stops import block; block()"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     answer = _press_ctrl_c_until_it_ends(program)
-    assert answer.startswith("agentrl: stopping once the event loop is free, now blocked by ")
+    assert answer.startswith("agentrl: the event loop is blocked by ")
     assert "in _interrupt_and_hang" in answer
     assert program.returncode == -signal.SIGINT
 
