@@ -50,7 +50,7 @@ TURNS: dict[str, tuple[Any, ...]] = {
 class LlamaFormat(PlainChatFormat):
     """`PlainChatFormat` with the calls of Llama 3."""
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), **options: Any) -> Message:
         content, calls = parse_llama(super().parse(token_ids, tools).content, tools)
         return Message(role="assistant", content=content, tool_calls=calls)
 

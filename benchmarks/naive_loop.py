@@ -147,10 +147,11 @@ def question(chat: TemplateChatFormat, task: Task) -> list[int]:
 
 def end_turn(chat: TemplateChatFormat, episode: Episode) -> Message:
     """Append the turn."""
+    message = chat.parse(episode.said, context=episode.tokens)
     episode.tokens += episode.said
     episode.sampled += [True] * len(episode.said)
     episode.turns += 1
-    return chat.parse(episode.said)
+    return message
 
 
 def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[int]:

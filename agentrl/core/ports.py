@@ -333,6 +333,7 @@ class ChatFormat(Protocol):
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`),
@@ -342,6 +343,7 @@ class ChatFormat(Protocol):
             messages: the new messages.
             after: why the turn ended.
             turn: its tokens. If they were cut within thinking, the thinking is closed too.
+            context: tokens before the turn; only the end of its prompt matters.
             tools: tools that the conversation offers; some models have another template for these conversations.
         """
         ...
@@ -361,17 +363,27 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        context: Sequence[int] = (),
+        reads_calls: bool = True,
+    ) -> Message:
         """Parse a completion into the assistant message, with thinking and tool calls; never raises on hostile content.
 
         Args:
             token_ids: tokens of the completion.
             tools: the offered tools, for the types of arguments that the format writes without types.
+            context: tokens before the completion; some prompts begin the thinking themselves.
             reads_calls: False: calls are part of the content.
         """
         ...
 
-    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+    def foreign_call(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec], *, context: Sequence[int] = ()
+    ) -> ToolCall | None:
         """Return the call that a completion holds in a form that `parse` does not read; see
         `core.reply_formats.find_foreign_call`."""
         ...

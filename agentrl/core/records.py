@@ -195,6 +195,8 @@ class SampledTurn(NamedTuple):
 
     messages: Sequence[Message]
     token_ids: Sequence[int]
+    context: Sequence[int] = ()
+    """The tokens of the messages, up to the start of the turn."""
 
 
 # --- completions and turns --------------------------------------------------------------------------------------------

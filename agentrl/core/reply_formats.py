@@ -225,6 +225,20 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
     return thinking.strip(SPACE).removeprefix(begin).strip(SPACE), remainder.lstrip(SPACE)
 
 
+def thinking_opening(prompt: str, marks: tuple[str, str]) -> str:
+    """Return the mark with which a prompt begins the thinking of its reply, and the white space after it; "" if the
+    prompt does not.
+
+    Example:
+        >>> thinking_opening("2 + 3?<|assistant|><think>\\n", THINKING[0])
+        '<think>\\n'
+        >>> thinking_opening("2 + 3?<|assistant|><think></think>", THINKING[0])
+        ''
+    """
+    _, mark, space = prompt.rpartition(marks[0])
+    return "" if space.strip(SPACE) or not mark else mark + space
+
+
 def is_thinking_open(text: str, marks: tuple[str, str], *, is_open: bool = False) -> bool:
     """Whether a reply ends within its thinking. Takes the arguments of `split_thinking`."""
     return marks[1] not in text and (is_open or text.lstrip(SPACE).startswith(marks[0]))

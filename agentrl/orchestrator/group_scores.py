@@ -299,7 +299,8 @@ def conversations(
         completion = completion_from_entry(entry)
         chat_format = chat_format_of(entry.policy)
         reads_calls = entry.reply is None or bool(entry.reply.calls)
-        reply = chat_format.parse(completion.token_ids.tolist(), reads_calls=reads_calls)
+        context = entry.context().token_ids.tolist()
+        reply = chat_format.parse(completion.token_ids.tolist(), context=context, reads_calls=reads_calls)
         agent = entry.seat, entry.index
         conversation = messages.setdefault(agent, [])
         if entry.row != rows.setdefault(agent, entry.row) and _restarted(entry, conversation, chat_format):

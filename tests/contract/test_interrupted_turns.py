@@ -110,7 +110,7 @@ class SmallFormat(PlainChatFormat):
     def start(self, messages: Any, tools: Any) -> list[int]:
         return [3 + token % 90 for token in super().start(messages, tools)]
 
-    def extend(self, messages: Any, *, after: Any, turn: Any = (), tools: Any = ()) -> list[int]:
+    def extend(self, messages: Any, *, after: Any, **conversation: Any) -> list[int]:
         return [3 + token % 90 for token in super().extend(messages, after="length")]
 
 

@@ -32,10 +32,11 @@ class Changing(PlainChatFormat):
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         Changing.tokenised += 1
-        return super().extend(messages, after=after, turn=turn, tools=tools)
+        return super().extend(messages, after=after, turn=turn, context=context, tools=tools)
 
 
 class Talk(agentrl.Environment):

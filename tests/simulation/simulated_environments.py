@@ -167,6 +167,7 @@ class LengthChatFormat:
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         return self.start(messages, ())
@@ -177,11 +178,18 @@ class LengthChatFormat:
         """See `core.ports.ChatFormat.rewritten`; nothing is ever rewritten."""
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        context: Sequence[int] = (),
+        reads_calls: bool = True,
+    ) -> Message:
         """Return an empty message, because simulated tokens have no text."""
         return Message(role="assistant", content="")
 
-    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> None:
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], *, context: Sequence[int] = ()) -> None:
         """Return None, because simulated tokens have no text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -438,7 +438,8 @@ def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> Non
     )
     chat = TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL, QWEN_MARKUP))
     assert chat.decode(chat.extend([user("on")], after="stop")).endswith("<|im_start|>assistant\n<think>\n")
-    assert chat.parse(chat.encode("I muse.\n</think>\n\nDone.<|im_end|>")).content == "Done."
+    reply = chat.encode("I muse.\n</think>\n\nDone.<|im_end|>")
+    assert chat.parse(reply, context=chat.start([user("on")], ())).content == "Done."
 
 
 THINKS = """{%- set ns = namespace(last=-1) -%}
@@ -460,11 +461,13 @@ def thinker(directory: Path, *, history: Literal["keep", "fork"] = "keep", head:
 @pytest.mark.parametrize(("head", "begin"), [(OPENED, ""), ("{%- set opening = '' -%}", "<think>\n")])
 def test_thinking_that_was_cut_is_closed_before_the_next_message(tmp_path: Path, head: str, begin: str) -> None:
     chat = thinker(tmp_path, head=head)
-    cut = chat.encode(f"{begin}Adding them")
-    assert (chat.parse(cut).thinking, chat.parse(cut).content) == ("Adding them", "")
-    text = chat.decode(chat.extend([user("3+3?")], after="length", turn=cut))
+    cut, prompt = chat.encode(f"{begin}Adding them"), chat.start([user("2+2?")], ())
+    message = chat.parse(cut, context=prompt)
+    assert (message.thinking, message.content) == ("Adding them", "")
+    text = chat.decode(chat.extend([user("3+3?")], after="length", turn=cut, context=prompt))
     assert text.startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n")
-    closed = chat.extend([user("3+3?")], after="length", turn=chat.encode(f"{begin}Hm.\n</think>\n\nIt is"))
+    answer = chat.encode(f"{begin}Hm.\n</think>\n\nIt is")
+    closed = chat.extend([user("3+3?")], after="length", turn=answer, context=prompt)
     assert chat.decode(closed).startswith("<|im_end|>\n<|im_start|>user"), "the answer was cut"
     stopped = chat.extend([user("3+3?")], after="stop", turn=[*cut, *chat.encode("<|im_end|>")])
     assert chat.decode(stopped).startswith("\n<|im_start|>user"), "what was sampled stays"
@@ -481,13 +484,14 @@ def test_an_answer_that_was_cut_without_thinking_is_not_closed(tmp_path: Path) -
 @pytest.mark.parametrize(("head", "begin"), [(OPENED, ""), ("{%- set opening = '' -%}", "<think>\n")])
 def test_thinking_that_was_cut_never_returns_as_speech(tmp_path: Path, head: str, begin: str) -> None:
     chat = thinker(tmp_path, history="fork", head=head)
-    turns = [SampledTurn([user("2+2?")], chat.encode(f"{begin}Adding them"))]
+    prompt = chat.start([user("2+2?")], ())
+    turns = [SampledTurn([user("2+2?")], chat.encode(f"{begin}Adding them"), prompt)]
     ids = chat.rewritten(turns, [user("3+3?")], ())
     assert ids is not None
     assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n3+3?" in chat.decode(ids)
     # marks within an answer are no end of a thinking that the turn did not begin
     said = chat.encode(f"{begin}Hm.\n</think>\n\nClose it with </think> always")
-    ids = chat.rewritten([SampledTurn([user("2+2?")], said)], [user("3+3?")], ())
+    ids = chat.rewritten([SampledTurn([user("2+2?")], said, prompt)], [user("3+3?")], ())
     assert ids is not None
     assert "<|im_start|>assistant\nClose it with </think> always<|im_end|>" in chat.decode(ids)
 
@@ -495,7 +499,7 @@ def test_thinking_that_was_cut_never_returns_as_speech(tmp_path: Path, head: str
 def test_thinking_that_a_template_keeps_is_closed_where_it_was_cut(tmp_path: Path) -> None:
     chat = thinker(tmp_path, history="fork", head=OPENED)
     # a tool's answer leaves the last user's message, and the thinking after it, in place
-    turns = [SampledTurn([user("2+2?")], chat.encode("Adding them"))]
+    turns = [SampledTurn([user("2+2?")], chat.encode("Adding them"), chat.start([user("2+2?")], ()))]
     ids = chat.rewritten(turns, [tool("5")], ())
     assert ids is not None
     assert "assistant\n<think>\nAdding them\n</think>\n\n<|im_end|>\n<|im_start|>tool\n5" in chat.decode(ids)
@@ -520,7 +524,7 @@ def test_an_agent_continues_behind_thinking_that_was_cut(tmp_path: Path) -> None
     for said, count in (("Adding them", 1), ("Hm.\n</think>\n\nIt is", 0)):
         question = [user(f"2+2? {said[:2]}")]
         placement = tree.find_row(question, ())
-        reply = chat.parse(chat.encode(said))
+        reply = chat.parse(chat.encode(said), context=array("i", placement.context_ids))
         tree.answer(placement, chat.encode(said), "length", reply)
         new = tree.find_row([*question, reply, user("3+3?")], ())
         assert chat.decode(list(array("i", new.context_ids))).count("</think>") == count

@@ -70,6 +70,7 @@ class PlainChatFormat:
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn; its stop token is added unless it was sampled."""
@@ -83,13 +84,22 @@ class PlainChatFormat:
     ) -> list[int] | None:
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        context: Sequence[int] = (),
+        reads_calls: bool = True,
+    ) -> Message:
         """Return the assistant message of a completion; control tokens are left out."""
         text = _bytes(token_ids).decode("utf-8", "replace")
         content, calls = parse_hermes(text) if reads_calls else (text, ())
         return Message(role="assistant", content=content, tool_calls=calls)
 
-    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+    def foreign_call(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec], *, context: Sequence[int] = ()
+    ) -> ToolCall | None:
         return find_foreign_call(_bytes(token_ids).decode("utf-8", "replace"), tools, "hermes")
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -158,6 +168,7 @@ class JsonChatFormat:
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         return self.encode("".join(_line(_message_value(message)) for message in messages))
@@ -167,7 +178,14 @@ class JsonChatFormat:
     ) -> list[int] | None:
         return None
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        context: Sequence[int] = (),
+        reads_calls: bool = True,
+    ) -> Message:
         text = self.decode(token_ids)
         try:
             line = json.loads(text)
@@ -183,7 +201,7 @@ class JsonChatFormat:
             tool_calls=tuple(_tool_call(call) for call in calls if _is_call(call)) if isinstance(calls, list) else (),
         )
 
-    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> None:
+    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], *, context: Sequence[int] = ()) -> None:
         """Return None: the endpoint reads its model's calls."""
 
     def usage(self, token_ids: Sequence[int]) -> dict[str, int]:

@@ -38,6 +38,7 @@ from agentrl.core.reply_formats import (
     ReplyFormat,
     find_foreign_call,
     is_thinking_open,
+    thinking_opening,
 )
 from agentrl.core.text import common_prefix_length, valid_unicode
 from agentrl.rollout.chat import tools_in_system
@@ -79,6 +80,9 @@ _MAX_PROBE_CHARACTERS = 200_000
 """Maximum length of the text that a template puts around a few words; the longest in use puts some thousand
 characters.
 """
+
+_MAX_OPENING_TOKENS = 32
+"""Maximum number of tokens with which a prompt begins the thinking; without merges, a mark has one token per byte."""
 
 _TRANSFORMS: tuple[Callable[[str], str], ...] = (
     lambda content: content,
@@ -163,12 +167,9 @@ class TemplateChatFormat:
         stops = [self._control.ids[end] for end in self.reply_format.ends if end in self._control.ids]
         self._ends = frozenset({*configured_ids, *closings, *stops})
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops or (*configured_ids, *closings)))
-        prompt = self._render_text([("user", ".")])
-        opening = prompt.rpartition(self._thinking[0]) if self._thinking is not None else ("", "", "")
-        self._opens_thinking = bool(opening[1]) and not opening[2].strip()
-        self._thinking_opening = "".join(opening[1:]) if self._opens_thinking else ""
-        bare = self._render_text([("user", ".")], prompt=False)
-        self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(self._thinking_opening)
+        prompt, bare = (self._render_text([("user", ".")], prompt=has_prompt) for has_prompt in (True, False))
+        opening = "" if self._thinking is None else thinking_opening(prompt, self._thinking)
+        self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(opening)
         self._check_history(forks)
         self.shows_tools = self._tools_in_system or self._renders_tools()
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
@@ -303,6 +304,7 @@ class TemplateChatFormat:
         *,
         after: FinishReason,
         turn: Sequence[int] = (),
+        context: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
@@ -315,7 +317,7 @@ class TemplateChatFormat:
             ModelError: the template refuses the messages.
         """
         if (chat_format := self._of(tools)) is not self:
-            return chat_format.extend(messages, after=after, turn=turn, tools=tools)
+            return chat_format.extend(messages, after=after, turn=turn, context=context, tools=tools)
         if len(messages) == 1 and (frame := self._replies.get(messages[0].role)) is not None:
             ids = self._fill(frame, messages[0].content)
         else:
@@ -323,12 +325,20 @@ class TemplateChatFormat:
         if after == "stop":
             return ids
         closing = self._call_closing if messages and messages[0].role == "tool" else self._closing_id
-        return [*self._thinking_end(turn), closing, *ids]
+        return [*self._thinking_end(turn, context), closing, *ids]
 
-    def _thinking_end(self, turn: Sequence[int]) -> list[int]:
+    def _thinking_opening(self, context: Sequence[int]) -> str:
+        """Return the text with which a prompt begins the thinking of its reply; "" if it does not. Some templates do so
+        only after some messages."""
+        if self._thinking is None:
+            return ""
+        end = _as_list(context[-_MAX_OPENING_TOKENS:])
+        return thinking_opening(self._tokenizer.decode(end, skip_special_tokens=False), self._thinking)
+
+    def _thinking_end(self, turn: Sequence[int], context: Sequence[int]) -> list[int]:
         """Return the token ids that close the thinking of a turn that was cut; none if it is not open."""
-        marks = self._thinking
-        if marks is None or not is_thinking_open(self.decode(turn), marks, is_open=self._opens_thinking):
+        is_open = bool(self._thinking_opening(context))
+        if self._thinking is None or not is_thinking_open(self.decode(turn), self._thinking, is_open=is_open):
             return []
         return self._encode_pieces(self._control.split(self._thinking_closing))
 
@@ -353,19 +363,19 @@ class TemplateChatFormat:
             tools = ()
         for n, turn in enumerate(turns):
             values += self._answers(requests[n])
-            replies.append(self._reply_parts(turn.token_ids))
+            replies.append(self._reply_parts(turn.token_ids, turn.context))
             values.append(self._mark_reply(n, replies[-1], _names(requests[n + 1])))
         values += self._answers(requests[-1])
         specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
         ids: list[int] = []
-        for n, reply in enumerate(replies):
+        for n, (turn, reply) in enumerate(zip(turns, replies, strict=True)):
             frame, mark, rendered = rendered.partition(_mark("s", n))
             if not mark:
                 return None  # the template omits what was sampled; keep the sampled tokens in the context
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
-                frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
+                frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening(turn.context)
             elif not reply.reply_ids:
                 pass  # cut within its thinking, which the template leaves out: its reply is empty
             elif (has_call := _mark("c", n) in rendered) or self.reply_format.ends:
@@ -379,7 +389,7 @@ class TemplateChatFormat:
             ids += [
                 *self._encode_pieces(pieces),
                 *(reply.all_ids if thought or not reply.thinking else reply.reply_ids),
-                *(self._thinking_end(reply.all_ids) if thought else ()),
+                *(self._thinking_end(reply.all_ids, turn.context) if thought else ()),
             ]
         pieces = self._from_closing(rendered)
         return [*ids, *self._encode_pieces(pieces)] if pieces else None
@@ -421,7 +431,7 @@ class TemplateChatFormat:
             value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
         return value
 
-    def _reply_parts(self, token_ids: Sequence[int]) -> _ReplyParts:
+    def _reply_parts(self, token_ids: Sequence[int], context: Sequence[int]) -> _ReplyParts:
         """Split sampled tokens into thinking and reply, without the tokens that end the turn."""
         ids = _as_list(token_ids)
         ids = ids[:-1] if ids and (ids[-1] in self._ends or ids[-1] in self.stop_token_ids) else ids
@@ -430,7 +440,7 @@ class TemplateChatFormat:
             return str(self._tokenizer.decode(ids[start:stop], skip_special_tokens=False))
 
         marks, whole = self._history_marks, text(0, len(ids))
-        if marks is None or not (self._opens_thinking or whole.lstrip().startswith(marks[0])):
+        if marks is None or not (self._thinking_opening(context) or whole.lstrip().startswith(marks[0])):
             return _ReplyParts("", ids, ids)
         if (end := marks[1]) not in whole:
             return _ReplyParts(whole, ids, [])
@@ -440,18 +450,27 @@ class TemplateChatFormat:
             after += 1
         return _ReplyParts(thinking, ids, ids[after:])
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, reads_calls: bool = True) -> Message:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        context: Sequence[int] = (),
+        reads_calls: bool = True,
+    ) -> Message:
         if tools and self._with_tools is not None:
-            return self._with_tools.parse(token_ids, tools, reads_calls=reads_calls)
-        text = self._decode_reply(_as_list(token_ids))
+            return self._with_tools.parse(token_ids, tools, context=context, reads_calls=reads_calls)
+        text, is_open = self._decode_reply(_as_list(token_ids)), bool(self._thinking_opening(context))
         thinking, content, calls = self.reply_format.read(
-            text, self._thinking, tools, is_open=self._opens_thinking, reads_calls=reads_calls
+            text, self._thinking, tools, is_open=is_open, reads_calls=reads_calls
         )
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)
 
-    def foreign_call(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ToolCall | None:
+    def foreign_call(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec], *, context: Sequence[int] = ()
+    ) -> ToolCall | None:
         if self._with_tools is not None:
-            return self._with_tools.foreign_call(token_ids, tools)
+            return self._with_tools.foreign_call(token_ids, tools, context=context)
         ids = _as_list(token_ids)
         if self._foreign_marks.isdisjoint(ids):
             text = self._decode_reply(ids)
@@ -459,7 +478,8 @@ class TemplateChatFormat:
             ids = ids[:-1] if ids[-1] in self._ends else ids
             hidden = self._silent - self._foreign_marks
             text = self.decode([token for token in ids if token not in hidden])
-        answer = self.reply_format.read(text, self._thinking, is_open=self._opens_thinking, reads_calls=False).content
+        is_open = bool(self._thinking_opening(context))
+        answer = self.reply_format.read(text, self._thinking, is_open=is_open, reads_calls=False).content
         return find_foreign_call(answer, tools, self.reply_format.name)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import asyncio
 import dataclasses
 import json
 import re
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
@@ -237,8 +238,9 @@ class ExternalAgent(TurnRecorder):
         self, request: ChatRequest, call: JournaledCall, placement: RequestPlacement, recorded_turn: TurnEntry
     ) -> ChatReply:
         completion = completion_from_entry(recorded_turn)
-        answer = self._parse(completion, _callable_tools(request))
-        named = self._name_foreign_call(answer, completion, _callable_tools(request), recorded_turn)
+        context, tools = placement.context_ids, _callable_tools(request)
+        answer = self._parse(context, completion, tools)
+        named = self._name_foreign_call(answer, context, completion, tools, recorded_turn)
         return self._reply(request, call, placement, completion, answer, named, recorded_turn.started)
 
     def _inherited_placement(
@@ -277,12 +279,13 @@ class ExternalAgent(TurnRecorder):
                 sampling = dataclasses.replace(sampling, grammar=grammar)
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placement, sampling, request.stop)
-            answer = self._parse(completion, _callable_tools(request))
-            named = self._name_foreign_call(answer, completion, _callable_tools(request))
+            context, tools = placement.context_ids, _callable_tools(request)
+            answer = self._parse(context, completion, tools)
+            named = self._name_foreign_call(answer, context, completion, tools)
             entry = self._entry(
                 _new(request, placement),
                 placement.row.number,
-                placement.context_ids,
+                context,
                 placement.before,
                 completion,
                 named,
@@ -382,7 +385,7 @@ class ExternalAgent(TurnRecorder):
             RequestRefusedError: a remote endpoint refused the turn.
         """
         chat_format = self._settings.chat_format
-        token_ids = completion.token_ids.tolist()
+        token_ids, context = completion.token_ids.tolist(), array("i", placement.context_ids)
         prompt_tokens, completion_tokens = len(placement.row.tokens), self._tokens_of(completion)
         text = chat_format.decode(token_ids)
         refusal = answer if isinstance(answer, LimitReachedError) else None
@@ -413,7 +416,7 @@ class ExternalAgent(TurnRecorder):
             self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         completion = ended_by_text(completion, text, request.stop)
         tools = _callable_tools(request)
-        read = message if tools or refusal is not None else chat_format.parse(token_ids)
+        read = message if tools or refusal is not None else chat_format.parse(token_ids, context=context)
         if isinstance(named, Message) and any(tool_call.form for tool_call in named.tool_calls):
             read = named
         self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
@@ -445,12 +448,14 @@ class ExternalAgent(TurnRecorder):
         pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
         return [TokenLogprob(chat_format.decode([token]), logprob) for token, logprob in pairs]
 
-    def _parse(self, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
+    def _parse(self, context: bytes, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
         """Parse a reply. Without `tools`, calls are text, as OpenAI's and vLLM's servers return them."""
-        answer, chat_format = super()._parse(completion, tools), self._settings.chat_format
+        answer, chat_format = super()._parse(context, completion, tools), self._settings.chat_format
         if tools or isinstance(answer, LimitReachedError) or isinstance(chat_format, JsonChatFormat):
             return answer
-        return chat_format.parse(completion.token_ids.tolist(), reads_calls=False) if answer.tool_calls else answer
+        if not answer.tool_calls:
+            return answer
+        return chat_format.parse(completion.token_ids.tolist(), context=array("i", context), reads_calls=False)
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse a request whose texts cannot fit the context, before anything looks through them.

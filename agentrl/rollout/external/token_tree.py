@@ -78,6 +78,10 @@ class TurnEndPosition:
         """Tokens of the row up to the end of the turn."""
         return self.row.tokens[: self.end]
 
+    def context(self) -> array[int]:
+        """Tokens of the row before the turn."""
+        return self.row.tokens[: self.start]
+
     def sampled(self) -> array[int]:
         """Tokens of the turn."""
         return self.row.tokens[self.start : self.end]
@@ -154,7 +158,7 @@ class TokenTree:
             row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
             before = 0
         else:
-            new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled(), tools=tools)
+            new = self._extend(turn, messages[at:], tools)
             row, before = turn.row, turn.end
             if turn.is_open:
                 cause = None
@@ -193,8 +197,11 @@ class TokenTree:
         )
         if turn is None:
             return len(self._format.start(messages, tools))
-        new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled(), tools=tools)
-        return len(turn.history()) + len(new)
+        return len(turn.history()) + len(self._extend(turn, messages[at:], tools))
+
+    def _extend(self, turn: TurnEndPosition, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Return the tokens of new messages after a turn."""
+        return self._format.extend(messages, after=turn.after, turn=turn.sampled(), context=turn.context(), tools=tools)
 
     def answer(
         self, placement: RequestPlacement, token_ids: Sequence[int], finish_reason: FinishReason, reply: Message

@@ -264,7 +264,7 @@ class JudgeScorer(RetryingScorer):
                 f"({self.sampling.max_tokens} tokens)"
             )
         try:
-            reply = self.chat_format.parse(completion.token_ids.tolist()).content
+            reply = self.chat_format.parse(completion.token_ids.tolist(), context=context.tolist()).content
         except LimitReachedError as refusal:
             raise Unscorable(str(refusal)) from None
         tokens = len(context) - completion.cached_tokens + len(completion.token_ids)

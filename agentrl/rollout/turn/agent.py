@@ -88,8 +88,8 @@ class LiveAgent(TurnRecorder):
             recorded_turn = journal.recall(call, TurnEntry)
             if recorded_turn is not None:
                 completion = completion_from_entry(recorded_turn)
-                answer = self._parse(completion, self._rows.tools)
-                answer = self._name_foreign_call(answer, completion, self._rows.tools, recorded_turn)
+                answer = self._parse(context, completion, self._rows.tools)
+                answer = self._name_foreign_call(answer, context, completion, self._rows.tools, recorded_turn)
             else:
                 completion, answer, entry = await self._generate(call, request, context)
                 self._record(call, entry)
@@ -177,7 +177,8 @@ class LiveAgent(TurnRecorder):
             journal.fail(error)
             raise
         seconds = clock.monotonic() - start_s
-        answer = self._name_foreign_call(self._parse(completion, rows.tools), completion, rows.tools)
+        answer = self._parse(context, completion, rows.tools)
+        answer = self._name_foreign_call(answer, context, completion, rows.tools)
         entry = self._entry(request.messages, row, context, before, completion, answer, seconds, sampler.pauses)
         if request.state is not None:
             entry = msgspec.structs.replace(entry, state=request.state)
@@ -276,6 +277,7 @@ class AgentTokenRows:
 
     __slots__ = (
         "_after",
+        "_context",
         "_format",
         "_pending_messages",
         "_row_tokens",
@@ -294,6 +296,8 @@ class AgentTokenRows:
         self._after: FinishReason | None = None
         self._turn: Sequence[int] = ()
         """Tokens of the last turn, if it was cut."""
+        self._context: Sequence[int] = ()
+        """New context tokens of that turn."""
         self._pending_messages: Sequence[Message] = ()
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
@@ -321,7 +325,9 @@ class AgentTokenRows:
         if self._after is None:
             context_ids = self._format.start(messages, self.tools)
         else:
-            context_ids = self._format.extend(messages, after=self._after, turn=self._turn, tools=self.tools)
+            context_ids = self._format.extend(
+                messages, after=self._after, turn=self._turn, context=self._context, tools=self.tools
+            )
             rewritten = self._format.rewritten(self._turns, messages, self.tools) if self._turns else None
             if rewritten is not None and not self._is_same([*self._row_tokens, *context_ids], rewritten):
                 context_ids, row = rewritten, row + 1
@@ -357,11 +363,12 @@ class AgentTokenRows:
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""
+        context, self._after = self._row_tokens[self.before :], completion.finish_reason
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
-        self._after = completion.finish_reason
-        self._turn = () if self._after == "stop" else completion.token_ids.tolist()
+        self._turn, self._context = ((), ()) if self._after == "stop" else (completion.token_ids.tolist(), context)
         if self._format.forks:
-            self._turns = (*self._turns, SampledTurn(self._pending_messages, completion.token_ids.tolist()))
+            turn = SampledTurn(self._pending_messages, completion.token_ids.tolist(), context)
+            self._turns = (*self._turns, turn)
 
     def restart(self) -> None:
         """Begin a new row."""

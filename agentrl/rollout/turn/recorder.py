@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -168,16 +169,18 @@ class TurnRecorder(Agent):
             self.reward(penalty)
         return accepted
 
-    def _parse(self, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
-        """Parse a reply to a prompt that offers `tools`; an error if it is the refusal of a remote endpoint."""
+    def _parse(self, context: bytes, completion: Completion, tools: Sequence[ToolSpec]) -> Message | LimitReachedError:
+        """Parse the reply to a prompt that ends with `context` and offers `tools`; an error if it is the refusal of a
+        remote endpoint."""
         try:
-            return self._settings.chat_format.parse(completion.token_ids.tolist(), tools)
+            return self._settings.chat_format.parse(completion.token_ids.tolist(), tools, context=array("i", context))
         except LimitReachedError as refusal:
             return refusal
 
     def _name_foreign_call(
         self,
         reply: Message | LimitReachedError,
+        context: bytes,
         completion: Completion,
         tools: Sequence[ToolSpec],
         recorded_turn: TurnEntry | None = None,
@@ -185,10 +188,15 @@ class TurnRecorder(Agent):
         """Return the reply of `_with_foreign_call`; leave a refusal unchanged."""
         if isinstance(reply, LimitReachedError):
             return reply
-        return self._with_foreign_call(reply, completion, tools, recorded_turn)
+        return self._with_foreign_call(reply, context, completion, tools, recorded_turn)
 
     def _with_foreign_call(
-        self, reply: Message, completion: Completion, tools: Sequence[ToolSpec], recorded_turn: TurnEntry | None
+        self,
+        reply: Message,
+        context: bytes,
+        completion: Completion,
+        tools: Sequence[ToolSpec],
+        recorded_turn: TurnEntry | None,
     ) -> Message:
         """Add to a reply without a complete call the one that it holds in another form than the run reads.
 
@@ -199,7 +207,8 @@ class TurnRecorder(Agent):
             return reply
         if recorded_turn is not None and not _has_foreign_call(recorded_turn):
             return reply
-        call = self._settings.chat_format.foreign_call(completion.token_ids.tolist(), tools)
+        token_ids = completion.token_ids.tolist()
+        call = self._settings.chat_format.foreign_call(token_ids, tools, context=array("i", context))
         return reply if call is None else dataclasses.replace(reply, tool_calls=(call,))
 
     def _count_reply(

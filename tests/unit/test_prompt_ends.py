@@ -1,0 +1,204 @@
+"""The end of a prompt: thinking that only some prompts begin, switches in the system message, and what follows it.
+
+The templates are written in the manner of DeepSeek-R1, Gemma 4, Nemotron Nano 2 and SmolLM3.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import pytest
+
+import agentrl
+from agentrl.core.records import FinishReason, Message, PolicyVersion
+from agentrl.core.tokens import Completion, Tokens
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from agentrl.rollout.external.token_tree import TokenTree
+from agentrl.rollout.turn.agent import AgentTokenRows
+from tests.support.template_talks import play
+from tests.unit.test_chat_format import ADD, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
+from tests.unit.test_gateway import Loop, ask
+from tests.unit.test_gateway import user as asked
+
+if TYPE_CHECKING:
+    import aiohttp
+
+R1 = """{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|user|>' + m.content -}}
+{%- elif m.role == 'tool' -%}{{- '<|result|>' + m.content + '<|results_end|>' -}}
+{%- elif m.role == 'assistant' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|assistant|>' -}}{%- endif -%}
+{{- m.content.split('</think>')[-1] + '<|end|>' -}}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{- '<|assistant|><think>\\n' -}}{%- endif -%}"""
+GEMMA = """{%- for m in messages -%}
+{%- if m.role == 'tool' -%}{{- '<|tool_response>' + m.content + '<tool_response|>' -}}
+{%- else -%}{{- '<|turn>' + m.role + '\\n' + m.content.split('<channel|>')[-1] + '<turn|>\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{%- if messages[-1].role != 'tool' -%}{{- '<|turn>assistant\\n' -}}
+{%- elif enable_thinking -%}{{- '<|channel>thought\\n' -}}{%- endif -%}
+{%- endif -%}"""
+NEMOTRON = """{%- set ns = namespace(thinks=true) -%}
+{%- for m in messages if m.role in ('user', 'system') -%}
+{%- if '/think' in m.content -%}{%- set ns.thinks = true -%}
+{%- elif '/no_think' in m.content -%}{%- set ns.thinks = false -%}{%- endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' + ('<think>\\n' if ns.thinks else '<think></think>') -}}
+{%- endif -%}"""
+SPECIAL = {
+    R1: ("<|user|>", "<|assistant|>", "<|result|>", "<|results_end|>", "<|end|>"),
+    GEMMA: ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"),
+    NEMOTRON: QWEN_SPECIAL,
+}
+
+
+def load(directory: Path, template: str, history: Literal["keep", "fork"] = "keep") -> TemplateChatFormat:
+    path = write_model(directory, template, SPECIAL[template], QWEN_MARKUP)
+    variables = {"enable_thinking": True} if "enable_thinking" in template else {}
+    return TemplateChatFormat.load(path, history=history, template_variables=variables)
+
+
+class Step(NamedTuple):
+    """New messages, the end of the prompt, a reply, its finish reason, and its parts."""
+
+    messages: Sequence[Message]
+    prompt_end: str
+    reply: str
+    thinking: str
+    content: str
+    after: FinishReason = "stop"
+
+
+NO_THINK = Message(role="system", content="You add. /no_think")
+CONVERSATIONS = {
+    "DeepSeek-R1": (
+        R1,
+        [
+            Step([user("2+3?")], "<|user|>2+3?<|assistant|><think>\n", "Hm.\n</think>\n\nAdd.<|end|>", "Hm.", "Add."),
+            Step([tool("5")], "<|result|>5<|results_end|>", "5<|end|>", "", "5"),
+            Step([user("6?")], "<|user|>6?<|assistant|><think>\n", "Hm.</think>6<|end|>", "Hm.", "6"),
+        ],
+    ),
+    "Gemma 4": (
+        GEMMA,
+        [
+            Step([user("2+3?")], "<turn|>\n<|turn>assistant\n", "Add.<turn|>", "", "Add."),
+            Step([tool("5")], "5<tool_response|><|channel>thought\n", "Hm.<channel|>5<turn|>", "Hm.", "5"),
+            Step([user("6?")], "<turn|>\n<|turn>assistant\n", "<|channel>thought\nHm.<channel|>6<turn|>", "Hm.", "6"),
+        ],
+    ),
+    "Nemotron Nano 2": (
+        NEMOTRON,
+        [
+            Step([NO_THINK, user("2+3?")], "assistant\n<think></think>", "5<|im_end|>", "", "5"),
+            Step([user("6? /think")], "assistant\n<think>\n", "Hm.</think>6<|im_end|>", "Hm.", "6"),
+        ],
+    ),
+}
+CONVERSATION = pytest.mark.parametrize("name", CONVERSATIONS)
+
+
+def completion(token_ids: Sequence[int], after: FinishReason) -> Completion:
+    return Completion.of(Tokens.of_version(np.array(token_ids, np.int32), PolicyVersion("solver", 0, 0)), after)
+
+
+@CONVERSATION
+def test_a_reply_is_thinking_only_after_a_prompt_that_begins_it(tmp_path: Path, name: str) -> None:
+    template, steps = CONVERSATIONS[name]
+    chat = load(tmp_path, template)
+    rows, context = AgentTokenRows(chat, ()), list[int]()
+    for step in steps:
+        context += array("i", rows.ask(step.messages))
+        reply = chat.encode(step.reply)
+        assert chat.decode(context).endswith(step.prompt_end)
+        message = chat.parse(reply, context=context)
+        assert (message.thinking, message.content) == (step.thinking, step.content)
+        rows.answer(completion(reply, step.after))
+        context += reply
+
+
+def test_a_call_in_another_form_is_found_in_the_answer_alone(tmp_path: Path) -> None:
+    chat = load(tmp_path, R1)
+    context = chat.start([user("2+3?")], ())
+    call = '```json\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n```'
+    assert chat.foreign_call(chat.encode(call), [ADD], context=context) is None
+    found = chat.foreign_call(chat.encode(call), [ADD], context=[*context, *chat.extend([tool("5")], after="stop")])
+    assert found is not None
+    assert found.name == "add"
+
+
+@pytest.mark.parametrize(("template", "closes"), [(R1, [True, False]), (GEMMA, [False, True])])
+def test_a_cut_turn_is_closed_as_its_own_prompt_began_it(tmp_path: Path, template: str, closes: list[bool]) -> None:
+    """After a question, and after a tool's result; also in the rows of an outside agent."""
+    chat = load(tmp_path, template)
+    mark, rows, tree = "</think>" if template == R1 else "<channel|>", AgentTokenRows(chat, ()), TokenTree(chat)
+    said, conversation = chat.encode("Adding them"), list[Message]()
+    for new, is_closed in zip([user("2+3?"), tool("5")], closes, strict=True):
+        conversation.append(new)
+        rows.ask([new])
+        rows.answer(completion(said, "length"))
+        placement = tree.find_row(conversation, ())
+        reply = chat.parse(said, context=array("i", placement.context_ids))
+        tree.answer(placement, said, "length", reply)
+        conversation.append(reply)
+        position = rows.position()
+        followed = chat.decode(array("i", rows.ask([user("on")])).tolist())
+        rows.withdraw(position)
+        assert (mark in followed) == is_closed
+        following = tree.find_row([*conversation, user("on")], ())
+        assert chat.decode(array("i", following.context_ids).tolist()) == followed
+        assert tree.count_tokens([*conversation, user("on")], ()) == len(following.context())
+        tree.withdraw(following)
+
+
+def test_a_forked_history_keeps_an_answer_to_a_prompt_without_thinking(tmp_path: Path) -> None:
+    chat = load(tmp_path, R1, history="fork")
+    rows = AgentTokenRows(chat, ())
+    for step in CONVERSATIONS["DeepSeek-R1"][1]:
+        rows.ask(step.messages)
+        rows.answer(completion(chat.encode(step.reply), step.after))
+    assert chat.decode(rows.context().tolist()) == (
+        "<|user|>2+3?<|assistant|>Add.<|end|><|result|>5<|results_end|>5<|end|>"
+        "<|user|>6?<|assistant|><think>\nHm.</think>6<|end|>"
+    )
+
+
+class Recorded(agentrl.Environment):
+    """A question, and a tool's result."""
+
+    seats = ("solver",)
+    texts: ClassVar[list[str]] = []
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("solver")
+        self.texts[:] = [(await agent.act(message)).text for message in (user("2+3?"), tool("5"))]
+        agent.reward(1.0)
+
+
+class Outside(Loop):
+    """A question through the gateway."""
+
+    contents: ClassVar[list[str]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> None:
+        system = {"role": "system", "content": NO_THINK.content}
+        _, reply = await ask(client, endpoint, [system, asked("2+3?")])
+        self.contents[:] = [reply["choices"][0]["message"]["content"]]
+
+
+def test_agents_get_answers_to_prompts_without_thinking(tmp_path: Path) -> None:
+    chat = load(tmp_path, R1)
+    header, _, wrong = play(Recorded, chat, ["Hm.</think>Add.", "5"])
+    assert (header.drop_reason, wrong, Recorded.texts) == (None, {}, ["Add.", "5"])
+    header, _, wrong = play(Outside, load(tmp_path / "outside", NEMOTRON), ["5"])
+    assert (header.drop_reason, wrong, Outside.contents) == (None, {}, ["5"])
