@@ -334,6 +334,7 @@ class ChatFormat(Protocol):
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`),
@@ -344,6 +345,7 @@ class ChatFormat(Protocol):
             after: why the turn ended.
             turn: its tokens. If they were cut within thinking, the thinking is closed too.
             context: tokens before the turn; only the end of its prompt matters.
+            earlier: messages before these. A word in one may decide how a prompt ends, such as `/no_think`.
             tools: tools that the conversation offers; some models have another template for these conversations.
         """
         ...

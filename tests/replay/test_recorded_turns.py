@@ -33,10 +33,11 @@ class Changing(PlainChatFormat):
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         Changing.tokenised += 1
-        return super().extend(messages, after=after, turn=turn, context=context, tools=tools)
+        return super().extend(messages, after=after, turn=turn, context=context, earlier=earlier, tools=tools)
 
 
 class Talk(agentrl.Environment):

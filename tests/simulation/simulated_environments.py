@@ -168,6 +168,7 @@ class LengthChatFormat:
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         return self.start(messages, ())

@@ -20,7 +20,7 @@ from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.external.token_tree import TokenTree
 from agentrl.rollout.turn.agent import AgentTokenRows
 from tests.support.template_talks import play
-from tests.unit.test_chat_format import ADD, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
+from tests.unit.test_chat_format import ADD, QWEN_MARKUP, QWEN_SPECIAL, render, tool, user, write_model
 from tests.unit.test_gateway import Loop, ask
 from tests.unit.test_gateway import user as asked
 
@@ -55,7 +55,29 @@ NEMOTRON = """{%- set ns = namespace(thinks=true) -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' + ('<think>\\n' if ns.thinks else '<think></think>') -}}
 {%- endif -%}"""
+SMOLLM3 = """{%- set mode = '/think' -%}
+{%- if messages[0].role == 'system' and '/no_think' in messages[0].content -%}
+{%- set mode = '/no_think' -%}{%- endif -%}
+{{- '<|im_start|>system\\nMode: ' + mode + '<|im_end|>\\n' -}}
+{%- for m in messages if m.role != 'system' -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' + ('<think>\\n\\n</think>\\n' if mode == '/no_think' else '') -}}
+{%- endif -%}"""
+LAST = """{%- for m in messages -%}
+{%- if m.role == 'user' -%}
+{{- '<|im_start|>user\\n' + (messages[0].content + '\\n' if loop.last and messages[0].role == 'system' else '') -}}
+{{- m.content + '<|im_end|>\\n' -}}
+{%- elif m.role != 'system' -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+"""In the manner of Mistral 7B v0.3: the system message is in the last question."""
 SPECIAL = {
+    SMOLLM3: QWEN_SPECIAL,
+    LAST: QWEN_SPECIAL,
     R1: ("<|user|>", "<|assistant|>", "<|result|>", "<|results_end|>", "<|end|>"),
     GEMMA: ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"),
     NEMOTRON: QWEN_SPECIAL,
@@ -171,6 +193,51 @@ def test_a_forked_history_keeps_an_answer_to_a_prompt_without_thinking(tmp_path:
         "<|user|>2+3?<|assistant|>Add.<|end|><|result|>5<|results_end|>5<|end|>"
         "<|user|>6?<|assistant|><think>\nHm.</think>6<|end|>"
     )
+
+
+SWITCHED: dict[str, tuple[str, list[list[Message]]]] = {
+    "a system message": (SMOLLM3, [[NO_THINK, user("1+1?")], [user("2+2?")], [tool("4"), tool("5")], [user("3?")]]),
+    "no switch": (SMOLLM3, [[Message(role="system", content="Add."), user("1+1?")], [user("2+2? /no_think")]]),
+    "a later system message": (SMOLLM3, [[user("1+1?")], [NO_THINK, user("2+2?")], [user("3?")]]),
+    "any system message": (NEMOTRON, [[NO_THINK, user("1+1?")], [user("2+2?")], [tool("4")], [user("3? /think")]]),
+    "a question": (NEMOTRON, [[user("1+1? /no_think")], [user("2+2?")], [user("3? /think")], [user("4?")]]),
+    "a new question": (NEMOTRON, [[user("1+1?")], [user("2+2? /no_think")], [user("3?")]]),
+    "a question after a restart": (NEMOTRON, [[user("1+1? /no_think")], [], [user("2+2?")], [user("3?")]]),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHED)
+def test_every_prompt_ends_as_in_a_rendering_of_the_whole_conversation(tmp_path: Path, switch: str) -> None:
+    template, requests = SWITCHED[switch]
+    chat = load(tmp_path, template)
+    rows, tree, conversation, ends = AgentTokenRows(chat, ()), TokenTree(chat), list[Message](), set[str]()
+    for messages in requests:
+        if not messages:  # a restart
+            rows.restart()
+            conversation.clear()
+            continue
+        conversation += messages
+        values: list[dict[str, object]] = [{"role": m.role, "content": m.content} for m in conversation]
+        whole = render(template, values, add_generation_prompt=True)
+        new, placement = array("i", rows.ask(messages)).tolist(), tree.find_row(conversation, ())
+        ends.add(whole.rpartition("<|im_start|>")[2])
+        assert chat.decode(new).rpartition("<|im_start|>")[2] == whole.rpartition("<|im_start|>")[2]
+        assert array("i", placement.context_ids).tolist() == new
+        said = chat.encode("4<|im_end|>")
+        rows.answer(completion(said, "stop"))
+        conversation.append(Message(role="assistant", content="4"))
+        tree.answer(placement, said, "stop", conversation[-1])
+    assert len(ends) == 1 + (switch not in ("a system message", "no switch", "a later system message"))
+
+
+def test_only_words_that_change_the_end_of_a_prompt_are_switches(tmp_path: Path) -> None:
+    """A system message that a template moves to the last question stays where the conversation has it."""
+    chat = load(tmp_path, LAST)
+    rows = AgentTokenRows(chat, ())
+    rows.ask([Message(role="system", content="A user asks."), user("1+1?")])
+    rows.answer(completion(chat.encode("2<|im_end|>"), "stop"))
+    new = chat.decode(array("i", rows.ask([user("2+2?")])).tolist())
+    assert new == "\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Recorded(agentrl.Environment):

@@ -71,6 +71,7 @@ class PlainChatFormat:
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn; its stop token is added unless it was sampled."""
@@ -169,6 +170,7 @@ class JsonChatFormat:
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         return self.encode("".join(_line(_message_value(message)) for message in messages))

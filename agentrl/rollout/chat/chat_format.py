@@ -49,6 +49,7 @@ from agentrl.rollout.chat.chat_template import (
     AddedToken,
     ChatTemplate,
     ControlTokens,
+    compared_texts,
     message_for_template,
     read_templates,
     stop_token_ids,
@@ -81,6 +82,8 @@ _MAX_PROBE_CHARACTERS = 200_000
 characters.
 """
 
+_SWITCHING: tuple[Role, ...] = ("system", "user")
+"""Roles of the messages in which templates look for switches."""
 _MAX_OPENING_TOKENS = 32
 """Maximum number of tokens with which a prompt begins the thinking; without merges, a mark has one token per byte."""
 
@@ -172,6 +175,8 @@ class TemplateChatFormat:
         self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(opening)
         self._check_history(forks)
         self.shows_tools = self._tools_in_system or self._renders_tools()
+        self._switches: tuple[str, ...] = ()
+        self._switches = self._find_switches()
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._last_decoded: tuple[list[int], str] = ([], "")
@@ -283,7 +288,7 @@ class TemplateChatFormat:
         """
         if (chat_format := self._of(tools)) is not self:
             return chat_format.start(messages, tools)
-        if not self._varies_in_last(messages):
+        if not self._varies_in_last(messages) or self._has_switch(messages[-1:]):
             return self._encode_pieces(self._opening_pieces(messages, tools))
         last = messages[-1]
         key = (tuple(map(id, tools)), tuple(message.content for message in messages[:-1]))
@@ -305,6 +310,7 @@ class TemplateChatFormat:
         after: FinishReason,
         turn: Sequence[int] = (),
         context: Sequence[int] = (),
+        earlier: Sequence[Message] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
@@ -317,11 +323,12 @@ class TemplateChatFormat:
             ModelError: the template refuses the messages.
         """
         if (chat_format := self._of(tools)) is not self:
-            return chat_format.extend(messages, after=after, turn=turn, context=context, tools=tools)
-        if len(messages) == 1 and (frame := self._replies.get(messages[0].role)) is not None:
-            ids = self._fill(frame, messages[0].content)
+            return chat_format.extend(messages, after=after, turn=turn, context=context, earlier=earlier, tools=tools)
+        frame = self._replies.get(messages[0].role) if len(messages) == 1 else None
+        if frame is None or self._has_switch(messages) or self._has_switch(earlier):
+            ids = self._encode_pieces(self._reply_pieces(messages, earlier))
         else:
-            ids = self._encode_pieces(self._reply_pieces(messages))
+            ids = self._fill(frame, messages[0].content)
         if after == "stop":
             return ids
         closing = self._call_closing if messages and messages[0].role == "tool" else self._closing_id
@@ -523,11 +530,12 @@ class TemplateChatFormat:
         specs = [tool_for_template(tool, self._control) for tool in tools]
         return self._control.split(self._template.render(values, specs, prompt=True))
 
-    def _reply_pieces(self, messages: Sequence[Message]) -> list[int | str]:
+    def _reply_pieces(self, messages: Sequence[Message], earlier: Sequence[Message] = ()) -> list[int | str]:
         """Render the pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
-        A stand-in replaces the sampled turn, because only the pieces after it matter. Before messages of tools it has
-        the calls that they answer, if the template accepts them, with their own ids or else with valid ones.
+        Of the `earlier` ones, those that may hold a switch are rendered too. A stand-in replaces the sampled turn,
+        because only the pieces after it matter. Before messages of tools it has the calls that they answer, if the
+        template accepts them, with their own ids or else with valid ones.
 
         Raises:
             ModelError: the template refuses the messages.
@@ -545,12 +553,13 @@ class TemplateChatFormat:
             for call_names in (names, names[:1])
         ]
         plain = [(ids, _value("assistant", PROBE)) for ids in (reply_ids, valid)]
+        before = self._switching_values(earlier)
         refusal: ModelError | None = None
         for ids, standin in (*(calls if names else ()), *plain):
             for value, call_id in zip(new, ids, strict=False):
                 value["tool_call_id"] = call_id
             try:
-                text = self._template.render([_value("user", "."), standin, *new], [], prompt=True)
+                text = self._template.render([*before, _value("user", "."), standin, *new], [], prompt=True)
                 pieces = self._control.split(self._checked_rendering(text).rpartition(PROBE)[2])
             except ModelError as error:
                 refusal = refusal or error
@@ -563,6 +572,50 @@ class TemplateChatFormat:
             )
         assert refusal is not None
         raise refusal
+
+    def _has_switch(self, messages: Sequence[Message]) -> bool:
+        """Whether a message may change how the template ends a prompt."""
+        return bool(self._switches) and any(
+            word in message.content for message in messages if message.role in _SWITCHING for word in self._switches
+        )
+
+    def _switching_values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Convert earlier messages to the template's values, with stand-ins for sampled turns; none without a
+        switch."""
+        if not self._has_switch(messages):
+            return []
+        values: list[dict[str, Any]] = []
+        for message in messages:
+            if message.role in _SWITCHING:
+                values += self._values([message])
+            if message.role == "user":
+                values.append(_value("assistant", "."))
+        return values
+
+    def _find_switches(self) -> tuple[str, ...]:
+        """Find the words in messages of systems and users that change how the template ends a prompt, among those that
+        it compares with something. SmolLM3 reads `/no_think` in the first message, Nemotron Nano 2 in any."""
+        found: list[str] = []
+        content = "probe-content"
+
+        def prompt_end(new: str, *earlier: Message) -> list[int | str] | None:
+            try:
+                pieces = self._reply_pieces([Message(role="user", content=new)], earlier)
+            except ModelError:
+                return None
+            at = next((n for n, piece in enumerate(pieces) if isinstance(piece, str) and content in piece), None)
+            return None if at is None else [str(pieces[at]).rpartition(content)[2], *pieces[at + 1 :]]
+
+        expected = prompt_end(content)
+        for word in compared_texts(self._template.source):
+            self._switches = (word,)  # so that the earlier message is rendered
+            ends = (
+                prompt_end(f"{word} {content}"),
+                *(prompt_end(content, Message(role=role, content=word)) for role in _SWITCHING),
+            )
+            if any(end not in (expected, None) for end in ends):
+                found.append(word)
+        return tuple(found)
 
     @staticmethod
     def _varies_in_last(messages: Sequence[Message]) -> bool:

@@ -222,6 +222,20 @@ def tool_for_template(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
     return {"type": "function", "function": control.escape_value(function)}
 
 
+_TEXT = r"""(?:'([^'\\\n]{1,40})'|"([^"\\\n]{1,40})")"""
+_COMPARED = re.compile(rf"{_TEXT}\s+(?:not\s+)?in\b|(?:[!=]=|(?:starts|ends)with\()\s*{_TEXT}")
+
+
+def compared_texts(source: str) -> list[str]:
+    """Return the texts that a template compares with something.
+
+    Example:
+        >>> compared_texts("{% if '/no_think' in text or text == 'a' %}{{ 'b' }}{% endif %}")
+        ['/no_think', 'a']
+    """
+    return list(dict.fromkeys(next(filter(None, match.groups())) for match in _COMPARED.finditer(source)))
+
+
 def stop_token_ids(directory: Path) -> list[int]:
     """Return `eos_token_id` of `generation_config.json`, else of `config.json`.
 

@@ -158,7 +158,7 @@ class TokenTree:
             row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
             before = 0
         else:
-            new = self._extend(turn, messages[at:], tools)
+            new = self._extend(turn, messages, at, tools)
             row, before = turn.row, turn.end
             if turn.is_open:
                 cause = None
@@ -197,11 +197,20 @@ class TokenTree:
         )
         if turn is None:
             return len(self._format.start(messages, tools))
-        return len(turn.history()) + len(self._extend(turn, messages[at:], tools))
+        return len(turn.history()) + len(self._extend(turn, messages, at, tools))
 
-    def _extend(self, turn: TurnEndPosition, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the tokens of new messages after a turn."""
-        return self._format.extend(messages, after=turn.after, turn=turn.sampled(), context=turn.context(), tools=tools)
+    def _extend(
+        self, turn: TurnEndPosition, messages: Sequence[Message], at: int, tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        """Return the tokens of the messages after a turn, which is the reply to the first `at` ones."""
+        return self._format.extend(
+            messages[at:],
+            after=turn.after,
+            turn=turn.sampled(),
+            context=turn.context(),
+            earlier=messages[:at],
+            tools=tools,
+        )
 
     def answer(
         self, placement: RequestPlacement, token_ids: Sequence[int], finish_reason: FinishReason, reply: Message

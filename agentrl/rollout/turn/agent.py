@@ -272,12 +272,14 @@ class AgentTokenRows:
 
     1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly the engine's input and output, so the
        trainer's row equals the engine's context token for token. Sampled tokens are never tokenized again.
-    2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
+    2. The tokens of new messages are a function of the earlier turns and `question`: for a repeated question, they are
+       known.
     """
 
     __slots__ = (
         "_after",
         "_context",
+        "_earlier",
         "_format",
         "_pending_messages",
         "_row_tokens",
@@ -299,6 +301,8 @@ class AgentTokenRows:
         self._context: Sequence[int] = ()
         """New context tokens of that turn."""
         self._pending_messages: Sequence[Message] = ()
+        self._earlier: list[Message] = []
+        """Answered messages of the conversation."""
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
@@ -326,7 +330,12 @@ class AgentTokenRows:
             context_ids = self._format.start(messages, self.tools)
         else:
             context_ids = self._format.extend(
-                messages, after=self._after, turn=self._turn, context=self._context, tools=self.tools
+                messages,
+                after=self._after,
+                turn=self._turn,
+                context=self._context,
+                earlier=self._earlier,
+                tools=self.tools,
             )
             rewritten = self._format.rewritten(self._turns, messages, self.tools) if self._turns else None
             if rewritten is not None and not self._is_same([*self._row_tokens, *context_ids], rewritten):
@@ -348,7 +357,7 @@ class AgentTokenRows:
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
-        self._pending_messages, self.before = messages if self._format.forks else (), len(self._row_tokens)
+        self._pending_messages, self.before = messages, len(self._row_tokens)
         self._row_tokens.frombytes(context)
         self.opening = self.opening or opening_digest(context)
 
@@ -365,6 +374,7 @@ class AgentTokenRows:
         """Append the tokens the engine sampled."""
         context, self._after = self._row_tokens[self.before :], completion.finish_reason
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
+        self._earlier += self._pending_messages
         self._turn, self._context = ((), ()) if self._after == "stop" else (completion.token_ids.tolist(), context)
         if self._format.forks:
             turn = SampledTurn(self._pending_messages, completion.token_ids.tolist(), context)
@@ -376,7 +386,7 @@ class AgentTokenRows:
             self.row += 1
         self._row_tokens = array("i")
         self._after = None
-        self._turns = ()
+        self._turns, self._earlier = (), []
 
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""
