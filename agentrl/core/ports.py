@@ -394,12 +394,14 @@ class ChatFormat(Protocol):
         """Text of tokens, including special tokens."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of text, as the template tokenizes it."""
+    def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
+        """Token ids of text, as the template tokenizes it: at the start of a text, or as the reply to a prompt that
+        ends with `context`."""
         ...
 
-    def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Explain why the text of sampled tokens would be tokenized differently; None if it would not."""
+    def drift(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str | None:
+        """Explain why the text of tokens sampled after `context` would be tokenized differently; None if it would
+        not."""
         ...
 
 

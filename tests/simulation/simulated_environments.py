@@ -197,11 +197,11 @@ class LengthChatFormat:
         """Return "", because simulated tokens have no text."""
         return ""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
         """Return no tokens."""
         return []
 
-    def drift(self, token_ids: Sequence[int]) -> str | None:
+    def drift(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str | None:
         """Return None, because simulated tokens never drift."""
         return None
 

@@ -1,10 +1,12 @@
-"""The end of a prompt: thinking that only some prompts begin, switches in the system message, and what follows it.
+"""The end of a prompt: thinking that only some prompts begin, switches in earlier messages, and text that follows it.
 
-The templates are written in the manner of DeepSeek-R1, Gemma 4, Nemotron Nano 2 and SmolLM3.
+The templates are written in the manner of DeepSeek-R1, Gemma 4, Nemotron Nano 2, SmolLM3, Mistral and Zephyr.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +14,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import agentrl
-from agentrl.core.records import FinishReason, Message, PolicyVersion
+from agentrl.core.ports import SamplingParams
+from agentrl.core.records import FinishReason, Message, PolicyVersion, ScoreRequest
 from agentrl.core.tokens import Completion, Tokens
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.rollout.calls.journal import CallJournal
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.external.token_tree import TokenTree
+from agentrl.rollout.scoring.judge import JudgeScorer
 from agentrl.rollout.turn.agent import AgentTokenRows
+from tests.sim.test_judges import scored
 from tests.support.template_talks import play
 from tests.unit.test_chat_format import ADD, QWEN_MARKUP, QWEN_SPECIAL, render, tool, user, write_model
 from tests.unit.test_gateway import Loop, ask
@@ -256,11 +264,13 @@ class Outside(Loop):
     """A question through the gateway."""
 
     contents: ClassVar[list[str]] = []
+    lengths: ClassVar[list[int]] = []
 
     async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> None:
         system = {"role": "system", "content": NO_THINK.content}
         _, reply = await ask(client, endpoint, [system, asked("2+3?")])
         self.contents[:] = [reply["choices"][0]["message"]["content"]]
+        self.lengths[:] = [reply["usage"]["completion_tokens"]]
 
 
 def test_agents_get_answers_to_prompts_without_thinking(tmp_path: Path) -> None:
@@ -269,3 +279,100 @@ def test_agents_get_answers_to_prompts_without_thinking(tmp_path: Path) -> None:
     assert (header.drop_reason, wrong, Recorded.texts) == (None, {}, ["Add.", "5"])
     header, _, wrong = play(Outside, load(tmp_path / "outside", NEMOTRON), ["5"])
     assert (header.drop_reason, wrong, Outside.contents) == (None, {}, ["5"])
+
+
+ZEPHYR = """{{- bos_token -}}
+{%- for m in messages -%}{{- '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"""
+"""Its prompt ends in text, not in a token of its own."""
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def write_sentencepiece(directory: Path, kind: str) -> TemplateChatFormat:
+    """A model directory whose tokenizer puts a space before a text: a normalizer or a pre-tokenizer, which does so also
+    behind a control token, or the first one alone."""
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=kind, split=False)
+    alphabet = [*map(chr, range(33, 127)), "▁", "\n"]
+    trainer = trainers.BpeTrainer(vocab_size=120, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["yes", "no", "user", "assistant"] * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ENDS.values()])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": ZEPHYR, **ENDS}))
+    return TemplateChatFormat.load(directory)
+
+
+def continued(directory: Path, question: str, text: str) -> list[int]:
+    """The tokens of a reply in a rendering that is tokenized in one go."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    prompt = render(ZEPHYR, [{"role": "user", "content": question}], add_generation_prompt=True, **ENDS)
+    before, whole = (tokenizer.encode(each, add_special_tokens=False).ids for each in (prompt, prompt + text))
+    assert whole[: len(before)] == before
+    return whole[len(before) :]
+
+
+SENTENCEPIECE = pytest.mark.parametrize("kind", ["normalizer", "always", "first"])
+
+
+@SENTENCEPIECE
+def test_a_reply_is_tokenized_as_in_a_rendering(tmp_path: Path, kind: str) -> None:
+    chat = write_sentencepiece(tmp_path, kind)
+    for question in ("1+1?", " 1+1? ", "It says </s>.", "\n"):
+        prompt = chat.start([user(question)], ())
+        for text in ("42", " 42", "yes no", "42</s>", "\nno", "<s>no"):
+            expected = continued(tmp_path, "1+1?", text)
+            assert chat.encode(text, prompt) == expected
+            if text[0] not in " <":  # a decoder omits the first space, and shows one after a control token
+                assert chat.drift(expected, prompt) is None
+    assert chat.encode("42", prompt) != chat.encode("42")
+    assert chat.drift(chat.encode("42"), prompt) == "retokenised"
+    extended = [*prompt, *chat.encode("2</s>", prompt), *chat.extend([user("2+2?")], after="stop")]
+    assert chat.encode("42", extended) == continued(tmp_path, "2+2?", "42")
+
+
+class Demonstrated(agentrl.Environment):
+    """A reply that the environment gives."""
+
+    seats = ("solver",)
+    token_ids: ClassVar[list[int]] = []
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("solver")
+        turn = await agent.act(user("1+1?"), reply="42")
+        self.token_ids[:] = turn.completion.token_ids.tolist()
+        agent.reward(1.0)
+
+
+def test_demonstrated_edited_and_judged_replies_are_tokenized_as_replies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = write_sentencepiece(tmp_path, "normalizer")
+    header, _, _ = play(Demonstrated, chat, ["y"])
+    assert header.drop_reason is None
+    assert Demonstrated.token_ids == continued(tmp_path, "1+1?", "42</s>")
+    with monkeypatch.context() as patch:
+        patch.setattr(CallJournal, "edits_at", lambda self, call_id: [{"role": "assistant", "content": "42"}])
+        header, _, _ = play(Outside, chat, ["y"])
+    assert (header.drop_reason, Outside.contents, Outside.lengths) == (None, ["42"], [len(Demonstrated.token_ids)])
+    judge = JudgeScorer(
+        name="right",
+        engine=ScriptedEngine(lambda *_: [], versions={"judge": PolicyVersion("judge", 0, 0)}),
+        policy="judge",
+        chat_format=chat,
+        sampling=SamplingParams(max_tokens=8),
+        max_context=4096,
+        rubric="Is it right?",
+        answer={"42": 1.0, "7": 0.0},
+        votes=0,
+    )
+    request = ScoreRequest(call_id="c", where="e0", seed=0, scored=scored("1 + 1", "2"))
+    question = judge.question(request.scored)
+    lengths = [len(continued(tmp_path, question, text)) for text in judge.answer]
+    answer = asyncio.run(judge.judge(request, 0))
+    assert lengths == [2, 1]
+    assert answer.tokens == sum(len(chat.start([user(question)], ())) + length for length in lengths)

@@ -107,7 +107,7 @@ class PlainChatFormat:
         """Text of tokens, control tokens as `<|start|>` and `<|stop|>`."""
         return b"".join([_PIECES[token] for token in token_ids]).decode("utf-8", "replace")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
         """Return the token ids of text; literals of control tokens are recognized."""
         ids: list[int] = []
         for part in _CONTROL.split(text):
@@ -115,7 +115,7 @@ class PlainChatFormat:
             ids += part.encode("utf-8", "replace") if control is None else (control,)
         return ids
 
-    def drift(self, token_ids: Sequence[int]) -> str | None:
+    def drift(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str | None:
         """Return `undecodable` if the bytes are not UTF-8, else None: bytes are never merged."""
         try:
             _bytes(token_ids).decode()
@@ -217,10 +217,10 @@ class JsonChatFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", "replace")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def drift(self, token_ids: Sequence[int]) -> str | None:
+    def drift(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str | None:
         return None
 
 

@@ -127,6 +127,8 @@ class TemplateChatFormat:
     """Format of conversations that offer tools, if the model has another template for them."""
     _unusable_without_tools: ModelError | None = None
     """Why the model's template for conversations without tools cannot be used."""
+    _switches: tuple[str, ...] = ()
+    """Words in messages that change how the template ends a prompt."""
 
     def __init__(
         self,
@@ -155,7 +157,9 @@ class TemplateChatFormat:
         self._control = ControlTokens(
             [t for t in tokens if t.special or t.literal in template.source or t.literal in markup]
         )
+        self._control_ids = frozenset(self._control.ids.values())
         self._plain = _without_control(tokenizer, self._control, anchor=False)
+        self._marks_start = _marks_start(self._plain)
         self._anchor_tokenizer = _anchored_tokenizer(
             self._plain, _without_control(tokenizer, self._control, anchor=True)
         )
@@ -175,7 +179,6 @@ class TemplateChatFormat:
         self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(opening)
         self._check_history(forks)
         self.shows_tools = self._tools_in_system or self._renders_tools()
-        self._switches: tuple[str, ...] = ()
         self._switches = self._find_switches()
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
@@ -507,19 +510,34 @@ class TemplateChatFormat:
             return self.decode(visible_ids)
         return self.decode(ids).removesuffix(ending_text)  # the journal needs the decoded text anyway
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
         """Return the token ids of text as the template would tokenize it; control tokens are recognized."""
+        if self._marks_start and len(context) and (ids := self._encode_after(context, text)) is not None:
+            return ids
         cached = self._encoded.get(text)
         if cached is None:
             cached = self._encoded.keep(text, self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids)
         return list(cached)
 
-    def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
+    def _encode_after(self, context: Sequence[int], text: str) -> list[int] | None:
+        """Return the token ids of text that continues the plain text at the end of a prompt; None if tokens of the
+        prompt would change. Both texts in which a decoder may show the prompt's end are tried: with and without the
+        space that SentencePiece puts after a control token."""
+        ids = _as_list(context)
+        end = ids[next((at for at in reversed(range(len(ids))) if ids[at] in self._control_ids), 0) :]
+        for parts in ([end], [end[:1], end[1:]]):
+            before = "".join(self._tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+            whole: list[int] = self._tokenizer.encode(valid_unicode(before + text), add_special_tokens=False).ids
+            if whole[: len(end)] == end:
+                return whole[len(end) :]
+        return None
+
+    def drift(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> DriftCause | None:
         """Explain why the text of `token_ids` would be tokenized differently: invalid UTF-8, or other merges; None if
         it would not."""
         ids = _as_list(token_ids)
         text = self.decode(ids)
-        if self.encode(text) == ids:
+        if self.encode(text, context) == ids:
             return None
         return "undecodable" if "\ufffd" in text else "retokenised"
 
@@ -595,7 +613,7 @@ class TemplateChatFormat:
     def _find_switches(self) -> tuple[str, ...]:
         """Find the words in messages of systems and users that change how the template ends a prompt, among those that
         it compares with something. SmolLM3 reads `/no_think` in the first message, Nemotron Nano 2 in any."""
-        found: list[str] = []
+        switches: list[str] = []
         content = "probe-content"
 
         def prompt_end(new: str, *earlier: Message) -> list[int | str] | None:
@@ -614,8 +632,8 @@ class TemplateChatFormat:
                 *(prompt_end(content, Message(role=role, content=word)) for role in _SWITCHING),
             )
             if any(end not in (expected, None) for end in ends):
-                found.append(word)
-        return tuple(found)
+                switches.append(word)
+        return tuple(switches)
 
     @staticmethod
     def _varies_in_last(messages: Sequence[Message]) -> bool:
@@ -1077,6 +1095,13 @@ def _renumbering(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
     """Map ids of added tokens in a copy without control tokens, which numbers them differently, to the original ids."""
     ids = {number: tokenizer.token_to_id(token.content) for number, token in plain.get_added_tokens_decoder().items()}
     return {number: token_id for number, token_id in ids.items() if token_id not in (None, number)}
+
+
+def _marks_start(plain: Tokenizer) -> bool:
+    """Whether a tokenizer reads the start of a text differently from the same text behind a line break, as
+    SentencePiece does, which puts a space before it."""
+    line, text, both = (plain.encode(sample, add_special_tokens=False).ids for sample in ("\n", "a b", "\na b"))
+    return [*line, *text] != both
 
 
 def _anchored_tokenizer(plain: Tokenizer, candidate: Tokenizer) -> Tokenizer | None:

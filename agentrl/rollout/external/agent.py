@@ -330,7 +330,8 @@ class ExternalAgent(TurnRecorder):
             return completion.lost(masked=self._count_untrained(sampling, lacks_sets=is_partial))
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
-        return _completion_of_text(str(edits[-1]["content"]), completion, self._settings.chat_format)
+        text, context = str(edits[-1]["content"]), placement.context_ids
+        return _completion_of_text(text, context, completion, self._settings.chat_format)
 
     def _count_untrained(self, sampling: SamplingParams, *, lacks_sets: bool = False) -> bool:
         """Count a turn with tokens that cannot be trained, because of how they are sampled; returns whether that is all
@@ -791,13 +792,13 @@ def _two_values(was: object, came: object) -> str:
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
-def _completion_of_text(text: str, completion: Completion, chat_format: ChatFormat) -> Completion:
-    """Make a completion of other text, under the version that began the replaced one."""
+def _completion_of_text(text: str, context: bytes, completion: Completion, chat_format: ChatFormat) -> Completion:
+    """Make a completion of other text after `context`, under the version that began the replaced one."""
     if isinstance(chat_format, JsonChatFormat):
         parsed_value = parse_json_value(text)
         message = parsed_value if isinstance(parsed_value, dict) else {"role": "assistant", "content": text}
         text = json.dumps(message) + "\n"
-    token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids
+    token_ids, stops = chat_format.encode(text, array("i", context)), chat_format.stop_token_ids
     if stops and token_ids[-1:] not in ([stop] for stop in stops):
         token_ids.append(stops[0])
     tokens = Tokens.of_version(np.array(token_ids, dtype=np.int32), completion.spans[-1].version)

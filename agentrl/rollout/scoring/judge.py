@@ -141,7 +141,8 @@ class JudgeScorer(RetryingScorer):
 
     async def _expected(self, request: ScoreRequest, context: Int32Array) -> Answer:
         """Return the expected value of the answers, by their probabilities as the beginning of the reply."""
-        options = [np.array(self.chat_format.encode(answer), np.int32) for answer in self.answer]
+        prompt = context.tolist()
+        options = [np.array(self.chat_format.encode(answer, prompt), np.int32) for answer in self.answer]
         rows = [np.concatenate([context, option]) for option in options]
         pin = request.pins.get(self.policy)
         scores = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))

@@ -172,7 +172,7 @@ class LiveAgent(TurnRecorder):
                     call, rows.context(), row, rows.opening, request.sampling, self._sampled
                 )
                 if request.reply is not None:
-                    completion = self._completion_of_reply(request.reply, completion)
+                    completion = self._completion_of_reply(request.reply, context, completion)
         except EngineError as error:
             journal.fail(error)
             raise
@@ -204,9 +204,10 @@ class LiveAgent(TurnRecorder):
         self._count_reply(answer, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
         return self._append(call, request.messages, answer, completion, request.state)
 
-    def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:
-        """Make the completion of a given reply; it replaces the one token of `completion`, which shows the version that
-        acts.
+    def _completion_of_reply(self, reply: str, context: bytes, completion: Completion) -> Completion:
+        """Make the completion of a given reply to a prompt that ends with `context`.
+
+        It replaces the one token of `completion`, which shows the version that acts.
 
         Raises:
             EpisodeError: the policy's turns cannot be trained on (external, filtered or expert-routed).
@@ -220,7 +221,7 @@ class LiveAgent(TurnRecorder):
                 reason="environment_error",
             )
         chat_format = settings.chat_format
-        reply_ids, stop = chat_format.encode(reply), chat_format.stop_token_ids
+        reply_ids, stop = chat_format.encode(reply, array("i", context)), chat_format.stop_token_ids
         tokens = np.array(reply_ids if reply_ids[-1:] and reply_ids[-1] in stop else [*reply_ids, stop[0]], np.int32)
         if len(self._rows) + len(tokens) > settings.limits.max_context:
             self._full(len(self._rows) + len(tokens))

@@ -260,7 +260,7 @@ class TurnRecorder(Agent):
             pauses: pauses of the turn.
         """
         chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
-        drift = chat_format.drift(sampled)
+        drift = chat_format.drift(sampled, array("i", context))
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
         return TurnEntry(
