@@ -82,7 +82,7 @@ TURN_LOG = "0"
 
 REWARD_SETTINGS = (
     *("environment.options", "model", "sampling.", "evaluation.sampling", "seats", "scorers", "sandbox"),
-    "engine.max_context",
+    *("engine.max_context", "episode_timeout_s", "credit.reward_weights"),
 )
 """Prefixes of settings on which rewards depend; policies have their own."""
 
@@ -500,19 +500,18 @@ def _best_checkpoint_tracker(
 
 
 def _rewards_since(starts: Iterable[RunStart]) -> int:
-    """Return the lineage of the newest start with other code of environments than the start before it, or other
-    settings on which rewards depend: held-out rewards before and after it are not comparable."""
+    """Return the lineage of the newest start with other code or settings on which rewards depend than the start before
+    it: held-out rewards before and after it are not comparable."""
     changed_starts = (
         start.lineage
         for start in starts
-        if any(":" not in place for place in start.code_changed)  # with a colon: losses and advantages
-        or any(_sets_rewards(change.path) for change in start.changed)
+        if start.reward_code_changed or any(_sets_rewards(change.path) for change in start.changed)
     )
     return max(changed_starts, default=0)
 
 
-def _sets_rewards(path: Sequence[str]) -> bool:
-    if path[0] == "policies":
+def _sets_rewards(path: tuple[str, ...]) -> bool:
+    if path[:1] == ("policies",):
         return bool({"model", "sampling", "kind", "url", "path"}.intersection(path[2:]))
     return ".".join(path).startswith(REWARD_SETTINGS)
 

@@ -30,6 +30,7 @@ from agentrl.app.user_functions import UserFunctions
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.core.clock import Clock
+from agentrl.core.custom_functions import Kind
 from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError, is_user_code
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.machine import library_versions
@@ -307,6 +308,7 @@ def describe_start(
         changed=tuple(SettingChange(change.path, change.before, change.now) for change in changed),
         code=dict(code.digests),
         code_changed=tuple(sorted(changed_code)),
+        reward_code_changed=tuple(sorted(place for place in changed_code if code.determines_rewards(place))),
         libraries=library_versions(),
     )
     sentences = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_count_steps(steps)})"]
@@ -325,7 +327,8 @@ def describe_start(
     sentences += _changed_libraries(before, start.libraries)
     sentences += _contexts_beyond(changed, past.unfinished, store.directory)
     for function in sorted(changed_code & code.functions.keys()):
-        sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
+        kind, name = code.functions[function]
+        sentences.append(f"the {kind} {name} changed: later steps use the new code")
     if files := sorted(changed_code & set(code.imported)):
         sentences.append(
             f"the code changed in {', '.join(files)}, imported beside the environment's file; unfinished episodes "
@@ -432,8 +435,8 @@ class UserCodeDigests(NamedTuple):
     """Digest of each file, and of each function by its reference."""
     environments: Mapping[str, tuple[str, str]]
     """File and digest of each environment, by name."""
-    functions: Mapping[str, str]
-    """Kind and name of the user's functions, such as "loss sapo", by reference."""
+    functions: Mapping[str, tuple[Kind, str]]
+    """Kind and name of the user's functions, by reference."""
     imported: Collection[str] = ()
     """Files in `digests` of imported modules that define no environment and no bot."""
 
@@ -457,8 +460,12 @@ class UserCodeDigests(NamedTuple):
                 digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
                 continue  # its code is in no file, for example typed in a shell
-        labels = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
-        return UserCodeDigests(imported | digests, environments, labels, imported.keys() - digests.keys())
+        kinds = {code.reference: (kind, code.name) for kind, code in functions.codes}
+        return UserCodeDigests(imported | digests, environments, kinds, imported.keys() - digests.keys())
+
+    def determines_rewards(self, place: str) -> bool:
+        """Whether rewards depend on the code in a file or of a function."""
+        return place not in self.functions or self.functions[place][0] == "scorer"
 
 
 def imported_digests(file: str) -> dict[str, str]:

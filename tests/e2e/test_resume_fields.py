@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sqlite3
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
+from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
 from tests.architecture.test_configuration import leaves
 from tests.support.resume_fields import (
@@ -286,6 +288,10 @@ def tempered(batch):
 @agentrl.advantage
 def centred(group):
     return [FACTOR * (reward - group.mean) for reward in group.rewards]
+
+@agentrl.scorer
+def constant(scored):
+    return FACTOR
 """
 
 
@@ -305,6 +311,7 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
             environment={"id": "env:Add"},
             credit={"advantage": f"{code / 'mine.py'}:centred"},
             trainer={"loss": {"name": "mine:tempered"}},
+            scorers={"constant": {"function": f"{code / 'mine.py'}:constant"}},
         )
     assert ("loss tempered changed" in said) == edited
     assert ("advantage centred changed" in said) == edited
@@ -314,6 +321,12 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
     imported = re.search(r"code changed in ([^;]*), imported beside the environment's file", said)
     assert (imported is not None and str(tmp_path / "second" / "words.py") in imported[1]) == edited
     assert "esuming from checkpoint" in said or "no checkpoint yet" in said
+    with closing(SqliteRunLog(tmp_path / "runs" / "run" / "journal")) as log:
+        start = log.starts()[-1]
+    # `mine:tempered` imports mine.py, from which the environment could import too
+    of_rewards = {"env.py", "words.py", "mine.py", "mine.py:constant"} if edited else set()
+    assert {Path(place).name for place in start.reward_code_changed} == of_rewards
+    assert len(start.code_changed) == len(of_rewards) + 2 * edited, "a loss and an advantage"
 
 
 def _life(directory: Path, which: str, *, code: Path | None = None, **settings: Any) -> str:

@@ -415,10 +415,12 @@ def test_verdicts_that_no_checkpoint_has_stay_in_the_budget() -> None:
 @pytest.mark.parametrize(
     ("differences", "is_again"),
     [
-        ({"code_changed": ("env.py",)}, True),
+        ({"code_changed": ("env.py",), "reward_code_changed": ("env.py",)}, True),
         ({"changed": (SettingChange(("environment", "options"), {}, {"hard": True}),)}, True),
         ({"changed": (SettingChange(("policies", "guesser", "sampling", "temperature"), 1.0, 0.5),)}, True),
         ({"code_changed": ("losses.py:my_loss",)}, False),
+        ({"changed": (SettingChange(("credit", "reward_weights"), {}, {"reward": 2.0}),)}, True),
+        ({"changed": (SettingChange(("episode_timeout_s",), 600.0, 60.0),)}, True),
         ({"changed": (SettingChange(("steps",), 2, 3),)}, False),
         ({}, False),
     ],

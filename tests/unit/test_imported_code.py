@@ -8,7 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from agentrl.app.recovery import imported_digests
+import agentrl
+from agentrl.app.recovery import UserCodeDigests, imported_digests
+from agentrl.app.user_functions import UserFunctions
 from agentrl.journal.run_log import RunStart
 
 if TYPE_CHECKING:
@@ -58,3 +60,13 @@ def test_a_package_that_was_not_recorded_is_new() -> None:
     assert start.digests_of("/a/late/__init__.py") == set()
     assert start.digests_of("/moved/tools/__init__.py") == {"1"}
     assert start.digests_of("/moved/env.py") == {"2"}
+
+
+def test_rewards_depend_on_an_environment_that_is_in_no_file() -> None:
+    async def run(self: agentrl.Environment, ctx: agentrl.EpisodeContext) -> None: ...
+
+    typed = type("Typed", (agentrl.Environment,), {"__module__": "of_a_notebook", "seats": ("solver",), "run": run})
+    code = UserCodeDigests.of({}, typed, UserFunctions((), None, compares_in_step=False))
+    (place,) = code.digests
+    assert place == "of_a_notebook:Typed"
+    assert code.determines_rewards(place)
