@@ -122,6 +122,10 @@ class NoRoomError(EngineError):
 
 VERSION_GONE = "version_gone"
 """Drop reason of an episode that needs a version which no engine serves."""
+SCORER_FAILED = "scorer_failed"
+"""Drop reason of an episode, or of a whole group, that a scorer could not score."""
+EVALUATION_CUT = "evaluation_cut"
+"""Drop reason of an evaluation episode whose process ended before it."""
 
 
 class VersionNotServedError(EngineError):
@@ -214,7 +218,7 @@ class ScorerFailedError(EpisodeError):
     """
 
     def __init__(self, message: str, *, requests: int) -> None:
-        super().__init__(message, reason="scorer_failed")
+        super().__init__(message, reason=SCORER_FAILED)
         self.requests = requests
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -71,10 +72,28 @@ class PastRun:
         return self.log.lost_numbers("e", self.next_training)
 
     def members(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield all committed training episodes in order of commit, their rewards with the scores of their groups."""
-        scores = self.log.group_scores()
+        """Yield all committed training episodes in order of commit, with the headers that the run's parts received:
+        with the scores of their groups, or dropped with a group that could not be scored."""
+        received = self._received_headers()
         for spec, header in self.log.members():
-            yield spec, add_group_scores(header, scores.get(spec.group_id, ()), self._reward_weights)
+            yield spec, received(header)
+
+    def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+        """Yield those headers of `members` in which one of these policies acted."""
+        received = self._received_headers()
+        for header in self.log.headers_against(policies):
+            yield received(header)
+
+    def _received_headers(self) -> Callable[[EpisodeHeader], EpisodeHeader]:
+        scores, unscored = self.log.group_scores(), self.log.unscored()
+
+        def received(header: EpisodeHeader) -> EpisodeHeader:
+            drop_reason = unscored.get((header.episode_id, header.attempt))
+            if drop_reason is not None:
+                return replace(header, drop_reason=drop_reason, trajectories=())
+            return add_group_scores(header, scores.get(header.group_id, ()), self._reward_weights)
+
+        return received
 
     def resolved_units(self, episode_ids: Collection[str]) -> Mapping[tuple[str, str], str | None]:
         """Map each resolved unit of some episodes, keyed by (policy, episode id), to its drop reason; None: trained."""

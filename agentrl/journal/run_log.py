@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core import ids
-from agentrl.core.errors import ConfigError, JournalError
+from agentrl.core.errors import SCORER_FAILED, VERSION_GONE, ConfigError, JournalError
 from agentrl.core.masking import mask_secrets
 from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
 from agentrl.core.setting_paths import set_value
@@ -341,6 +341,14 @@ class RunLog:
         for row in self.rows(f"SELECT {columns} FROM group_scores ORDER BY group_id, scorer"):
             scores_by_group.setdefault(row[0], []).append(decode_group_scores_row(row))
         return scores_by_group
+
+    def unscored(self) -> dict[tuple[str, int], str]:
+        """Map committed episodes that were dropped with a group that could not be scored, by id and attempt, to the
+        drop reason."""
+        statement = "SELECT DISTINCT episode, attempt, reason FROM unit_drops WHERE reason IN (?, ?)"
+        return {
+            (episode, attempt): reason for episode, attempt, reason in self.rows(statement, SCORER_FAILED, VERSION_GONE)
+        }
 
     def metric_total(self, name: str) -> float:
         """Return the sum of a metric over all episodes that ended."""

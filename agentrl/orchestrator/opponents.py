@@ -121,7 +121,7 @@ class OpponentPools:
 
     def restore(self, past: PastRun) -> None:
         """Count the results of the committed episodes against past versions."""
-        for header in past.log.headers_against(self.pools):
+        for header in past.headers_against(self.pools):
             for pool in self.pools.values():
                 pool.count(header)
 

@@ -23,11 +23,12 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator import group_scores as group_scores_module
+from agentrl.orchestrator.tasks import Curriculum
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.scoring.retrying import Answer, FunctionScorer
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
-from tests.sim.small_run import SmallRun, config_for, guess
+from tests.sim.small_run import TASKS, SmallRun, config_for, guess
 from tests.sim.test_judges import CRITIC, RUBRIC, scored, told
 from tests.sim.test_judges import scorer as judge
 from tests.sim.test_resume import second_life, trained_in
@@ -132,6 +133,17 @@ def test_a_failed_scorer_drops_the_group_and_a_resume_keeps_it_dropped() -> None
     version = {"guesser": PolicyVersion("guesser", 0, 0)}
     past = PastRun(run.journal, version, group_size=4)
     assert not dropped & {spec.episode_id for spec, _ in past.ended}
+    rewards = {spec.episode_id: header.reward for spec, header in past.members()}
+    assert {rewards[name] for name in dropped} == {None}, "no part of a resumed run counts them"
+    expected = rewards_with_scores(run)
+    assert all(rewards[name] == expected[name] for name in rewards.keys() - dropped)
+    results = {header.episode_id: header.reward for header in past.headers_against({"guesser"})}
+    assert results == rewards
+    curriculum = Curriculum([*TASKS], seed=0, selection={"replay": 0.5})
+    curriculum.restore(PastRun(run.journal, {"guesser": run.orchestrator.board.current("guesser")}, group_size=4))
+    of_tasks = {result.task.data["digit"]: result.rewards for result in curriculum.results}
+    assert {digit: bool(given) for digit, given in of_tasks.items()} == {digit: digit > "3" for digit in of_tasks}
+    assert min(of_tasks) <= "3" < max(of_tasks)
 
 
 def test_a_scorer_that_never_answers_ends_the_run_by_name() -> None:
