@@ -103,6 +103,8 @@ class RunParts:
     """What the run did before, as `store` records it."""
     is_current_task: Callable[[Task], bool] = lambda task: True
     """Whether a recorded task still has the same data."""
+    refusal: Callable[[EpisodeSpec], str] = lambda spec: ""
+    """Returns why an episode whose task only the journal names cannot be played; empty if it can."""
     held_out: Sequence[HeldOutSplit] = ()
     checkpoints: CheckpointWriter | None = None
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
@@ -262,7 +264,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     for part in (curriculum, opponents, score_limits):
         if part is not None:
             part.restore(parts.past)
-    dispatcher.restore(parts.past, curriculum.start)
+    dispatcher.restore(parts.past, curriculum.start, recorded=parts.store.recorded, refusal=parts.refusal)
     return orchestrator
 
 

@@ -56,7 +56,7 @@ from agentrl.core.event_loop import EpisodeEventLoop, was_stopped
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
-from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
+from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.environment import TaskSource
@@ -275,7 +275,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         *(plan, directory, store),
         code=setup.code,
         changed=changes,
-        refusal=partial(refusal_on_resume, directory.journal, plan.environment, setup.selected),
+        refusal=_refusal(setup),
         clock=clock,
         tell=observer.say,
     )
@@ -435,6 +435,7 @@ def _parts(
         opponents=opponents,
         past=point.past,
         is_current_task=setup.run_tasks.is_current,
+        refusal=_refusal(setup),
         recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,
@@ -445,6 +446,10 @@ def _parts(
         journal_size=directory.journal_size,
         running_best=running_best,
     )
+
+
+def _refusal(setup: RunSetup) -> Callable[[EpisodeSpec], str]:
+    return partial(refusal_on_resume, setup.directory.journal, setup.plan.environment, setup.selected)
 
 
 def _new_record(setup: RunSetup) -> RunProcessRecord:

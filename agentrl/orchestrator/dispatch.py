@@ -8,19 +8,22 @@ when the state changes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
+from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError, JournalError
 from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task, dropped_header
 from agentrl.core.text import plural, shorten_lines, strip_numbers
 from agentrl.environment.environment import Environment
+from agentrl.journal.entries import BeginEntry, JournalEntry, decode_entries
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
 from agentrl.observe.alarms import ADVICE_ON_DROPS, EXPECTED_DROPS, fill_commands
@@ -30,7 +33,7 @@ from agentrl.orchestrator.admission import AdmissionPolicy, UnrestrictedAdmissio
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.child_episodes import ChildEpisodes, OnEnd
 from agentrl.orchestrator.child_reservations import ChildUnitReservations, PolicyOf
-from agentrl.orchestrator.episode_specs import EpisodeNumbers, EpisodeSpecs
+from agentrl.orchestrator.episode_specs import PREFIX, EpisodeNumbers, EpisodeSpecs
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker
@@ -172,26 +175,32 @@ class Dispatcher:
         """Start a root group: `group_size` episodes from one start. `waited` is `EpisodeSpec.waited`."""
         self.start([(spec, None) for spec in self.specs.next_group(start, waited)])
 
-    def restore(self, past: PastRun, start_of_group: Callable[[int], GroupStart]) -> None:
+    def restore(
+        self,
+        past: PastRun,
+        start_of_group: Callable[[int], GroupStart],
+        *,
+        recorded: Callable[[str, int], tuple[Sequence[JournalEntry], Any]] = lambda episode_id, attempt: ((), ()),
+        refusal: Callable[[EpisodeSpec], str] = lambda spec: "",
+    ) -> None:
         """Restore the dispatcher's parts, and take over the episodes that the previous attempts of the run left.
 
         Args:
             past: the run's past.
             start_of_group: returns the start of a root group whose admission never reached the disk.
+            recorded: see `RunJournal.recorded`.
+            refusal: returns why an episode whose task only the journal names cannot be played; empty if it can.
         """
         for part in (self.specs.numbers, self.children, self.memory, self.buffer, self.group_scoring):
             if part is not None:
                 part.restore(past)
-        ended = past.ended
-        lost = _lost_starts(past, start_of_group)
-        specs = [spec for number, start in lost for spec in self.specs.training(start, (number,))]
-        self.store.admit(*specs)
-        unfinished = [*past.unfinished, *specs]
+        ended, lost = past.ended, past.lost_numbers()
         metrics = past.log.episode_metrics([spec.episode_id for spec, _ in ended])
-        members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
+        members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *past.unfinished))
+        members.update(self.specs.group_id(number // past.group_size) for number in lost)
         for spec, _ in ended:
             self.buffer.admit(spec, members[spec.group_id])
-        for spec in unfinished:
+        for spec in past.unfinished:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
             policies = {trajectory.policy for trajectory in header.trajectories}
@@ -200,6 +209,21 @@ class Dispatcher:
                 counts = PolicyCounts(header.turns, dict(metrics[header.episode_id]))
                 self.buffer.hold_metrics(header.episode_id, dict.fromkeys(policies, counts), policies)
             self._hold(spec, header, self._record_in_buffer)
+        # Tasks follow the results of ended groups, so these were counted first.
+        specs, starts = list[EpisodeSpec](), dict[int, GroupStart]()
+        known_starts = self._known_starts(past, lost, recorded)
+        for number in lost:
+            group = number // past.group_size
+            if group not in starts:
+                start = start_of_group(group)  # also of a known group, since a source that selects counts its calls
+                known = known_starts.get(group, start)
+                is_refused = known is not start and any(map(refusal, self.specs.training(known, (number,))))
+                starts[group] = start if is_refused else known
+            specs += self.specs.training(starts[group], (number,))
+        self.store.admit(*specs)
+        for spec in specs:
+            self._record_start(spec, members[spec.group_id])
+        unfinished = [*past.unfinished, *specs]
         if self.leases is not None:  # the versions of unfinished trees are served again
             ended_specs = [spec for spec, _ in ended]
             for main, member, version in unfinished_tree_members(unfinished, ended_specs, self.buffer.trainable):
@@ -207,6 +231,33 @@ class Dispatcher:
         self._resumed = {spec.episode_id for spec in unfinished}
         self._to_resume = unfinished
         self.resume_unfinished()
+
+    def _known_starts(
+        self,
+        past: PastRun,
+        lost: Sequence[int],
+        recorded: Callable[[str, int], tuple[Sequence[JournalEntry], Any]],
+    ) -> dict[int, GroupStart]:
+        """Return how root groups with lost admissions started, as far as the journal knows: the source's tasks may have
+        changed since, and a source that selects may choose another one now."""
+        specs = (*past.unfinished, *(spec for spec, _ in past.ended))
+        starts = {
+            ids.root_episode_number(spec.episode_id) // past.group_size: GroupStart(spec.task)
+            for spec in specs
+            if spec.parent_id is None and spec.fork is None
+        }
+        for number in lost:  # worker processes do not wait for admissions, so entries may be on disk without them
+            group = number // past.group_size
+            if group in starts:
+                continue
+            with contextlib.suppress(JournalError, TypeError):  # the episode's worker reports the damage
+                entries, _ = recorded(ids.episode_id(PREFIX["train"], number), 0)
+                begin = next(iter(decode_entries(entries[:1])), None)
+                if isinstance(begin, BeginEntry):
+                    task = Task(id=begin.task_id, data=begin.task)
+                    if self.specs.plays(begin.environment, task):
+                        starts[group] = GroupStart(task, begin.fork)
+        return starts
 
     def resume_unfinished(self) -> None:
         """Resume the episodes of a previous attempt that can continue now; called again after every step.
@@ -415,22 +466,6 @@ class Dispatcher:
         except (EnvironmentDefinitionError, ConfigError):
             # the code was edited since the child was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)
-
-
-def _lost_starts(past: PastRun, start_of_group: Callable[[int], GroupStart]) -> list[tuple[int, GroupStart]]:
-    """Return the numbers of root episodes whose admission was lost, and how their groups start."""
-    # The task of a group that the journal knows is the recorded one: the source's may have changed since.
-    recorded = {
-        ids.root_episode_number(spec.episode_id) // past.group_size: GroupStart(spec.task)
-        for spec in (*past.unfinished, *(spec for spec, _ in past.ended))
-        if spec.parent_id is None and spec.fork is None
-    }
-    starts = []
-    for number in past.lost_numbers():
-        group = number // past.group_size
-        start = start_of_group(group)  # also of a recorded group, since a source that selects counts its calls
-        starts.append((number, recorded.get(group, start)))
-    return starts
 
 
 def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:

@@ -80,8 +80,18 @@ class EpisodeSpecs:
         """Make the specs of one group's root training episodes."""
         size = self.numbers.group_size
         group = numbers[0] // size
-        name, pins = f"g{group * size}", self.admission.pins(group)
-        return self._root(start, "train", numbers, name, size, pins, waited)
+        return self._root(start, "train", numbers, self.group_id(group), size, self.admission.pins(group), waited)
+
+    def group_id(self, group: int) -> str:
+        """Return the id of a root training group."""
+        return f"g{group * self.numbers.group_size}"
+
+    def plays(self, environment: str, task: Task) -> bool:
+        """Whether root episodes of a task have an environment, given by name."""
+        try:
+            return name_of(root_environment_of_task(self.environment, task)) == environment
+        except KeyError:  # no member of the mixture
+            return False
 
     def evaluation(
         self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion], places: Sequence[int]

@@ -20,7 +20,7 @@ from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import GroupStart, PolicyVersion, Task
+from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
@@ -141,6 +141,8 @@ class SmallRun:
     """The manifest's versions, where the run goes on from a checkpoint."""
     drawn_from: dict[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
     """The manifest's pools of opponents."""
+    refusal: Callable[[EpisodeSpec], str] = lambda spec: ""
+    """Why an episode whose task only the journal names cannot be played."""
     lineage: int = 1
     """Of a run that goes on."""
     seen: Seen = field(default_factory=Seen)
@@ -209,6 +211,7 @@ class SmallRun:
             opponents=opponents,
             versions=versions,
             past=self.past,
+            refusal=self.refusal,
             estimator=make_advantage_estimator(advantage.name, advantage.options)
             if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,

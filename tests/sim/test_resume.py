@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from agentrl.core import ids
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.journal.entries import TurnEntry
+from agentrl.journal.entries import BeginEntry, TurnEntry
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.port import Admission, StepRow
+from agentrl.journal.port import Admission, EpisodeEnd, StepRow
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
@@ -97,6 +99,77 @@ def test_a_group_keeps_the_task_with_which_it_began(simulated_loop: SeededSimula
         assert tasks[begin + 4].data["edited"]
 
     simulated_loop.run(main)
+
+
+def without_admissions(journal: MemoryJournal, group: str) -> MemoryJournal:
+    """What a kill leaves if worker processes were faster than the control log: only the entries of a group."""
+    left = journal.after_crash()
+    left.records = [
+        each for each in left.records if not (isinstance(each, Admission | EpisodeEnd) and each.spec.group_id == group)
+    ]
+    left._on_disk = len(left.records)
+    return left.after_crash()
+
+
+def test_entries_without_an_admission_keep_their_task(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        first = SmallRun(config=config_for(steps=8), engine_options={"seconds_per_token": 0.5})
+        journal = await first.cut_after(0.5)
+        begun = [(entry.episode_id, entry.decode()) for entry in journal.turn_log("0").entries]
+        tasks = {episode: body.task_id for episode, body in begun if isinstance(body, BeginEntry)}
+        second = second_life(first, without_admissions(journal, "g4"), 0)
+        second.tasks = TASKS[::-1]
+        await second.run()
+        admitted = {each.spec.episode_id: each.spec.task for each in second.journal.of_kind(Admission)}
+        assert {f"e{number}" for number in range(4, 8)} <= tasks.keys()
+        assert {name: admitted[name].id for name in tasks} == tasks
+        assert not second.orchestrator.buffer.ledger.dropped.get("nondeterminism")
+
+        third = second_life(first, without_admissions(journal, "g4"), 0)
+        third.tasks, third.refusal = TASKS[::-1], lambda spec: "foreign" if spec.group_id == "g4" else ""
+        await third.run()
+        foreign = next(each.spec for each in third.journal.of_kind(Admission) if each.spec.episode_id == "e4")
+        assert foreign.task.id != tasks["e4"], "a task that only the journal names"
+
+    simulated_loop.run(main)
+
+
+class Counted(list[Task]):
+    """A source that notes how many results it has when it selects the task of a group."""
+
+    results = 0
+
+    def __init__(self) -> None:
+        super().__init__(TASKS)
+        self.known: dict[int, int] = {}
+        self.selections: Counter[int] = Counter()
+
+    def select(self, group: int, rng: random.Random) -> Task:
+        self.known[group] = self.results
+        self.selections[group] += 1
+        return self[group % len(self)]
+
+    def record_result(self, task: Task, rewards: Sequence[float]) -> None:
+        self.results += 1
+
+
+def test_a_lost_task_is_selected_by_the_results_of_the_groups_that_had_ended(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        first = SmallRun(config=config_for(steps=8), tasks=Counted())
+        journal = await first.cut_after(4.0)
+        last = max(journal.unfinished(), key=lambda spec: ids.root_episode_number(spec.episode_id)).group_id
+        left = without_admissions(journal, last)
+        group = int(last[1:]) // 4
+        ended = Counter(spec.group_id for spec, _ in left.members())
+        source = Counted()
+        second = second_life(first, left, 0)
+        second.tasks = source
+        await second.run()
+        assert source.known[group] == sum(count == 4 for count in ended.values())
+        assert source.selections[group] == 1, "one task for the whole group"
+        return source.known[group]
+
+    assert min(simulated_loop.run(main)) > 0
 
 
 def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SeededSimulation, tmp_path: Path) -> None:
