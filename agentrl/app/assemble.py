@@ -196,7 +196,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     for name, controller in staleness.items():
         controller.restore(parts.past, name, board.step(name))
     buffer.on_group = partial(_record_group, curriculum, staleness.values(), size)
-    rewards_since = _rewards_since(parts.store.starts()) if config.evaluation.stop == "decided" else 0
+    rewards_since = _rewards_since(parts.store.starts())
     best = _best_checkpoint_tracker(
         config.best, config.evaluation, parts.held_out, trained, parts.running_best, rewards_since
     )
@@ -489,7 +489,8 @@ def _best_checkpoint_tracker(
         policy=policy,
         over=""
         if is_of_steps or not metric
-        else _held_out_of(evaluation, held_out) + (f", since start {rewards_since}" if rewards_since else ""),
+        else _held_out_of(evaluation, held_out)
+        + (f", since start {rewards_since}" if rewards_since and is_decided else ""),
         smallest=best.metric.startswith("-"),
         window=1 if is_decided else best.window,
         stop_at=best.stop_at,

@@ -41,6 +41,7 @@ from agentrl.config.load import SettingDifference
 from agentrl.config.plans import EnginePlan
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
+    EVALUATION_CUT,
     AgentRLError,
     EngineLostError,
     EnvironmentFaultError,
@@ -400,7 +401,7 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
 async def _drop_cut_evaluations(store: SqliteJournal) -> None:
     """Drop the evaluation episodes that an earlier process left in flight."""
     detail = "its process ended during the evaluation"
-    cut = [(spec, dropped_header(spec, "evaluation_cut")) for spec in store.unfinished("evaluate")]
+    cut = [(spec, dropped_header(spec, EVALUATION_CUT)) for spec in store.unfinished("evaluate")]
     await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
 
 

@@ -313,6 +313,15 @@ class RunLog:
         among = " AND group_id IN (SELECT value FROM json_each(?))"
         yield from self._read_ended_attempts(self.rows(statement + among, purpose, json.dumps(sorted(group_ids))))
 
+    def ended_evaluations(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        """Yield the newest attempts of the evaluation episodes that ended, dropped ones included, in order of
+        commit."""
+        statement = (
+            "SELECT episode, attempt FROM episodes e WHERE purpose = 'evaluate' AND NOT EXISTS"
+            " (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
+        )
+        yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
+
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
         """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
         headers; None if one has not ended."""

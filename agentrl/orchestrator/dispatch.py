@@ -28,7 +28,7 @@ from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
 from agentrl.observe.alarms import ADVICE_ON_DROPS, EXPECTED_DROPS, fill_commands
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.observe.metrics import metrics_owner, with_unset_metrics
+from agentrl.observe.metrics import metrics_owner
 from agentrl.orchestrator.admission import AdmissionPolicy, UnrestrictedAdmission
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.child_episodes import ChildEpisodes, OnEnd
@@ -82,8 +82,6 @@ class EvaluatedEpisodes:
         """Counts of the episodes, by id."""
         self.environments: dict[str, str] = {}
         """Environments of the episodes, by id."""
-        self._metric_names: dict[str, dict[str, None]] = {}
-        """Names of the metrics that each environment has set in any evaluation, in order."""
 
     def begin(self, count: int) -> Sequence[asyncio.Future[EpisodeHeader]]:
         """Forget the evaluation before; returns the futures of so many root episodes."""
@@ -96,15 +94,14 @@ class EvaluatedEpisodes:
         """Numbers of ended and of all root episodes."""
         return sum(end.done() for end in self.ends), len(self.ends)
 
-    def metrics(self, policy: str, policies: Collection[str]) -> dict[str, dict[str, float]]:
+    def metrics(self, policy: str, policies: Collection[str]) -> dict[str, Mapping[str, float]]:
         """Return the values of `ctx.metric` by episode id, of the episodes whose metrics belong to `policy`, one of the
         evaluated `policies`."""
-        own = {
+        return {
             episode: counted[policy].metrics
             for episode, counted in self.counts.items()
             if policy == metrics_owner(policies, counted)
         }
-        return with_unset_metrics(own, self.environments, self._metric_names)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

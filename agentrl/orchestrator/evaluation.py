@@ -7,7 +7,9 @@ counted, never scored as 0; an evaluation without a committed episode has no res
 
 With a `Question`, an evaluation plays growing parts of the tasks, in one order for all evaluations of the run, until it
 is decided whether the version is better than the best one so far. A better version plays all tasks, since later ones
-are compared with it. What versions have played is in the journal, so a resumed run plays and counts nothing twice.
+are compared with it.
+
+What versions have played is in the journal, so a resumed run plays and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from typing import NamedTuple
 from agentrl.core import ids
 from agentrl.core.betting import VERDICTS, anytime_interval, budget_share, decide
 from agentrl.core.clock import Clock
-from agentrl.core.errors import CheckFailedError
+from agentrl.core.errors import EVALUATION_CUT, CheckFailedError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
-from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import MetricRow
@@ -43,6 +45,7 @@ from agentrl.observe.metrics import (
     count_foreign_calls,
     find_registered_metric,
     metrics_owner,
+    with_unset_metrics,
 )
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
@@ -123,6 +126,8 @@ class PlayedTasks:
     children: list[EpisodeHeader] = field(default_factory=list)
     metrics: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
     """For each policy, values of `ctx.metric` by episode id."""
+    environments: dict[str, str] = field(default_factory=dict)
+    """Environments of the committed episodes, by id."""
 
     def add(self, places: Sequence[int], headers: Sequence[EpisodeHeader]) -> None:
         """Add the root episodes at some places, and their children behind them."""
@@ -198,6 +203,10 @@ class TaskOrder:
         return sorted(numbers, key=self._tasks.__getitem__)
 
 
+Ended = tuple[EpisodeSpec, EpisodeHeader, Mapping[str, PolicyVersion]]
+"""An episode that has ended, with the versions that sampled it."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
     """Runs evaluations of one run, one after another."""
@@ -224,7 +233,8 @@ class Evaluator:
     _order: TaskOrder = field(init=False)
     _played: dict[tuple[str, ...], PlayedTasks] = field(default_factory=dict)
     """What the best versions and the evaluated ones have played, keyed by their weights."""
-    _has_read_journal: bool = False
+    _metric_names: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Names of the metrics that each environment has set in any evaluation, in order."""
     _fixed_size: bool = False
     """Whether a reward was outside its bounds, so that questions have no answers."""
 
@@ -236,6 +246,16 @@ class Evaluator:
     def tasks(self) -> int:
         """Number of tasks in an evaluation."""
         return len(self._order)
+
+    def restore(self, versions: Mapping[str, PolicyVersion]) -> None:
+        """Take over what the versions with which this process begins, and the best ones if a question compares with
+        them, have played in earlier processes of the run, and the errors of its verdicts. Unfinished episodes were
+        dropped, and are played again."""
+        self._read_played(versions, {} if self.question is None else self.best.measured.versions)
+        rows = self.store.metric_rows(self.best.policy, VERDICT_ERROR)
+        if rows and rows[-1][0] == versions[self.best.policy].step and self._is_unrecorded(versions):
+            rows = rows[:-1]  # the same question is asked again, about the same episodes
+        self.best.restore_spent([value for _, value in rows])
 
     async def in_background(
         self, policy: str, policies: Iterable[str], training: Collection[str], should_stop: Callable[[], bool]
@@ -298,7 +318,7 @@ class Evaluator:
         try:
             metrics = {
                 policy: evaluation_metrics(
-                    *(headers, policy, self.attempts, splits), played.metrics.get(policy, {}), rule
+                    *(headers, policy, self.attempts, splits), self._metrics_of(policy, played), rule
                 )
                 | course
                 | (answer if policy == self.best.policy else {})
@@ -318,17 +338,17 @@ class Evaluator:
         self.observer.on_evaluation(versions, metrics)
 
     def was_cut(self, versions: Mapping[str, PolicyVersion], *, is_due: bool) -> bool:
-        """Whether an earlier process of the run ended before a checkpoint recorded the result of these versions.
+        """Whether an earlier process of the run ended before a checkpoint recorded the result of these versions, and
+        results choose the best version.
 
         Args:
             versions: the versions with which this process begins.
             is_due: whether they are evaluated at their step; otherwise only an evaluation that began counts. After a
                 change of the rewards, that is so at every step.
         """
-        if self.question is None:
+        if not self.best.metric.startswith("evaluation/"):
             return False
         measured = self.best.measured
-        self._read_journal(versions, measured.versions)
         return not self._is_measured(versions) if is_due and measured.newest else self._is_unrecorded(versions)
 
     # --- playing ----------------------------------------------------------------------------------------------------
@@ -339,11 +359,10 @@ class Evaluator:
         """Play the tasks, or as many as the question needs; returns what was played, how intervals are computed, and
         the metrics of the answer."""
         if self.question is None:
-            played = PlayedTasks()
+            played = self._played.pop(self._weights(versions), PlayedTasks())
             await self._play_until(played, self.tasks, versions, pins)
             return played, FIXED_SIZE, {}
         best_versions = self.best.measured.versions
-        self._read_journal(versions, best_versions)
         played = self._played.setdefault(self._weights(versions), PlayedTasks())
         best = self._played.setdefault(self._weights(best_versions), PlayedTasks()) if best_versions else None
         error = budget_share(self.best.measured.spent, self.questions_left(versions[self.best.policy]))
@@ -408,8 +427,13 @@ class Evaluator:
         if not places:
             return
         played.add(places, await self.dispatcher.evaluate(self._order.tasks_at(places), pins, places))
+        played.environments |= self.dispatcher.evaluated.environments
         for policy in versions:
             played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
+
+    def _metrics_of(self, policy: str, played: PlayedTasks) -> Mapping[str, Mapping[str, float]]:
+        """Return a policy's values of `ctx.metric` by episode id, with 0 for those that an episode did not set."""
+        return with_unset_metrics(played.metrics.get(policy, {}), played.environments, self._metric_names)
 
     # --- what was played --------------------------------------------------------------------------------------------
 
@@ -446,18 +470,6 @@ class Evaluator:
         # with the step: two steps may publish equal changes of different weights
         return f"{policy} {version.step} {version.lineage if weights is None else weights.sha256}"
 
-    def _read_journal(self, versions: Mapping[str, PolicyVersion], best_versions: Mapping[str, PolicyVersion]) -> None:
-        """Take over what some versions have played in earlier processes of the run, and the errors of its verdicts.
-        Unfinished episodes were dropped, and are played again."""
-        if self._has_read_journal:
-            return
-        self._has_read_journal = True
-        self._read_played(versions, best_versions)
-        rows = self.store.metric_rows(self.best.policy, VERDICT_ERROR)
-        if rows and rows[-1][0] == versions[self.best.policy].step and self._is_unrecorded(versions):
-            rows = rows[:-1]  # the same question is asked again, about the same episodes
-        self.best.restore_spent([value for _, value in rows])
-
     def _is_unrecorded(self, versions: Mapping[str, PolicyVersion]) -> bool:
         """Whether versions have played held-out tasks, and no checkpoint has the result."""
         played = self._played.get(self._weights(versions))
@@ -472,44 +484,79 @@ class Evaluator:
         records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]
         requested = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
         places = {self.dispatcher.specs.evaluation_seed(place): place for place in range(self.tasks * self.attempts)}
-        recorded = list(self.store.members(purpose="evaluate"))
+        recorded: list[Ended] = [
+            (spec, header, _sampled_by(spec, header)) for spec, header in self.store.ended_evaluations()
+        ]
+        cut_specs = [spec for spec, header, _ in recorded if header.drop_reason == EVALUATION_CUT]
+        cut_specs += self.store.unfinished("evaluate")
+        # An episode counts once all its children have ended, which its parent need not wait for.
+        cut = {ids.root_episode_id(spec.episode_id) for spec in cut_specs}
+        roots = [
+            (spec, header, sampled_by, place, ids.root_episode_number(spec.episode_id) - place)
+            for spec, header, sampled_by in recorded
+            if spec.parent_id is None and (place := places.get(spec.seed)) is not None
+        ]
+        # Of a dropped episode without pins, only the episodes of the same evaluation tell the versions.
+        versions_by_evaluation = {first: sampled_by for _, _, sampled_by, _, first in reversed(roots) if sampled_by}
         record_of: dict[str, PlayedTasks] = {}
-        for spec, header in recorded:
-            place = places.get(spec.seed)
+        for spec, header, sampled_by, place, first in roots:
+            versions = sampled_by or versions_by_evaluation.get(first, {})
             if (
-                spec.parent_id is not None
-                or place is None
-                or max((each.lineage for each in header.trajectories), default=0) < self.rewards_since
+                spec.episode_id in cut
+                or not self._has_present_rewards(versions)
                 or task_digest(spec.task) != task_digest(self._order.task(place // self.attempts))
             ):
                 continue
-            sampled_by = {
-                each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories
-            } | dict(spec.pins)
-            for version in sampled_by.values():
+            for version in versions.values():
                 if version not in weights_by_version:
                     weights_by_version[version] = self._weights_of(version, parents)
-            weights = {name: weights_by_version[version] for name, version in sampled_by.items()}
+            weights = {name: weights_by_version[version] for name, version in versions.items()}
             for record, evaluated_weights in zip(records, requested, strict=True):
                 policies = weights.keys() & evaluated_weights.keys()
                 if (
                     policies
                     and all(weights[name] == evaluated_weights[name] for name in policies)
-                    and place not in record.roots
+                    and (place not in record.roots or (header.committed and not record.roots[place].committed))
                 ):
                     record.roots[place] = header
                     record_of[spec.episode_id] = record
-        for spec, header in recorded:
+        for record in records:
+            if not any(header.committed for header in record.roots.values()):
+                record.roots.clear()  # an evaluation without a result is repeated
+        for spec, header, _ in recorded:
             root = ids.root_episode_id(spec.episode_id)
             if spec.parent_id is not None and root in record_of:
                 record_of[root].children.append(header)
                 record_of[spec.episode_id] = record_of[root]
-        metrics = self.store.episode_metrics(record_of)
-        for _, header in recorded:
-            acted = {each.policy for each in header.trajectories}
-            if header.episode_id in record_of and (owner := metrics_owner(evaluated[0], acted)) is not None:
-                of_policy = record_of[header.episode_id].metrics.setdefault(owner, {})
-                of_policy[header.episode_id] = metrics.get(header.episode_id, {})
+        self._read_metrics(recorded, record_of, evaluated[0] if evaluated else ())
+
+    def _read_metrics(
+        self, recorded: Sequence[Ended], record_of: Mapping[str, PlayedTasks], policies: Collection[str]
+    ) -> None:
+        """Read the values of `ctx.metric` of the episodes in `record_of`, and the names that any have set."""
+        environments = {
+            spec.episode_id: spec.environment
+            for spec, header, sampled_by in recorded
+            if header.committed and self._has_present_rewards(sampled_by)
+        }
+        metrics = self.store.episode_metrics(environments)
+        with_unset_metrics(metrics, environments, self._metric_names)
+        for spec, header, _ in recorded:
+            episode_id, acted = spec.episode_id, {each.policy for each in header.trajectories}
+            if episode_id in record_of and (owner := metrics_owner(policies, acted)) is not None:
+                record = record_of[episode_id]
+                record.environments[episode_id] = spec.environment
+                record.metrics.setdefault(owner, {})[episode_id] = metrics.get(episode_id, {})
+
+    def _has_present_rewards(self, sampled_by: Mapping[str, PolicyVersion]) -> bool:
+        """Whether the present code and settings gave the rewards of an episode that these versions sampled."""
+        return max((version.lineage for version in sampled_by.values()), default=0) >= self.rewards_since
+
+
+def _sampled_by(spec: EpisodeSpec, header: EpisodeHeader) -> Mapping[str, PolicyVersion]:
+    """Return the versions that sampled an episode, by policy; those it was pinned to also if it was dropped."""
+    sampled = {each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories}
+    return sampled | dict(spec.pins)
 
 
 def looks(tasks: int) -> Iterator[int]:

@@ -385,6 +385,8 @@ class Orchestrator:
 
     async def _main(self) -> None:
         self._phase = EVALUATING[0]
+        if self.evaluator.tasks:
+            self.evaluator.restore(self._versions())
         is_at_start = max(map(self.board.step, self.board.trainable), default=0) == 0
         if self.evaluator.tasks and is_at_start:
             await self.evaluator.now(self._versions(), self._is_stopping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import agentrl
 from agentrl.app.recovery import ResumeCheckpoint
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.journal.run_log import RunLog, RunStart
 from agentrl.orchestrator.checkpoints import CheckpointWriter, VersionRetention
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
@@ -19,6 +21,7 @@ from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
+from tests.sim.test_decided_evaluations import NUM_TASKS, Answer, Evaluated, held_out, with_skills
 from tests.support.crash_scenario import CHECKPOINTS, VERSIONS, CrashScenario, Machine
 from tests.support.sim_disk import Fate
 
@@ -253,3 +256,65 @@ def test_evaluations_choose_the_versions_they_are_of(simulated_loop: SeededSimul
         assert measured.versions["guesser"].step == run.seen.evaluated[rewards.index(max(rewards))]
 
     simulated_loop.run(main)
+
+
+def evaluated_scenario(*percents: int, steps: int, every: int) -> Evaluated:
+    """A run whose best version is chosen by evaluations of all tasks, with a checkpoint before every second one."""
+    changes: dict[str, Any] = {
+        "steps": steps,
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 0}},
+        "checkpoint": {"every": 2, "versions": 1},
+        "evaluation": {"tasks": NUM_TASKS, "every": every},
+        "best": {"metric": "evaluation/reward", "window": 1},
+    }
+    return Evaluated(Answer, changes=changes, script=with_skills(*percents), held_out=held_out())
+
+
+def times_played(log: RunLog) -> Counter[tuple[int, int]]:
+    """Numbers of committed held-out episodes, keyed by the step of their version and their seed."""
+    members = log.members(purpose="evaluate")
+    return Counter((header.trajectories[0].oldest_step, spec.seed) for spec, header in members)
+
+
+def test_a_kill_after_an_evaluation_keeps_its_version() -> None:
+    scenario = evaluated_scenario(30, 30, 95, 60, steps=6, every=2)
+    assert scenario.run(scenario.new_machine(), seed=0) is None
+    expected = scenario.orchestrator.best.measured
+    machine = scenario.new_machine()
+    disk, journal = machine.disk, machine.journal
+
+    def is_evaluated() -> bool:
+        return any(step == 2 for step, _ in journal.metric_rows("guesser", "evaluation/reward"))
+
+    disk.before = lambda *_: is_evaluated() and disk.crash()
+    scenario.run(machine, seed=1)
+    machine = machine.after_crash("kill")
+    manifest = scenario.recovery(machine).manifest
+    assert manifest is not None
+    assert manifest.versions["guesser"].step == 2
+    assert manifest.measured.versions["guesser"].step == 0, "the checkpoint has the result"
+    assert scenario.run(machine, seed=2) is None
+    measured = scenario.orchestrator.best.measured
+    assert measured.versions["guesser"].step == expected.versions["guesser"].step == 2
+    assert measured.best == expected.best
+    assert set(times_played(machine.journal).values()) == {1}, "nothing is played twice"
+
+
+@pytest.mark.parametrize("code_changed", [False, True])
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_last_evaluation_of_a_finished_run_counts_after_a_resume(every: int, code_changed: bool) -> None:
+    scenario = evaluated_scenario(30, 30, 95, 60, steps=2, every=every)
+    machine = scenario.new_machine()
+    assert scenario.run(machine, seed=0) is None
+    machine = machine.after_crash("kill")
+    scenario.config = scenario.config.model_copy(update={"steps": 4})
+    if code_changed:
+        start = RunStart(lineage=1, began_at=0.0, reward_code_changed=("env.py",))
+        machine.journal.starts = lambda: [start]  # type: ignore[method-assign]
+    assert scenario.run(machine, seed=1) is None
+    played = times_played(machine.journal)
+    if code_changed:
+        assert {played[key] for key in played if key[0] == 2} == ({2} if every else {1}), "rewards of other code"
+    else:
+        assert scenario.orchestrator.best.measured.versions["guesser"].step == 2
+        assert set(played.values()) == {1}, "nothing is played twice"

@@ -442,3 +442,84 @@ def test_rewards_of_other_code_or_options_are_not_paired(differences: dict[str, 
         assert scenario.orchestrator.best.measured.versions["guesser"].step == 3
     else:
         assert VERDICT in last
+
+
+class Noting(Answer):
+    """Notes right replies only, so that the mean of the metric is that of the reward."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("guesser").act(agentrl.user("Well?"))
+        await ctx.sleep(ctx.rng.random() + 60.0 * (not ctx.task.id.startswith("held-out")))
+        is_right = turn.text.startswith("y")
+        ctx.agent("guesser").reward(float(is_right))
+        if is_right:
+            ctx.metric("right", 1.0)
+
+
+def test_a_metric_that_a_later_look_sets_first_is_0_in_the_earlier_ones(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = decided_run(0, 0, 0, 3, 3)
+        run.environment = Noting
+        await run.run()
+        metrics = [each["guesser"] for each in run.seen.evaluations]
+        assert ["evaluation/metric/right" in each for each in metrics] == [False] * 3 + [True] * 2
+        for each in metrics:
+            assert each.get("evaluation/metric/right", 0.0) == pytest.approx(each["evaluation/reward"])
+
+    simulated_loop.run(main, seeds=1)
+
+
+class Fragile(Noting):
+    """Of the held-out episodes, a fifth fail, the same with all versions, and a tenth have
+    children for which they do not wait."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        fate = ctx.rng.random() if ctx.task.id.startswith("held-out") else 0.5
+        if fate > 0.8:
+            raise RuntimeError("broken")
+        await super().run(ctx)
+        if fate < 0.15:
+            ctx.spawn(Slow, dict(ctx.task.data), n=1)
+
+
+class Slow(Noting):
+    """Ends long after its parent."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.sleep(3.0)
+        await super().run(ctx)
+
+
+@pytest.mark.parametrize("stop", ["decided", "tasks"])
+def test_a_resumed_evaluation_counts_what_the_killed_one_counted(stop: str) -> None:
+    changes: dict[str, Any] = {
+        "steps": 2,
+        "deterministic": True,
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 0}},
+        "checkpoint": {"every": 1, "versions": 1},
+        "evaluation": {"tasks": 32, "every": 1, "stop": stop, "attempts": 2},
+        "best": {"metric": "evaluation/reward", "window": 1},
+    }
+    scenario = Evaluated(Fragile, changes=changes, script=with_skills(50, 60, 70), held_out=held_out()[:32])
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=0) is None
+    expected = all_held_out_metrics(undisturbed.journal)
+    assert expected[0]["evaluation/dropped"] > 0
+    for step, values in expected.items():
+        assert values["evaluation/metric/right"] == pytest.approx(values["evaluation/reward"]), f"step {step}"
+    for operation in range(30, undisturbed.disk.operations, 47):
+        machine = scenario.new_machine()
+        machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
+        scenario.run(machine, seed=operation)
+        machine = machine.after_crash("kill")
+        assert scenario.run(machine, seed=operation + 1) is None
+        assert all_held_out_metrics(machine.journal) == expected, f"operation {operation}"
+
+
+def all_held_out_metrics(log: RunLog) -> dict[int, dict[str, float]]:
+    """The newest metrics of each step's evaluation, without how long it took."""
+    metrics: dict[int, dict[str, float]] = {}
+    for step, name, value in log.rows("SELECT step, name, value FROM metrics ORDER BY id"):
+        if name.startswith("evaluation/") and name not in ("evaluation/seconds", "evaluation/engine_busy_share"):
+            metrics.setdefault(step, {})[name] = value
+    return metrics
