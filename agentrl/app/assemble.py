@@ -508,7 +508,9 @@ def _rewards_since(starts: Iterable[RunStart]) -> int:
     changed_starts = (
         start.lineage
         for start in starts
-        if start.reward_code_changed or any(_sets_rewards(change.path) for change in start.changed)
+        if start.reward_code_changed
+        or any(":" not in place for place in start.code_changed)  # recorded before `reward_code_changed` was
+        or any(_sets_rewards(change.path) for change in start.changed)
     )
     return max(changed_starts, default=0)
 

@@ -75,8 +75,9 @@ def env_check(options: argparse.Namespace) -> int:
         sys.stdout.writelines(f"{escape_text(each['text'])}\n" for each in checked)
     if options.id is not None:
         answer = _check_environment(options)
+        passed = answer["passed"] and all(each["passed"] for each in checked)
         if options.json:
-            print_json({**answer, **({"functions": checked} if checked else {})})
+            print_json({**answer, "passed": passed, **({"functions": checked} if checked else {})})
         else:
             sys.stdout.write(escape_text(answer["text"]).rstrip("\n") + "\n")
         checked.append(answer)

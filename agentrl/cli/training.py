@@ -80,7 +80,7 @@ def _import_environment(options: argparse.Namespace, config: RunConfig, *, is_pl
     if not is_plan:
         check_packages_of_run(config)
     let_waiting_threads_sleep(config)
-    if isinstance(name := config.environment.id, str):
+    for name in [config.environment.id] if isinstance(config.environment.id, str) else config.environment.id:
         try:
             resolve(name)
         except EnvironmentDefinitionError as error:

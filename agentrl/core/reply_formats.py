@@ -460,7 +460,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     offered, is_broken = {tool.name for tool in tools}, parts[-1][1] is None
     # An answer may have a name too: a call also has arguments, or is of an offered tool.
     has_call = any(
-        isinstance(v, dict) and "name" in v and (not v.keys().isdisjoint(_ARGUMENTS) or v["name"] in offered)
+        isinstance(v, dict) and "name" in v and (not v.keys().isdisjoint(_ARGUMENTS) or str(v["name"]) in offered)
         for _, v in parts
     )
     if not (has_tag or has_call or (is_broken and _NAME.match(raw[1:].lstrip(SPACE)))):

@@ -59,7 +59,7 @@ _OUTCOME = {"output", "error"}
 """Keys of the result of a command. An extended `play` may return other data."""
 SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".pl", ".rb")
 """Suffixes of scripts, which an interpreter gets as its first argument."""
-_INTERPRETER = re.compile(r"(?:python|pypy|node|deno|bun|bash|sh|perl|ruby|tsx)[\d.]*")
+_INTERPRETER = re.compile(r"(?:i?python|pypy|node|nodejs|deno|bun|(?:ba|z|da|k|fi)?sh|perl|ruby|tsx|ts-node)[\d.]*")
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"

@@ -136,7 +136,7 @@ class Dispatcher:
     _drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped episodes by reason, held-out ones and children included."""
     _shown_failures: set[str] = field(default_factory=set)
-    """First lines of the failures that were told, without numbers."""
+    """Failures that were shown, without their numbers."""
     _is_failing: bool = False
     """Whether the run ends because of its episodes."""
     _to_resume: list[EpisodeSpec] = field(default_factory=list)

@@ -29,6 +29,7 @@ from agentrl.core.records import (
     MemberScore,
     Scored,
     ScoreRequest,
+    ToolSpec,
     Turn,
     dropped_header,
 )
@@ -301,6 +302,10 @@ def conversations(
         reads_calls = entry.reply is None or bool(entry.reply.calls)
         context = entry.context().token_ids.tolist()
         reply = chat_format.parse(completion.token_ids.tolist(), context=context, reads_calls=reads_calls)
+        if entry.reply is not None and entry.reply.calls and not reply.tool_calls:
+            # A call without arguments counts as one if its tool is offered.
+            offered = [ToolSpec(name=str(call["name"]), description="", parameters={}) for call in entry.reply.calls]
+            reply = chat_format.parse(completion.token_ids.tolist(), offered, context=context)
         agent = entry.seat, entry.index
         conversation = messages.setdefault(agent, [])
         if entry.row != rows.setdefault(agent, entry.row) and _restarted(entry, conversation, chat_format):

@@ -539,14 +539,16 @@ async def _check_episode(
     on_progress("playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
     remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
-    blocked_s = 0.0
+    blocked_s, blocked_at = 0.0, began
 
     def on_blocked(place: str, seconds: float) -> None:
         # Shown at once. A program that waits in the loop's thread for its own model's reply would wait until its
         # client's timeout of minutes.
-        nonlocal blocked_s
+        nonlocal blocked_s, blocked_at
         on_progress(f"{place} blocks the event loop: {remedy}")
-        blocked_s += seconds
+        now = clock.monotonic()
+        is_same_call = now - blocked_at <= seconds + 1.0
+        blocked_s, blocked_at = seconds + is_same_call * blocked_s, now
         if subject.is_external and blocked_s > INTERRUPTED_S:
             blocked_s = 0.0
             interrupt()
@@ -601,7 +603,7 @@ def _interruptible() -> Iterator[Callable[[], None]]:
     try:
         yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)  # None: not set from Python
 
 
 def _show_resumptions(result: CheckResult, rewards: Sequence[float], totals: Resumptions, requests: int = 0) -> None:

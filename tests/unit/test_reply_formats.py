@@ -498,3 +498,9 @@ def test_without_calls_the_text_of_a_call_is_content(name: str) -> None:
     assert "Oslo" in content
     plain = "The answer is 5."
     assert REPLY_FORMATS[name].read(plain, THINKING[0], reads_calls=False) == ("", plain, ())
+
+
+@pytest.mark.parametrize("name", ['["weather"]', '{"first": "Ann"}', "7", "null"])
+def test_llama_reads_a_name_that_is_no_text_as_an_answer(name: str) -> None:
+    answer = f'{{"name": {name}}}'
+    assert parse_llama(answer, [WEATHER]) == (answer, ())

@@ -682,7 +682,8 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                     await self._engine.on_worker(restore)
                 elif target is None:
                     self._keep_spare(model_copy)
-                self.live |= overwritten
+                if target is None or restore is not None:  # else the old weights may be half overwritten
+                    self.live |= overwritten
                 raise
             self._add(new, is_current=is_current)
 
