@@ -326,7 +326,7 @@ def test_a_prompt_s_tools_and_the_settings_of_a_seat_are_shown(tab: Tab, sample_
     assert "add(a: integer) Add." in text(tab, ".beside-messages .content")
     assert tab.evaluate("document.querySelectorAll('.beside-messages').length") == 1, "of the first turn alone"
     assert "tokenized differently" in tab.evaluate("document.querySelector('.chip.warn').title")
-    assert "settings" not in text(tab, ".facts"), "of which this journal says nothing"
+    assert "temperature 1, at most 64 tokens a turn, 8 turns, context 512" in text(tab, ".facts")
     show(tab, sample_file + "#/episode/e1")
     assert 'train-3 {"terms": 2}' in text(tab, ".facts")
     assert "temperature 1, at most 96 tokens a turn, 8 turns, context 1,024" in text(tab, ".facts")
