@@ -243,23 +243,23 @@ def test_exchanged_held_out_tasks_break_the_curve(tmp_path: Path, capsys: pytest
     reader = RunReader(tmp_path / "run")
     assert [start.tasks_changed for start in reader.log.starts()] == [(), ("4 of 8 held-out tasks changed",)]
     assert "4 of 8 held-out tasks changed" in [point.mark for point in reader.curve()][2]
-    assert reader.evaluation_breaks() == {"guesser": {3}}
+    assert reader.evaluation_breaks() == {"guesser": {2}}, "the version that the resume began with is measured again"
     series = metric_series(reader, ["evaluation/reward", "reward/mean"])
     points = [point[:2] for point in series["evaluation/reward"].policies["guesser"]]
-    assert points == [(0, 1.0), (1, 1.0), (2, 1.0), (3, None), (3, 0.5), (4, 0.5)]
+    assert points == [(0, 1.0), (1, 1.0), (2, None), (2, 0.5), (3, 0.5), (4, 0.5)]
     assert None not in [value for _, value, _ in series["reward/mean"].policies["guesser"]]
     comparison = compare_runs([reader, reader])
     (curve, _) = (each for each in comparison.curves if each.metric == "evaluation/reward")
-    assert [(point.x, point.y) for point in curve.points] == [(3.0, 0.5), (4.0, 0.5)]
+    assert [(point.x, point.y) for point in curve.points] == [(2.0, 0.5), (3.0, 0.5), (4.0, 0.5)]
     assert sum("held-out tasks changed" in note for note in comparison.notes) == 2
     reader.close()
     assert main(["run", "curve", str(tmp_path / "run"), "--metric", "evaluation/reward"]) == 0
     shown = capsys.readouterr().out
     assert "0.5" in shown
     assert "1.00 →" not in shown
-    assert "step 3: the held-out tasks changed" in shown
+    assert "step 2: the held-out tasks changed" in shown
     assert main(["run", "curve", str(tmp_path / "run"), "--metric", "evaluation/reward", "--json"]) == 0
-    assert [each["step"] for each in json.loads(capsys.readouterr().out) if "tasks_changed" in each] == [3]
+    assert [each["step"] for each in json.loads(capsys.readouterr().out) if "tasks_changed" in each] == [2]
     assert main(["run", "view", str(tmp_path / "run"), "--once"]) == 0
     assert "1.000 at step 0" not in capsys.readouterr().out
 
