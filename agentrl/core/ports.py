@@ -319,6 +319,11 @@ class ChatFormat(Protocol):
     """Whether the prompt describes the tools that an environment offers. Many chat templates ignore them."""
 
     @property
+    def reads_earlier(self) -> bool:
+        """Whether `extend` reads `earlier`."""
+        ...
+
+    @property
     def call_frame(self) -> tuple[str, ...] | None:
         """See `ReplyFormat.call_frame`; None: a reply may begin with thinking, so no grammar of its content fits it."""
         ...

@@ -432,7 +432,7 @@ class Evaluator:
             played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
 
     def _metrics_of(self, policy: str, played: PlayedTasks) -> Mapping[str, Mapping[str, float]]:
-        """Return a policy's values of `ctx.metric` by episode id, with 0 for those that an episode did not set."""
+        """Return a policy's values of `ctx.metric` by episode id, with 0 for each metric that it did not set."""
         return with_unset_metrics(played.metrics.get(policy, {}), played.environments, self._metric_names)
 
     # --- what was played --------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class LengthChatFormat:
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"lengths"
     rewrites: tuple[str, ...] = ()
-    forks = False
+    forks = reads_earlier = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return as many tokens as the last message states; the last token is the length of the turn."""

@@ -48,7 +48,7 @@ class PlainChatFormat:
     stop_token_ids: tuple[int, ...] = (STOP_TOKEN,)
     fingerprint = b"bytes"
     rewrites: tuple[str, ...] = ()
-    forks = False
+    forks = reads_earlier = False
     shows_tools = True
     call_frame: tuple[str, ...] | None = REPLY_FORMATS["hermes"].call_frame
 
@@ -153,7 +153,7 @@ class JsonChatFormat:
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"json lines"
     rewrites: tuple[str, ...] = ()
-    forks = False
+    forks = reads_earlier = False
     shows_tools = True
     call_frame: tuple[str, ...] | None = None
 

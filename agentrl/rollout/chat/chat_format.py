@@ -268,6 +268,11 @@ class TemplateChatFormat:
         self.rewrites = tuple(dict.fromkeys((*self.rewrites, *with_tools.rewrites)))
         self.forks, self.shows_tools = self.forks or with_tools.forks, with_tools.shows_tools
 
+    @property
+    def reads_earlier(self) -> bool:
+        """Whether a word in earlier messages may change how the template ends a prompt."""
+        return bool(self._switches) or (self._with_tools is not None and self._with_tools.reads_earlier)
+
     def _of(self, tools: Sequence[ToolSpec]) -> TemplateChatFormat:
         """Return the format of conversations that offer `tools`.
 
@@ -551,8 +556,8 @@ class TemplateChatFormat:
     def _reply_pieces(self, messages: Sequence[Message], earlier: Sequence[Message] = ()) -> list[int | str]:
         """Render the pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
-        Of the `earlier` ones, those that may hold a switch are rendered too. A stand-in replaces the sampled turn,
-        because only the pieces after it matter. Before messages of tools it has the calls that they answer, if the
+        Earlier messages are rendered too if one may hold a switch. A stand-in replaces the sampled turn, because
+        only the pieces after it matter. Before messages of tools it has the calls that they answer, if the
         template accepts them, with their own ids or else with valid ones.
 
         Raises:
@@ -611,8 +616,8 @@ class TemplateChatFormat:
         return values
 
     def _find_switches(self) -> tuple[str, ...]:
-        """Find the words in messages of systems and users that change how the template ends a prompt, among those that
-        it compares with something. SmolLM3 reads `/no_think` in the first message, Nemotron Nano 2 in any."""
+        """Find the words in system and user messages that change how the template ends a prompt, among the texts that
+        it compares. SmolLM3 reads `/no_think` in the first message, Nemotron Nano 2 in any."""
         switches: list[str] = []
         content = "probe-content"
 
@@ -1022,8 +1027,8 @@ def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] |
 
 
 def _silent_tokens(tokens: Sequence[AddedToken], markup: Collection[str]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the tokens that are left out of a reply's text, and those of them that are marks of other formats. A mark
-    may be a token and text behind it, such as Gemma's `<|channel>thought`."""
+    """Return the tokens left out of a reply's text, and which of these are marks of other formats. A mark may be a
+    token with text behind it, such as Gemma's `<|channel>thought`."""
     silent = [token for token in tokens if token.special and not any(mark.startswith(token.literal) for mark in markup)]
     return (
         frozenset(token.token_id for token in silent),

@@ -302,8 +302,8 @@ class AgentTokenRows:
         self._context: Sequence[int] = ()
         """New context tokens of that turn."""
         self._pending_messages: Sequence[Message] = ()
-        self._earlier: list[Message] = []
-        """Answered messages of the conversation."""
+        self._earlier: tuple[Message, ...] = ()
+        """Answered messages of the conversation, if the template reads them."""
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
@@ -358,7 +358,8 @@ class AgentTokenRows:
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
-        self._pending_messages, self.before = messages, len(self._row_tokens)
+        is_kept = self._format.forks or self._format.reads_earlier
+        self._pending_messages, self.before = messages if is_kept else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
         self.opening = self.opening or opening_digest(context)
 
@@ -373,9 +374,11 @@ class AgentTokenRows:
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""
-        context, self._after = self._row_tokens[self.before :], completion.finish_reason
+        self._after = completion.finish_reason
+        context = self._row_tokens[self.before :] if self._after != "stop" or self._format.forks else ()
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
-        self._earlier += self._pending_messages
+        if self._format.reads_earlier:
+            self._earlier = (*self._earlier, *self._pending_messages)
         self._turn, self._context = ((), ()) if self._after == "stop" else (completion.token_ids.tolist(), context)
         if self._format.forks:
             turn = SampledTurn(self._pending_messages, completion.token_ids.tolist(), context)
@@ -387,7 +390,7 @@ class AgentTokenRows:
             self.row += 1
         self._row_tokens = array("i")
         self._after = None
-        self._turns, self._earlier = (), []
+        self._turns, self._earlier = (), ()
 
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""
