@@ -11,7 +11,14 @@ from agentrl.config.combinations import UNLOADED, Declarations, credit_parts, le
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import AdvantageConfig, CreditConfig, LossConfig, TrainerConfig
-from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
+from agentrl.core.custom_functions import (
+    BEYOND_EPISODE,
+    FunctionCode,
+    Kind,
+    check_options,
+    declaration_of,
+    find_function,
+)
 from agentrl.core.parts import check_compatible
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
 
@@ -60,7 +67,7 @@ def load_user_functions(
     check_compatible([*credit_parts(credit, loss, declared), *learner_parts(loss, trained)])
     grouping = LOSSES.get(loss.name, declared.loss).grouping(loss.options)
     over = ADVANTAGES.get(advantage.name, declared.advantage).over
-    return UserFunctions(codes, estimator, grouping in ("group", "step") or over == "step")
+    return UserFunctions(codes, estimator, grouping in BEYOND_EPISODE or over == "step")
 
 
 def load_declarations(

@@ -35,6 +35,8 @@ Kind = Literal["loss", "advantage", "scorer"]
 Grouping = Literal["token", "turn", "row", "agent", "episode", "group", "step"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 """What a token's loss may depend on, from the token itself to all tokens of the step; each contains the one before."""
+BEYOND_EPISODE: tuple[Grouping, ...] = ("group", "step")
+"""Groupings that reach beyond an episode: ranks exchange tokens, and a step holds whole groups."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENTRY_POINTS: dict[Kind, str] = {

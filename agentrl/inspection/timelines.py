@@ -170,7 +170,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     spans: dict[str, list[tuple[float, float]]] = {}
     for environment, start, stop in log.rows(
         "SELECT iif(a.purpose = ?, a.environment, a.environment || ', ' || a.purpose), a.admitted_at,"
-        # an attempt that was replaced has no end of its own
+        # a replaced attempt ends when the next one begins
         " coalesce(e.committed_at, (SELECT min(n.admitted_at) FROM admissions n"
         " WHERE n.episode = a.episode AND n.attempt > a.attempt))"
         " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt",

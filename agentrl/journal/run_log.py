@@ -87,7 +87,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     code_changed: tuple[str, ...] = ()
     """Files and functions whose code differs from that of the previous start."""
     reward_code_changed: tuple[str, ...] = ()
-    """Those of `code_changed` on which rewards depend: all but losses and advantages."""
+    """The part of `code_changed` that rewards depend on: all but losses and advantages."""
     libraries: dict[str, str] = {}
     """Versions of Python, agentrl, torch, transformers, peft and vLLM, as far as they are installed."""
     tasks_changed: tuple[str, ...] = ()

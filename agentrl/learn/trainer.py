@@ -35,7 +35,7 @@ from torch import Tensor
 from agentrl.config.combinations import CONTEXT_RANKS, WHOLE_ROWS
 from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
-from agentrl.core.custom_functions import FunctionCode
+from agentrl.core.custom_functions import BEYOND_EPISODE, FunctionCode
 from agentrl.core.errors import NonFiniteError, StorageError, SupersededVersionError, TrainerError
 from agentrl.core.files import ReadBytes, read_bytes
 from agentrl.core.parts import check_compatible
@@ -346,7 +346,7 @@ class PolicyTrainer:
     @property
     def _sees_step(self) -> bool:
         """Whether a token's loss depends on tokens of other units, so that all units of a step are needed at once."""
-        return self._loss.grouping in ("group", "step") or self._plan.trainer.loss.normalizer == "sequences"
+        return self._loss.grouping in BEYOND_EPISODE or self._plan.trainer.loss.normalizer == "sequences"
 
     @property
     def _learns_all_values(self) -> bool:
@@ -527,7 +527,7 @@ class PolicyTrainer:
         if self._gae is not None:
             by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights, end_values)
         all_columns, tokens_here = replace(columns, computed=model_columns | {"weights": weights}), slice(len(columns))
-        if self._loss.grouping in ("group", "step"):  # else the other ranks' tokens change nothing for these
+        if self._loss.grouping in BEYOND_EPISODE:  # else the other ranks' tokens change nothing for these
             all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._gather_shares(all_columns.encode()))))
             tokens_here = slice(*self._token_range(len(columns)))
         every = {name: torch.from_numpy(all_columns.computed[name]) for name in (*names, "weights")}

@@ -422,12 +422,14 @@ class Reusing(Loop):
     """Reuses the idempotency key of another seat's call, with a key that does not admit to that seat."""
 
     seats = ("main", "small")
+    model = ""
+    """Name of the model in both requests; empty: each names its seat."""
     said: ClassVar[list[str]] = []
 
     async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
         for seat in self.seats:
             headers = {"Authorization": f"Bearer {endpoint.keys[seat]}", "Idempotency-Key": "1"}
-            body = {"model": seat, "messages": [user("a")]}
+            body = {"model": self.model or seat, "messages": [user("a")]}
             async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer:
                 self.said.append((await answer.json())["choices"][0]["message"]["content"])
 
@@ -441,12 +443,7 @@ def test_an_idempotency_key_is_of_one_request() -> None:
 class Alike(Reusing):
     """Lets two seats send the same request: with a key of one seat, any name of a model is that seat."""
 
-    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
-        for seat in self.seats:
-            headers = {"Authorization": f"Bearer {endpoint.keys[seat]}", "Idempotency-Key": "1"}
-            body = {"model": "gpt-4o", "messages": [user("a")]}
-            async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer:
-                self.said.append((await answer.json())["choices"][0]["message"]["content"])
+    model = "gpt-4o"
 
 
 def test_no_seat_gets_the_reply_of_another() -> None:
