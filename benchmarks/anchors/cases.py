@@ -164,12 +164,14 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     config=f"{HERE}/tictactoe_self.toml",
                     quick=("--steps=3",),
                     match=_MATCH,
+                    seeds=5,
                 ),
                 "pool": Arm(
                     title="half of the games against past versions",
                     config=f"{HERE}/tictactoe_pool.toml",
                     quick=("--steps=3",),
                     match=_MATCH,
+                    seeds=5,
                 ),
             },
             notes=(
@@ -249,13 +251,11 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     title="solver and judge learn, as two adapters on SmolLM2-135M-Instruct",
                     config=f"{HERE}/countdown.toml",
                     policy="solver",
-                    seeds=1,
                 ),
                 "frozen": Arm(
                     title="the solver learns, the judge stays the base model",
                     config=f"{HERE}/countdown_frozen.toml",
                     policy="solver",
-                    seeds=1,
                 ),
             },
             notes=(
@@ -286,7 +286,6 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                         "--evaluation.every=0",
                         "--policies.solver.step_size=8",
                     ),
-                    seeds=1,
                 ),
             },
             notes=(
@@ -307,7 +306,6 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "qwen": Arm(
                     title='Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, `model.reply_format = "json"`',
                     config=f"{HERE}/files.toml",
-                    seeds=1,
                 ),
             },
             notes=(
@@ -328,14 +326,12 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 "taught": Arm(
                     title="24 supervised steps of 16 texts, all weights",
                     config=f"{HERE}/reverse_text_taught.toml",
-                    seeds=1,
                 ),
                 "rewarded": Arm(
                     title="then 20 steps of 32 episodes by reward, LoRA",
                     config=f"{HERE}/reverse_text.toml",
                     start_from="taught",
                     start_policy="writer",
-                    seeds=1,
                 ),
             },
             notes=(
@@ -352,14 +348,27 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             reward="1 for the right number, less 1 for each reply that is no guess",
             arms={
                 "qwen": Arm(
-                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 16",
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 32, steps of 16",
                     config=f"{HERE}/guess_number.toml",
                     seeds=1,
                 ),
-                "qwen_128": Arm(
-                    title="the same, numbers below 128",
+                "cookbook": Arm(
+                    title="the same by the unmodified recipe `guess_number` through `agentrl serve tinker`",
                     config=f"{HERE}/guess_number.toml",
-                    settings=("--environment.options.upper_bound=128",),
+                    recipe=Recipe(
+                        module="tinker_cookbook.recipes.multiplayer_rl.guess_number.train",
+                        server=f"{HERE}/guess_number_server.toml",
+                        settings={
+                            "model_name": "models/Qwen2.5-Coder-0.5B-Instruct",
+                            "renderer_name": "qwen3_instruct",
+                            "group_size": "8",
+                            "batch_size": "2",
+                            "learning_rate": "1e-4",
+                            "max_tokens": "10",
+                            "max_steps": "6",
+                            "eval_every": "0",
+                        },
+                    ),
                     seeds=1,
                 ),
             },
