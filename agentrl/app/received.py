@@ -199,7 +199,7 @@ def remember_recorded_turns(run: Path, environment: type[Environment], starts: I
     choices = Choices.of(run)
     tasks, runs = list(choices.tasks), list(choices.runs)
     for start in starts:
-        selected = selected_by_task(root_environment_of_task(environment, start.task), start.task)
+        selected = selected_by_task(root_environment_of_task(environment, start.task.id), start.task)
         other = "" if start.point is None else str(run_root((run / "journal" / start.point.journal).parent))
         tasks += [selected] if selected and selected not in tasks else []
         runs += [other] if other and other not in runs else []
@@ -214,7 +214,7 @@ def check_recorded_turns(run: Path, environment: type[Environment], starts: Iter
     """
     choices = Choices.of(run)
     for start in starts:
-        selected = selected_by_task(root_environment_of_task(environment, start.task), start.task)
+        selected = selected_by_task(root_environment_of_task(environment, start.task.id), start.task)
         try:
             if start.point is not None:
                 referred_journal(run / "journal", start.point.journal)
@@ -235,7 +235,7 @@ def selected_by_tasks(environment: type[Environment], sources: Iterable[TaskSour
         return []
     members = [m for source in sources for m in (source.members if isinstance(source, MixedTasks) else [source])]
     tasks = (member[index] for member in members for index in range(min(len(member), MAX_READ_TASKS)))
-    return _distinct(selected_by_task(root_environment_of_task(environment, task), task) for task in tasks)
+    return _distinct(selected_by_task(root_environment_of_task(environment, task.id), task) for task in tasks)
 
 
 def _distinct(choices: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

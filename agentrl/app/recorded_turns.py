@@ -24,7 +24,7 @@ from agentrl.core.files import open_regular, read_at_most, replace_file
 from agentrl.core.records import GroupStart
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment
-from agentrl.environment.mixture import MEMBER, Mixture, trained_root_environments
+from agentrl.environment.mixture import root_environment_of_task, trained_root_environments
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ResourceCallEntry, SpawnEntry, code_digest
@@ -136,7 +136,10 @@ def _check_recallable(
     """
     begin, episode = parent.begin, f"episode {parent.point.episode_id} of {settings.run}"
     root = roots.get(begin.environment)
-    by_task = environment.members.get(begin.task_id.partition(MEMBER)[0]) if issubclass(environment, Mixture) else root
+    try:
+        by_task = root_environment_of_task(environment, begin.task_id)
+    except KeyError:
+        by_task = None
     if root is None or by_task is not root:
         raise InputError(
             f"environment.start_from: {episode} was played in {begin.environment}, which is not trained here "

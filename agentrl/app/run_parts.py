@@ -380,10 +380,10 @@ def task_source(
     if issubclass(environment, Mixture):
         if tasks is not None:
             raise InputError("a mixture takes its tasks from its members: remove tasks= and held_out=")
-        sources = {
-            root.__name__: _source(section.options, seed, environment, root, split)
-            for root in trained_root_environments(environment)
-        }
+        trained = trained_root_environments(environment)
+        if len(trained) == 1:
+            return _source(section.options, seed, environment, trained[0], split)
+        sources = {root.__name__: _source(section.options, seed, environment, root, split) for root in trained}
         return MixedTasks([MemberTasks.of(*item) for item in sources.items()], environment.rates)
     return _source(section.options, seed, environment, environment, split, tasks)
 
@@ -495,18 +495,33 @@ def held_out_task_splits(
     ordered list would be a biased sample.
     """
     splits, available = evaluation.splits, 0
+    trained = trained_root_environments(environment)
     held_out: list[HeldOutSplit] = []
     for name, split, count in splits:
-        for root in (resolve(name),) if name else trained_root_environments(environment):
+        for root in (resolve(name),) if name else trained:
             source = _source(section.options, seed, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {seed}")
             drawn = _read_tasks(root, split, source, count, rng)
-            names = [root.__name__] if issubclass(environment, Mixture) else []
+            names = [] if trained == (root,) else [root.__name__]
             prefix = [*names, split] if len(splits) > 1 else names
             split_tasks = [with_task_id_prefix(task, *prefix) for task in drawn]
             held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks, source))
     return held_out, available
+
+
+def check_split_of_best(metric: str, splits: Sequence[HeldOutSplit]) -> None:
+    """Refuse a `best.metric` of a split that is not measured.
+
+    Raises:
+        ConfigError: the message has the splits that are.
+    """
+    group, _, name = metric.removeprefix("evaluation/split_").partition("/")
+    names = [split.name for split in splits] if len(splits) > 1 else []
+    if group == metric or name.partition("/")[0] in names:
+        return
+    known = f"the evaluated splits are {', '.join(names)}" if names else "with one split, follow `evaluation/reward`"
+    raise ConfigError(f"best.metric = {metric!r}: no evaluation measures it; {known}")
 
 
 async def unproved_sandbox_promises(sandbox: SandboxConfig, environment: type[Environment]) -> list[str]:

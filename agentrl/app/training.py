@@ -41,6 +41,7 @@ from agentrl.app.run_parts import (
     RunFactories,
     check_packages_of_run,
     check_programs,
+    check_split_of_best,
     environment_of,
     first_prompts,
     importable_environment_code,
@@ -211,6 +212,7 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
     held_out_splits, available = await asyncio.to_thread(
         held_out_source, config.evaluation, config.environment, config.seed, environment, held_out
     )
+    check_split_of_best(config.best.metric, held_out_splits)
     warnings = await unproved_sandbox_promises(config.sandbox, environment)
     code = importable_environment_code(environment)
     selected = await asyncio.to_thread(

@@ -581,7 +581,9 @@ class RayTrainerPool:
         """Raise the group's error for an error of one rank."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
-        is_lost = not isinstance(error, RayTaskError) or _misses_a_rank(error)
+        is_lost = (
+            not isinstance(error, RayTaskError) or _misses_a_rank(error) or isinstance(error.cause, TrainerLostError)
+        )
         if isinstance(error, RayError) and is_lost and self._death_cause():
             raise self._ray_died(method) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):

@@ -83,10 +83,10 @@ class EnvironmentConfig(Section):
                 raise ValueError(f"{name}: there is no such argument; there are {', '.join(bounds)}")
             if not 0 <= value <= bounds[name]:
                 raise ValueError(f"{name} = {value}: a number from 0 to {bounds[name]:g} is expected")
-        if selection.get("low", 0.0) > selection.get("high", 1.0):
+        low, high = selection.get("low", 0.1), selection.get("high", 0.9)
+        if low > high:
             raise ValueError(
-                f"low = {selection['low']} is above high = {selection['high']}, so no task would be replayed: raise "
-                "high, or lower low"
+                f"low = {low} is above high = {high}, so no task would be replayed: raise high, or lower low"
             )
         return selection
 

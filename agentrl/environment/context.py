@@ -474,8 +474,9 @@ class Resource(ABC):
 class EpisodeSandbox(ABC):
     """A sandbox that keeps its files from command to command. Its calls go through the journal.
 
-    Re-execution returns the recorded results and runs nothing; the first new command finds the files as they were.
-    Commands run one after another. With a network, the files die with the process, and the episode restarts.
+    Re-execution returns the recorded results and runs nothing; the first new command finds the files as they were after
+    the last call that returned: what a cancelled command left is recorded with the next call. Commands run one after
+    another. With a network, the files die with the process, and the episode restarts.
 
     Raises:
         EpisodeError: what a command changed does not fit a journal entry, about 48 MiB (`too_large`).

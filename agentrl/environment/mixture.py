@@ -1,7 +1,8 @@
 """Mixtures: several environments in one run, each with its rate of the root groups.
 
 A mixture is an `Environment` class that plays no episode itself: `root_environment_of_task` says which of its members
-plays a task. Options go by class name, and so do seats (`Calculator.solver`, else the bare name).
+plays a task. Seats go by class name (`Calculator.solver`, else the bare name). So do options and task ids, except those
+of a member that alone is trained: they stay what they are without the environments that are only evaluated.
 """
 
 from __future__ import annotations
@@ -148,11 +149,19 @@ def with_evaluated_environments(
     )
 
 
-def root_environment_of_task(environment: type[Environment], task: Task) -> type[Environment]:
-    """The class that plays a task."""
-    if issubclass(environment, Mixture):
-        return environment.members[task.id.partition(MEMBER)[0]]
-    return environment
+def root_environment_of_task(environment: type[Environment], task_id: str) -> type[Environment]:
+    """The class that plays a task.
+
+    Raises:
+        KeyError: no member of the mixture does.
+    """
+    if not issubclass(environment, Mixture):
+        return environment
+    name = task_id.partition(MEMBER)[0]
+    trained = trained_root_environments(environment)
+    if len(trained) == 1 and name not in environment.members:
+        return trained[0]
+    return environment.members[name]
 
 
 def all_environment_classes(environment: type[Environment]) -> Iterator[type[Environment]]:

@@ -697,7 +697,9 @@ class PolicyTrainer:
         total, grad_norm = self._sum_over_ranks(learner, step)
         if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
             learner.discard()
-            where = f"; the first such loss was in episode {step.suspect}" if step.suspect is not None else ""
+            suspects = [reply.decode() for reply in self._ranks.gather((step.suspect or "").encode())]
+            suspect = next(filter(None, suspects), None)
+            where = f"; the first such loss was in episode {suspect}" if suspect is not None else ""
             raise NonFiniteError(
                 f"policy {policy!r}, step {step_id}: the loss {self._loss.name} is {total['loss']}, the gradient norm "
                 f"{grad_norm}{where}. The step was skipped, its episodes are dropped as `nonfinite_gradient`, and the "

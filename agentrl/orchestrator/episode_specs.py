@@ -89,7 +89,7 @@ class EpisodeSpecs:
     def plays(self, environment: str, task: Task) -> bool:
         """Whether root episodes of a task have an environment, given by name."""
         try:
-            return name_of(root_environment_of_task(self.environment, task)) == environment
+            return name_of(root_environment_of_task(self.environment, task.id)) == environment
         except KeyError:  # no member of the mixture
             return False
 
@@ -141,7 +141,7 @@ class EpisodeSpecs:
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
-        root = root_environment_of_task(self.environment, start.task)
+        root = root_environment_of_task(self.environment, start.task.id)
         name, prefix = name_of(root), seat_prefix(self.environment, root)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:

@@ -151,8 +151,9 @@ class OpponentPools:
 
     def record_result(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """Count the result of a training episode and unpin versions without remaining episodes."""
+        seated = {binding.policy for binding in spec.seats.values()}
         for name, pool in self.pools.items():
-            if header.drop_reason == VERSION_GONE and name in spec.pins:
+            if header.drop_reason == VERSION_GONE and name in seated & spec.pins.keys():
                 pool.lost.add(spec.pins[name])
             result = pool.count(header) if header.committed else None
             if result is not None:

@@ -410,7 +410,8 @@ class JournaledResource(Resource):
                     self.name, self.level, method, value, seconds, to_journal_data(list(arguments)), problem, state
                 ),
             )
-        elif entry.value != value or _kind(entry.error) != _kind(problem):
+        # As bytes, since NaN differs from itself.
+        elif encode(entry.value) != encode(value) or _kind(entry.error) != _kind(problem):
             journal.mismatch(
                 call.call_id,
                 f"{where} returned {shortened_repr(entry.error or entry.value)} when it was recorded",

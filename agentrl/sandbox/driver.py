@@ -44,7 +44,7 @@ class CommandResult:
     """Outcome of one command."""
 
     status: int
-    """Exit status; minus the signal's number if a signal ended the command."""
+    """Exit status: 128 plus the signal's number if a signal ended the command; negative if agentrl killed it."""
     stdout: bytes
     stderr: bytes
     killed: Literal["", "time", "memory", "disk", "closed"]

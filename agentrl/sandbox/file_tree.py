@@ -220,8 +220,11 @@ class FileChanges:
             if self._earlier.get(path) != self.signatures[path]:
                 self.records.append(record)
             return True
-        signature = self.signatures[path] = (found.st_mode, found.st_ino, found.st_size, found.st_ctime_ns)
-        if found.st_nlink > 1 and (first := self._first.setdefault(found.st_ino, path)) != path:
+        first = self._first.setdefault(found.st_ino, path) if found.st_nlink > 1 else path
+        # A renamed directory changes which name of its files is visited first, but not the files.
+        signature = (found.st_mode, found.st_ino, found.st_size, found.st_ctime_ns, int(first != path))
+        self.signatures[path] = signature
+        if first != path:
             self._take("names of files", len(os.fsencode(first)))
             self.records.append(record._replace(kind="same", target=first))
         elif self._earlier.get(path) != signature or found.st_ctime_ns >= self._settled:

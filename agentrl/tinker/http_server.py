@@ -386,8 +386,9 @@ _REFUSED: Mapping[str, str] = {
 """Routes of the SDK that are refused with a reason, by method and path."""
 _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     "healthz": {"status": "ok"},
-    # The SDK's own transport follows no proxy settings and needs no speed on this machine.
-    "client/config": {"use_pyqwest_transport": False},
+    # The SDK's own transport follows no proxy settings and needs no speed on this machine. Of parallel chunks it would
+    # never send the first if another is refused, and then wait for it without end.
+    "client/config": {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False},
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},
 }

@@ -23,6 +23,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import check_local_models
 from agentrl.app.plan import with_chosen_settings
@@ -201,7 +203,7 @@ class TinkerService:
             self._receive(known)
         elif known.route != route:
             raise InputError(f"seq_id {sequence} of {subject} was used by a request of {known.route}")
-        elif known.body != body:
+        elif known.body != body and not _repeats(request, known):
             raise InputError(f"seq_id {sequence} of {subject} was used by another request of {route}, with other data")
         await self._log.flush()
         promise: dict[str, Any] = {"request_id": request_id}
@@ -217,7 +219,7 @@ class TinkerService:
         The reason is queued like a request, and fails with it in its turn.
         """
         model, request_id = self.tables.models.get(model_id), f"{model_id}:{sequence}"
-        if model is None or model.owner != owner or not max(1, model.next_sequence) <= sequence < 1 << 53:
+        if model is None or model.owner != owner or not max(1, model.next_sequence) <= sequence < 1 << 63:
             return
         if request_id not in self._receiving and self._log.request(request_id) is None:
             refused = ClientRequest(request_id, owner, REFUSED, model_id, sequence, reason.encode(errors="replace"))
@@ -541,6 +543,18 @@ class TinkerService:
     def _capabilities(self, base: BaseModel) -> dict[str, Any]:
         context = self._engine.capabilities.max_context
         return {"model_name": base.name, "max_context_length": context, "trainable": True, "sampleable": True}
+
+
+def _repeats(request: Any, known: ClientRequest) -> bool:
+    """Whether a request differs from a known one of its route only in its sampler's number.
+
+    The SDK draws that anew for each try, and then uses the one in the answer.
+    """
+    if not isinstance(request, messages.SaveForSampler) or request.sampling_session_seq_id is None:
+        return False
+    earlier = messages.read_request(known.route, known.body)
+    number = earlier.sampling_session_seq_id
+    return number is not None and msgspec.structs.replace(request, sampling_session_seq_id=number) == earlier
 
 
 def _is_removed(weights: WeightsRef) -> bool:

@@ -499,7 +499,7 @@ def sequence_number(number: int | None, *, least: int) -> int:
     Raises:
         InputError: it is missing or out of range.
     """
-    if number is None or not least <= number < 1 << 53:
+    if number is None or not least <= number < 1 << 63:
         raise InputError(f"the sequence number {number} is missing or out of range; it is at least {least}")
     return number
 

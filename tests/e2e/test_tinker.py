@@ -291,6 +291,28 @@ def test_what_was_acknowledged_survives_at_any_moment(tmp_path: Path, moment: in
         }
 
 
+def test_a_repeated_publication_is_the_same_with_another_number_of_the_sampler(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(server_config(tmp_path)) as (address, _), Client(address) as client:
+            model = await client.model()
+            save = {"model_id": model, "seq_id": 1}
+            saved = [
+                await client.post("save_weights_for_sampler", **save, sampling_session_seq_id=number)
+                for number in (7, 8)  # the SDK draws the sampler's number anew for each try
+            ]
+            assert saved[0] == saved[1]
+            session = (await client.result(saved[1]))["sampling_session_id"]
+            assert session.endswith(":sample:7")
+            with pytest.raises(Refused, match=r"seq_id 1 of .* was used by another request"):
+                await client.post("save_weights_for_sampler", **save, path="named")
+            sampled = {"sampling_session_id": session, "num_samples": 1, "sampling_params": {"max_tokens": 2}}
+            sampled |= {"prompt": {"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]}}
+            # A copy of the SDK's client in another process counts from a random multiple of a billion.
+            await client.result(await client.post("asample", **sampled, seq_id=10**18))
+
+    asyncio.run(work())
+
+
 def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
     """The SDK repeats a request whose answer was lost: a step with one number is taken once."""
 

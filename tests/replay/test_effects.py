@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any, ClassVar
 
@@ -265,6 +266,22 @@ class Hidden(agentrl.Environment):
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         ctx.resource(list, level="snapshot")
+
+
+class Undefined(agentrl.Environment):
+    """A resource that computes NaN, the same each time."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        score = await ctx.resource(lambda: {"score": math.nan}, level="replay").call("copy")
+        assert math.isnan(score["score"])
+
+
+def test_nan_is_the_same_result_when_it_is_computed_again() -> None:
+    stage = Stage(environment=Undefined)
+    whole = stage.play()
+    again = stage.play(whole.entries)
+    assert whole.error is None
+    assert again.error is None
 
 
 def test_a_snapshot_needs_its_methods() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +12,19 @@ import pytest
 
 import agentrl
 from agentrl.app.plan import resolve
-from agentrl.app.run_parts import environment_of, held_out_task_splits, task_source
+from agentrl.app.run_parts import check_split_of_best, environment_of, held_out_task_splits, task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
 from agentrl.core.records import Task
-from agentrl.environment.mixture import MemberTasks, MixedTasks, Mixture, mixture, root_environments
+from agentrl.environment.mixture import (
+    MemberTasks,
+    MixedTasks,
+    Mixture,
+    mixture,
+    root_environment_of_task,
+    root_environments,
+    with_evaluated_environments,
+)
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.plugin import SeededSimulation
@@ -143,6 +152,46 @@ def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(sim
     simulated_loop.run(main)
 
 
+def test_a_resumed_run_may_evaluate_another_environment_too(simulated_loop: SeededSimulation) -> None:
+    """Its own tasks keep their ids, so the results of earlier groups still count."""
+    selection = {"replay": 0.5, "retire_after": 1}
+    changed = config_for(evaluation={"tasks": 3}, steps=6, environment={"id": "unused", "selection": selection})
+    both = with_evaluated_environments(Digits, [Easy])
+    splits = [
+        HeldOutSplit("held_out", TASKS[:3]),
+        HeldOutSplit("Easy@held_out", [Task(id="Easy:held_out-0", data={})]),
+    ]
+
+    async def main() -> None:
+        killed = SmallRun(config=changed, environment=Digits, tasks=TASKS)
+        await killed.stop_after(4.0)
+        journal, board = killed.journal.after_crash(), killed.orchestrator.board
+        at = {"guesser": board.at("guesser", 0)}
+        resumed = SmallRun(
+            config=changed, environment=both, tasks=TASKS, splits=splits, journal=journal, resumed_at=at, lineage=2
+        )
+        await resumed.run()
+        assert {task.partition(":")[0] for task in tasks_of(resumed.journal).values()} <= {task.id for task in TASKS}
+        assert resumed.seen.evaluations[-1]["guesser"]["evaluation/split_reward/Easy@held_out"] == 1.0
+
+    simulated_loop.run(main)
+
+
+@pytest.mark.parametrize(
+    ("metric", "problem"),
+    [
+        ("evaluation/split_reward/held_out", None),
+        ("evaluation/split_pass_at/Easy@held_out/2", None),
+        ("evaluation/reward", None),
+        ("evaluation/split_reward/Digits@held_out", "the evaluated splits are held_out, Easy@held_out"),
+    ],
+)
+def test_a_best_metric_of_a_split_that_is_not_evaluated_is_refused(metric: str, problem: str | None) -> None:
+    splits = [HeldOutSplit("held_out", TASKS), HeldOutSplit("Easy@held_out", TASKS)]
+    with contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
+        check_split_of_best(metric, splits)
+
+
 def test_a_configuration_names_members_options_and_splits() -> None:
     chosen = config(options={"Easy": {"count": 9}})
     environment = environment_of(chosen)
@@ -165,13 +214,18 @@ def test_splits_and_environments_beside_the_trained_one() -> None:
     )
     splits, _ = held_out_task_splits(chosen.evaluation, chosen.environment, chosen.seed, environment)
     assert {split.name: len(split.tasks) for split in splits} == {
-        "Easy@held_out": 2,
-        "Easy@hard": 1,
+        "held_out": 2,
+        "hard": 1,
         "Digits@held_out": 5,
-    }
+    }, "what alone is trained keeps its names"
     assert [split.tasks[0].id.rpartition("-")[0] for split in splits] == [
-        *("Easy:held_out:held_out", "Easy:hard:hard", "Digits:held_out:digit")
+        *("held_out:held_out", "hard:hard", "Digits:held_out:digit")
     ]
+    played = [root_environment_of_task(environment, split.tasks[0].id) for split in splits]
+    assert played == [Easy, Easy, Digits]
+    assert root_environment_of_task(environment, "train-3") is Easy
+    with pytest.raises(KeyError):
+        root_environment_of_task(BOTH, "train-3")
     alone = config_for(environment={"id": f"{__name__}:Easy"}, evaluation={"tasks": {"held_out": 2, "hard": 2}})
     assert environment_of(alone) is Easy
     assert [split.name for split in held_out_task_splits(alone.evaluation, alone.environment, alone.seed, Easy)[0]] == [

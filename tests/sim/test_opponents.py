@@ -178,6 +178,23 @@ class Swallows(Duel):
                 ctx.agent(seat).reward(0.0)
 
 
+def test_a_lost_version_of_one_pool_leaves_the_others_as_they_are(simulated_loop: SeededSimulation) -> None:
+    """A group has a version of each pool, also of those that hold no seat in it."""
+    second = {"kind": "past", "of": "player", "every": 2, "size": 2}
+
+    async def main() -> None:
+        chosen = config()
+        policies = {**chosen.model_dump(exclude_unset=True)["policies"], "other": second}
+        both = config_for(policies=policies, seats=SIDES, steps=9, credit={"group_size": 4})
+        run = SmallRun(config=both, environment=Duel, script=strength, engine_class=Forgetful)
+        await run.run()
+        pools = run.orchestrator.opponents.pools
+        assert pools["past"].lost == {Forgetful.GONE}
+        assert not pools["other"].lost
+
+    simulated_loop.run(main)
+
+
 @pytest.mark.parametrize(
     ("choose", "environment"),
     [("uniform", Duel), ("latest", Duel), ("prioritized", Duel), ("uniform", Swallows)],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from torch import Tensor
 
+from agentrl.cluster import trainer_pool
 from agentrl.core.errors import TrainerLostError
 from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
 from agentrl.learn import ranks
@@ -92,6 +96,27 @@ def test_shares_are_balanced_by_size_and_make_up_the_whole(sizes: list[int], ran
     assert len(shares) == ranks
     assert [at for share in shares for at in share] == list(range(len(sizes)))
     assert max(sum(sizes[at] for at in share) for share in shares) == largest
+
+
+def test_a_group_with_a_lost_host_is_lost_although_other_ranks_still_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost group resumes by itself; any other error ends the run."""
+    monkeypatch.setattr(trainer_pool, "PATIENCE_S", 0.01)
+    ended: list[str] = []
+    pool = SimpleNamespace(
+        _death_cause=lambda: None,
+        _kill_actors=lambda: ended.append("group"),
+        _rank_label=str,
+        _trainer_plan=SimpleNamespace(trainer=SimpleNamespace(ranks=2)),
+    )
+    error = RayTaskError("forward_backward", "", TrainerLostError("host b has left"))
+
+    async def settle() -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        await trainer_pool.RayTrainerPool._settle(pool, 1, "forward_backward", error, {waiting})  # type: ignore[arg-type]
+
+    with pytest.raises(TrainerLostError, match=r"rank 1 was lost in forward_backward: .*host b has left"):
+        asyncio.run(settle())
+    assert ended == ["group"]
 
 
 @pytest.mark.usefixtures("_restored_interfaces")

@@ -18,10 +18,12 @@ import pytest
 
 from agentrl import Sandbox
 from agentrl.core.errors import InputError
+from agentrl.rollout.sandbox import changed_files
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.container import ContainerDriver
 from agentrl.sandbox.driver import DriverName, SandboxDriver, SandboxError, SandboxLease
 from agentrl.sandbox.sandbox import choose_driver, make_driver
+from agentrl.sandbox.state import FileState
 from tests.hostile_records import faults
 from tests.sandboxes.leaks import marked
 
@@ -112,6 +114,27 @@ def test_the_files_of_one_sandbox_are_restored_in_another(driver: DriverName) ->
             assert shown.output == "1\n2\n/etc/shadow\n700\n"
             assert {*(await again.changes())[1]} == {"box/d", "box/d/f", "box/d/g"}
             assert await lease.read("/box/d/f") == b"1\n"
+
+    asyncio.run(run())
+
+
+def test_a_renamed_directory_keeps_the_contents_of_its_links(driver: DriverName) -> None:
+    """Whichever name of a file is visited first."""
+
+    async def run() -> None:
+        made = make_driver(driver)
+        commands = ("mkdir d prev; echo 1 > d/f; ln d/f prev/h", "mv prev d/sub; mkdir prev; echo 2 > prev/h")
+        show = ["sh", "-c", "cat d/f d/sub/h prev/h"]
+        async with leased(made) as lease:
+            state = FileState()
+            for command in commands:
+                assert (await lease.run(["sh", "-c", command])).ok
+                await asyncio.sleep(0.1)  # until what the command wrote counts as unchanged
+                files, gone = await changed_files(lease, everything=False)
+                state.take(state.difference(files, gone))
+            again = await made.create(Sandbox())
+            await again.restore(*state.to_restore(100))
+            assert (await again.run(show)).output == (await lease.run(show)).output == "1\n1\n2\n"
 
     asyncio.run(run())
 
