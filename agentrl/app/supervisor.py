@@ -476,11 +476,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
-            message += (
-                "; held-out episodes that have ended count, and the others are played again"
-                if setup.plan.settings.evaluation.stop == "decided"
-                else "; the evaluation has no result, and its episodes are dropped. One before training starts over"
-            )
+            message += "; held-out episodes that have ended count if their evaluation continues"
         setup.observer.warn(message)
     if is_suspicious and num_workers == 1:
         cause = (

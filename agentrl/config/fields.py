@@ -17,6 +17,7 @@ from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
 from agentrl.core.json_data import copy_json
+from agentrl.core.ports import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 from agentrl.core.reply_formats import REPLY_FORMATS
 
 
@@ -83,6 +84,13 @@ def _copy_options(options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(str(error)) from None
 
 
+def _check_temperature(value: float) -> float:
+    """Check that every engine samples at a temperature: vLLM raises a lower one to the least, in silence."""
+    if value != 0 and not LEAST_TEMPERATURE <= value <= LARGEST_TEMPERATURE:
+        raise ValueError(f"0, or a number from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}, is expected")
+    return value
+
+
 Options = Annotated[dict[str, Any], AfterValidator(_copy_options)]
 """Arguments of a user's function: JSON data, which commands that read the recorded configuration receive unchanged."""
 Code = Annotated[T, Selects("code"), BeforeValidator(expand_paths)]
@@ -104,6 +112,7 @@ Steps = Annotated[int, Field(gt=0, le=10**9), NumberUnit("optimizer steps")]
 MaybeSteps = Annotated[int, Field(ge=0, le=10**9), NumberUnit("optimizer steps")]
 Seconds = Annotated[float, Field(gt=0, le=1e9), NumberUnit("s")]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
 def _known_reply_format(name: str) -> str:

@@ -29,6 +29,7 @@ from agentrl.config.fields import (
     ReplyFormatName,
     Section,
     Share,
+    Temperature,
     Tokens,
     WaveFixed,
     check_function_name,
@@ -206,9 +207,9 @@ class EngineConfig(Section):
 class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
-    temperature: PerEpisode[Annotated[float, Field(ge=0)]] = 1.0
-    """Divisor of the logits. Training optimizes the policy at this temperature. 0: always the likeliest token; refused
-    for policies that learn."""
+    temperature: PerEpisode[Temperature] = 1.0
+    """Divisor of the logits, from 0.01 to 2. Training optimizes the policy at this temperature. 0: always the likeliest
+    token; refused for policies that learn."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Sample from the k most likely tokens, after `min_p`; 0: all. The kept set of any filter is recorded and used in
     training."""
@@ -420,8 +421,9 @@ class TrainerConfig(Section):
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Maximum tokens per forward pass, including padding. It bounds memory and does not change the update. 0: as many
-    as fit in memory, at most 16,384; without a GPU, at most 2,048 or four contexts of full length."""
+    """Maximum tokens per forward pass. It bounds memory and does not change the update. Padding, of the few models that
+    need it, can add a quarter. 0: as many as fit in memory, at most 16,384; without a GPU, at most 2,048 or four
+    contexts of full length."""
     recompute: Free[bool] = False
     """Recompute activations in the backward pass instead of storing them: much less memory, about a third more time,
     the same update."""
@@ -466,7 +468,7 @@ class ClusterConfig(Section):
 class EvaluationSamplingConfig(Section):
     """How the evaluated policies are sampled in evaluations, where that differs from training."""
 
-    temperature: Fixed[Annotated[float, Field(ge=0)] | None] = None
+    temperature: Fixed[Temperature | None] = None
     """As in `[sampling]`; 0: the likeliest token is taken. Null, here and below: as in training."""
     top_k: Fixed[Annotated[NonNegative, NumberUnit("tokens")] | None] = None
     """As in `[sampling]`."""

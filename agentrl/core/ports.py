@@ -42,6 +42,11 @@ Refresh = Literal["token", "turn", "episode", "lazy"]
 bound."""
 
 
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
+"""Bounds of temperatures above 0. The gradient of a token grows with its temperature's inverse, and vLLM samples at no
+others: it raises lower ones to 0.01, in silence."""
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.core.ports import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 from agentrl.gateway.calls import ReplyForm, RequestRefusedError, ToolChoice, bounded_repr
 
 if TYPE_CHECKING:
     from agentrl.core.records import ToolSpec
 
-LEAST_TEMPERATURE = 0.01
-"""A lower temperature counts as 0: the gradient of a token grows with its inverse."""
 LEAST_TOP_P = 1e-6
 """A lower `top_p` keeps the likeliest token alone, as 0 does."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
@@ -45,7 +44,7 @@ class _Range:
 
 
 _NUMBERS: Mapping[str, _Range] = {
-    "temperature": _Range(0, 2),
+    "temperature": _Range(0, LARGEST_TEMPERATURE),
     "top_p": _Range(0, 1),
     "top_k": _Range(-1, (1 << 31) - 1, is_whole=True),
     "min_p": _Range(0, 1),
@@ -102,7 +101,7 @@ def read_sampling(body: Mapping[str, Any], numbers: Iterable[str] = _NUMBERS) ->
         sampling["top_k"] = 0
     if sampling.get("top_p", 1.0) < LEAST_TOP_P:  # only the likeliest token is left
         sampling |= {"top_p": 1.0, "temperature": 0.0}
-    if sampling.get("temperature", 1.0) < LEAST_TEMPERATURE:
+    if sampling.get("temperature", 1.0) < LEAST_TEMPERATURE:  # an agent means the likeliest token
         sampling["temperature"] = 0.0
     return sampling
 

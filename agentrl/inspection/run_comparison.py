@@ -10,6 +10,7 @@ import bisect
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from agentrl.core.betting import MAX_REWARD, AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width, difference_interval, half_width_of_few
 from agentrl.core.masking import mask_secrets
+from agentrl.core.records import PolicyVersion
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.observe.metrics import TASK_DIGEST
 from agentrl.observe.run_directory import run_argument
@@ -512,30 +514,75 @@ def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
-    """Return the newest evaluation of each policy: its step, and the rewards by task. The newest is of the newest
-    lineage, since a resume may have undone later steps of an older one."""
-    rows = reader.log.rows(
-        "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
-        " FROM trajectories t"
-        " JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
-        " WHERE e.purpose = 'evaluate' AND e.drop_reason IS NULL GROUP BY t.policy, t.episode, t.attempt"
-    )
+    """Return the newest evaluation of each policy that has a result: its step, and the rewards by task.
+
+    The newest is of the newest lineage, since a resume may have undone later steps of an older one. A resumed run
+    continues an evaluation in a lineage of its own.
+    """
+    results = reader.metric("evaluation/reward")
+    if not results:
+        return {}
+    # `agentrl evaluate` records its result at step 0, whatever the step of the weights.
+    measured = {policy: dict(points) for policy, points in results.items()} if reader.purpose() == "train" else {}
+    rows = [
+        row
+        for row in reader.log.rows(
+            "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
+            " FROM trajectories t"
+            " JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
+            " WHERE e.purpose = 'evaluate' AND e.drop_reason IS NULL GROUP BY t.policy, t.episode, t.attempt"
+        )
+        if row[1] in measured.get(row[0], (row[1],))
+    ]
     newest: dict[str, tuple[int, int]] = {}
     for policy, step, lineage, *_ in rows:
         newest[policy] = max(newest.get(policy, (lineage, step)), (lineage, step))
-    newest_rows = [row for row in rows if newest[row[0]] == (row[2], row[1])]
+    parents = reader.log.parents()
+    of_newest = {policy: _first_lineage(PolicyVersion(policy, *version), parents) for policy, version in newest.items()}
+    newest_rows = [
+        row
+        for row in rows
+        if row[1] == newest[row[0]][1]
+        and _first_lineage(PolicyVersion(row[0], row[2], row[1]), parents) == of_newest[row[0]]
+    ]
     tasks = _task_keys(reader, [(row[3], row[4]) for row in newest_rows])
-    rewards: dict[str, dict[bytes, list[float]]] = {}
-    for policy, _, _, episode, attempt, reward in newest_rows:
+    # Of an attempt that was repeated, since the reward's code had changed, the newest counts.
+    rewards: dict[str, dict[bytes, dict[int, tuple[int, list[float]]]]] = {}
+    for policy, _, lineage, episode, attempt, reward in sorted(newest_rows, key=itemgetter(2)):
         if (key := tasks.get((episode, attempt))) is not None:
-            rewards.setdefault(policy, {}).setdefault(key, []).append(float(reward))
+            of_task = rewards.setdefault(policy, {}).setdefault(key.task, {})
+            found_lineage, values = of_task.get(key.seed, (lineage, []))
+            of_task[key.seed] = lineage, [*(values if found_lineage == lineage else []), float(reward)]
     return {
-        policy: (newest[policy][1], {key: statistics.fmean(values) for key, values in by_task.items()})
+        policy: (
+            newest[policy][1],
+            {
+                task: statistics.fmean(value for _, values in of_task.values() for value in values)
+                for task, of_task in by_task.items()
+            },
+        )
         for policy, by_task in rewards.items()
     }
 
 
-def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], bytes]:
+def _first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
+    """Return the first lineage with the weights of a version.
+
+    A resumed run begins with the weights of a checkpoint, or of the base model.
+    """
+    while (parent := parents.get((version.policy, version.lineage))) is not None and parent.step == version.step:
+        version = parent
+    return min(version.lineage, 0) if version.step == 0 else version.lineage
+
+
+class _TaskKey(NamedTuple):
+    """What identifies the task of an episode, and its attempt at it."""
+
+    task: bytes
+    seed: int
+
+
+def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], _TaskKey]:
     """Return the key of the task of each episode; a child belongs to its root's task."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     specs: dict[tuple[str, int], EpisodeSpec] = {}
@@ -554,7 +601,8 @@ def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[t
                 break
             root = by_episode.get(root.parent_id)
         if root is not None:
-            keys[key] = msgspec.json.encode([root.environment, root.task.id, root.task.data], order="deterministic")
+            task = msgspec.json.encode([root.environment, root.task.id, root.task.data], order="deterministic")
+            keys[key] = _TaskKey(task, root.seed)
     return keys
 
 

@@ -261,11 +261,14 @@ class KeptVocabularySets(NamedTuple):
     starts: NDArray[np.int64]  # [n + 1], the first id of each token; on the host, so that it need not wait
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
-        """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
-        mask = self.fully_kept[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
+        """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop).
+
+        A reference may have a smaller vocabulary than the policy; ids beyond it are left out.
+        """
+        mask = self.fully_kept[start:stop].unsqueeze(1).expand(-1, vocabulary + 1).clone()
         ids = slice(*self.starts[[start, stop]].tolist())
-        rows = self.rows[ids].long()
-        return mask.index_put_((rows - start, self.token_ids[ids].long()), ~self.fully_kept[rows])
+        rows, columns = self.rows[ids].long(), self.token_ids[ids].long().clamp(max=vocabulary)
+        return mask.index_put_((rows - start, columns), ~self.fully_kept[rows])[:, :vocabulary]
 
 
 def logprobs_from_logits(

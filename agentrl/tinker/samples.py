@@ -398,11 +398,12 @@ class ClientSampler:
             if source.weights is not None:
                 await stack.enter_async_context(self.pinned.use(source.weights, source.owner))
             started, tokens = self._clock.wall(), prompt_tokens(request)
-            sampling, texts = self._sampling(request.sampling_params, len(tokens), source.base.stop_token_ids)
+            sampling, texts = self._sampling(request, len(tokens), source.base.stop_token_ids)
             recorded = self._recorded.get(request_id)
             if recorded is None:
                 seeds = [self._seed_of(request, request_id, number) for number in range(request.num_samples)]
                 samples = await self._group(request_id, tokens, sampling, texts, source, seeds)
+                self._record(request_id, tokens, sampling, samples, source, started)
             else:
                 samples = [self._read(name) for name in recorded]
             prompt_logprobs, prompt_top = None, b""
@@ -427,8 +428,6 @@ class ClientSampler:
                 stability_info = [
                     await self._top_of(source, tokens, one, TOP_TOKENS, temperature=temperature) for one in samples
                 ]
-        if recorded is None:
-            self._record(request_id, tokens, sampling, samples, source, started)
         return write_samples(samples, tops, prompt_logprobs, prompt_top, stability_info)
 
     async def _top_of(
@@ -454,13 +453,16 @@ class ClientSampler:
         return ids.stable_hash64(*((self._seed, request_id) if seed is None else ("seed", seed)), number)
 
     def _sampling(
-        self, sampling: Sampling, prompt: int, own_stops: tuple[int, ...]
+        self, request: Sample, prompt: int, own_stops: tuple[int, ...]
     ) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return the engine's parameters, and the texts that end a sample."""
+        sampling = request.sampling_params
         stops = _stops(sampling)
         texts = tuple(item for item in stops if isinstance(item, str))
         tokens = tuple(item for item in stops if isinstance(item, int))
         room = self._engine.capabilities.max_context - prompt
+        if request.topk_sample_logprobs or request.record_stability_info:
+            room -= 1  # vLLM scores no sequence that fills the context
         is_greedy = sampling.temperature == 0
         params = SamplingParams(
             max_tokens=min(sampling.max_tokens or room, room),

@@ -78,6 +78,8 @@ def test_steps_by_policy(tmp_path: Path) -> None:
         ("trainer.loss.kl=true", "trainer.loss.kl = true: expected a number"),
         ("trainer.loss.normalizer=true", "trainer.loss.normalizer = true: expected a whole number"),
         ("environment.selection={ low = true }", "environment.selection.low = true: expected a number"),
+        ("sampling.temperature=0.005", "0, or a number from 0.01 to 2, is expected"),
+        ("evaluation.sampling.temperature=2.5", "0, or a number from 0.01 to 2, is expected"),
         ("environment.selection={ low = 0.95 }", "low = 0.95 is above high = 0.9"),
         ("environment.selection={ high = 0.05 }", "low = 0.1 is above high = 0.05"),
         ("environment.selection.low='0.1'", "environment.selection.low = \"'0.1'\""),

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from agentrl.learn import forward
-from agentrl.learn.forward import HeadOutput, chunked_logprobs_from_hidden, logprobs_from_logits, reference_divergence
+from agentrl.learn.forward import (
+    HeadOutput,
+    KeptVocabularySets,
+    chunked_logprobs_from_hidden,
+    logprobs_from_logits,
+    reference_divergence,
+)
 
 VOCABULARY = 12
 
@@ -93,6 +100,15 @@ def test_tokens_that_only_the_reference_has_count_as_impossible() -> None:
     found = reference_divergence(log_softmax, log_softmax[:, 0], targets, given)
     q = theirs.log_softmax(1)[:, :VOCABULARY]
     assert found.tolist() == pytest.approx((log_softmax.exp() * (log_softmax - q)).sum(1).tolist(), rel=1e-12)
+
+
+def test_a_kept_set_may_leave_out_tokens_that_the_reference_lacks() -> None:
+    """A grammar's set is stored as what it excludes: also the ids with which larger embeddings are padded."""
+    excluded = torch.tensor([1, VOCABULARY - 1, VOCABULARY + 3], dtype=torch.int32)
+    kept_sets = KeptVocabularySets(torch.tensor([True]), torch.zeros(3, dtype=torch.int32), excluded, np.array([0, 3]))
+    own, theirs = kept_sets.mask(0, 1, VOCABULARY + 4), kept_sets.mask(0, 1, VOCABULARY)
+    assert (~own[0]).nonzero().flatten().tolist() == excluded.tolist()
+    assert torch.equal(theirs, own[:, :VOCABULARY])
 
 
 @pytest.mark.parametrize("top", [2, 64])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,37 @@ def test_an_evaluation_that_a_resume_undid_is_not_compared(pair: tuple[Path, Pat
         journal.record(VersionPublication(weights("solver", 1, 3), PolicyVersion("solver", 0, 2)))
         for number, task in enumerate(TASKS, 1000):
             await play(journal, number, task, 0.5, PolicyVersion("solver", 1, 3))
+        journal.record(MetricRow("solver", 3, {"evaluation/reward": 0.5}))
         await journal.close()
 
     asyncio.run(resume())
     (line,) = compared(*pair).paired
     assert line.steps == [2, 3], "not after step 4, which was taken before"
     assert line.difference == pytest.approx(sum(at / 100 + 0.2 for at in range(80)) / 80 - 0.5)
+
+
+def test_an_evaluation_counts_whole_once_it_has_a_result(pair: tuple[Path, Path]) -> None:
+    """A resumed run plays what is missing of an evaluation, in a lineage of its own."""
+    better = {task: at / 100 + 0.4 for at, task in enumerate(TASKS)}
+
+    async def play_some(version: PolicyVersion, parent: PolicyVersion, tasks: Iterable[str], *, ends: bool) -> None:
+        journal = SqliteJournal(pair[0] / "journal")
+        journal.record(VersionPublication(weights(*version), parent))
+        for task in tasks:
+            await play(journal, TASKS.index(task) + 2000, task, better[task], version)
+        if ends:
+            journal.record(MetricRow("solver", version.step, {"evaluation/reward": 0.5}))
+        await journal.close()
+
+    def line() -> tuple[int, list[int], float]:
+        (found,) = compared(*pair).paired
+        return found.tasks, found.steps, round(found.difference, 9)
+
+    before, cut, resumed = PolicyVersion("solver", 0, 4), PolicyVersion("solver", 0, 5), PolicyVersion("solver", 1, 5)
+    asyncio.run(play_some(cut, before, TASKS[:50], ends=False))
+    assert line() == (80, [2, 4], 0.2), "the evaluation after step 5 has no result yet"
+    asyncio.run(play_some(resumed, cut, TASKS[50:], ends=True))
+    assert line() == (80, [2, 5], -0.2)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ class AdapterBank:
         if has_new_layers or new_rank > self._rank or columns > self._columns:
             self._rank, self._columns = new_rank, max(columns, self._columns)
             self._allocate()
-            for at, weights in self._adapters.items():
+            # Meanwhile the event loop may empty slots, whose weights are then written in vain.
+            for at, weights in list(self._adapters.items()):
                 self._write(at, weights)
         else:
             self._write(place, adapter)

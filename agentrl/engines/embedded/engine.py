@@ -728,8 +728,8 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                 place, old_weights = old.adapter, bank.empty(old.adapter)
             adapter_slot = place
             new = self._serving(weights, canary, self.base, adapter=adapter_slot)
-            await self._engine.on_worker(lambda: bank.fill(adapter_slot, adapter))
             try:
+                await self._engine.on_worker(lambda: bank.fill(adapter_slot, adapter))
                 await self._check_answer(weights, new, old)
             except BaseException:
                 bank.empty(adapter_slot)

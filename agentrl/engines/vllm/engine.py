@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError, GrammarRefusedError
 from agentrl.core.ids import stable_hash64
-from agentrl.core.ports import EngineCapabilities
+from agentrl.core.ports import LARGEST_TEMPERATURE, LEAST_TEMPERATURE, EngineCapabilities
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, KeptSets, Tokens
 from agentrl.engines.version_table import (
@@ -324,6 +324,11 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         sampling = request.sampling
         self._check_call(session, request, self._calls)
+        if not sampling.is_greedy and not LEAST_TEMPERATURE <= sampling.temperature <= LARGEST_TEMPERATURE:
+            raise EngineError(
+                f"vLLM samples at temperature 0, or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}, not at "
+                f"{sampling.temperature}"
+            )
         if self._samples_nothing(request):
             return empty_completion("length")
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
@@ -346,7 +351,10 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         except EngineDeadError as error:
             call.deliver()
             raise self._lost(request) from error
-        except VLLMValidationError as error:  # all of the request but its grammar has been checked
+        except VLLMValidationError as error:
+            if not sampling.grammar:
+                raise EngineError(f"vLLM refuses the call: {error}") from error
+            # All of the request but its grammar has been checked.
             raise GrammarRefusedError(f"vLLM refuses the grammar of the reply: {error}") from error
         finally:
             del self._calls[request.request_id]
