@@ -516,9 +516,8 @@ def check_split_of_best(metric: str, splits: Sequence[HeldOutSplit]) -> None:
     Raises:
         ConfigError: the message has the splits that are.
     """
-    group, _, name = metric.removeprefix("evaluation/split_").partition("/")
     names = [split.name for split in splits] if len(splits) > 1 else []
-    if group == metric or name.partition("/")[0] in names:
+    if not metric.startswith("evaluation/split_") or metric.split("/")[2] in names:
         return
     known = f"the evaluated splits are {', '.join(names)}" if names else "with one split, follow `evaluation/reward`"
     raise ConfigError(f"best.metric = {metric!r}: no evaluation measures it; {known}")

@@ -86,8 +86,8 @@ def _copy_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _check_temperature(value: float) -> float:
     """Check that every engine samples at a temperature: vLLM raises a lower one to the least, in silence."""
-    if value != 0 and not LEAST_TEMPERATURE <= value <= LARGEST_TEMPERATURE:
-        raise ValueError(f"0, or a number from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}, is expected")
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"{value} is below {LEAST_TEMPERATURE}; 0 takes the likeliest token")
     return value
 
 
@@ -112,7 +112,7 @@ Steps = Annotated[int, Field(gt=0, le=10**9), NumberUnit("optimizer steps")]
 MaybeSteps = Annotated[int, Field(ge=0, le=10**9), NumberUnit("optimizer steps")]
 Seconds = Annotated[float, Field(gt=0, le=1e9), NumberUnit("s")]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Temperature = Annotated[float, AfterValidator(_check_temperature)]
+Temperature = Annotated[float, Field(ge=0, le=LARGEST_TEMPERATURE), AfterValidator(_check_temperature)]
 
 
 def _known_reply_format(name: str) -> str:

@@ -126,14 +126,16 @@ def test_a_renamed_directory_keeps_the_contents_of_its_links(driver: DriverName)
         commands = ("mkdir d prev; echo 1 > d/f; ln d/f prev/h", "mv prev d/sub; mkdir prev; echo 2 > prev/h")
         show = ["sh", "-c", "cat d/f d/sub/h prev/h"]
         async with leased(made) as lease:
-            state = FileState()
+            state, recorded = FileState(), FileState()
             for command in commands:
                 assert (await lease.run(["sh", "-c", command])).ok
                 await asyncio.sleep(0.1)  # until what the command wrote counts as unchanged
                 files, gone = await changed_files(lease, everything=False)
-                state.take(state.difference(files, gone))
+                change = state.take(state.difference(files, gone))
+                assert change is not None
+                recorded.apply(change)
             again = await made.create(Sandbox())
-            await again.restore(*state.to_restore(100))
+            await again.restore(*recorded.to_restore(100))
             assert (await again.run(show)).output == (await lease.run(show)).output == "1\n1\n2\n"
 
     asyncio.run(run())
