@@ -21,6 +21,7 @@ from agentrl.core.records import (
     EpisodeSpec,
     GameTally,
     PolicyVersion,
+    SeatBinding,
     Task,
     TrajectoryHeader,
     WeightsRef,
@@ -178,22 +179,25 @@ class Swallows(Duel):
                 ctx.agent(seat).reward(0.0)
 
 
-def test_a_lost_version_of_one_pool_leaves_the_others_as_they_are(simulated_loop: SeededSimulation) -> None:
+def test_a_lost_version_of_one_pool_leaves_the_others_as_they_are() -> None:
     """A group has a version of each pool, also of those that hold no seat in it."""
-    second = {"kind": "past", "of": "player", "every": 2, "size": 2}
-
-    async def main() -> None:
-        chosen = config()
-        policies = {**chosen.model_dump(exclude_unset=True)["policies"], "other": second}
-        sides = {"x": ["player", "past", "player"], "o": ["past", "player", "other"]}
-        both = config_for(policies=policies, seats=sides, steps=9, credit={"group_size": 4})
-        run = SmallRun(config=both, environment=Duel, script=strength, engine_class=Forgetful)
-        await run.run()
-        pools = run.orchestrator.opponents.pools
-        assert pools["past"].lost == {Forgetful.GONE}
-        assert pools["other"].lost <= {Forgetful.GONE}
-
-    simulated_loop.run(main)
+    lost, served = PolicyVersion("player", 0, 0), PolicyVersion("player", 0, 1)
+    pools = {
+        name: OpponentPool(name=name, of="player", every=1, size=2, choose="latest", served=[lost, served])
+        for name in ("past", "other")
+    }
+    opponents = OpponentPools(
+        pools=pools,
+        versions=ServedVersions(ScriptedEngine([[1]], versions={"player": served})),
+        run_seed=0,
+        pinned=set,
+        counts=EpisodeTotals(),
+        checkpoints=2,
+    )
+    seats = {"x": SeatBinding("player", None), "o": SeatBinding("past", lost)}
+    spec = replace(SPEC, seats=seats, pins={"past": lost, "other": served})
+    opponents.record_result(spec, dropped_header(spec, "version_gone"))
+    assert (pools["past"].lost, pools["other"].lost) == ({lost}, set())
 
 
 @pytest.mark.parametrize(
