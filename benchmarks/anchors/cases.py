@@ -365,7 +365,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                             "batch_size": "2",
                             "learning_rate": "1e-4",
                             "max_tokens": "10",
-                            "max_steps": "6",
+                            "max_steps": "4",
                             "eval_every": "0",
                         },
                     ),
