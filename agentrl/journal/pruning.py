@@ -21,7 +21,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ from agentrl.journal.schema import (
 )
 
 if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeSpec
     from agentrl.journal.port import PruneRule
     from agentrl.journal.run_log import RunLog
 
@@ -86,12 +87,8 @@ def prune(
     totals = PruneTotals(rule=str(rule), last=rule.last)
     if not rule.sealed:
         return totals
-    branch_keys = frozenset(
-        (spec.fork.episode_id, spec.fork.attempt)
-        for spec in log.unfinished()
-        if spec.fork is not None and spec.fork.branch
-    )
-    selection = PruningSelection(log, rule, _find_forked(journal) | branch_keys)
+    branch_keys = filter(None, map(_main_of, log.unfinished()))
+    selection = PruningSelection(log, rule, _with_mains(log, [*_find_forked(journal), *branch_keys]))
     routing = RoutingStore.of_journal(journal)
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
@@ -217,6 +214,23 @@ def _find_forked(journal: Path) -> frozenset[AttemptKey]:
             decode_admission_row(row).fork for row in all_rows(connection, path, f"SELECT {columns} FROM admissions")
         ]
     return frozenset((point.episode_id, point.attempt) for point in points if point is not None)
+
+
+def _main_of(spec: EpisodeSpec) -> AttemptKey | None:
+    """Return the attempt that holds a branch's first turns; None for other episodes."""
+    return None if spec.fork is None or not spec.fork.branch else (spec.fork.episode_id, spec.fork.attempt)
+
+
+def _with_mains(log: RunLog, keys: Iterable[AttemptKey]) -> frozenset[AttemptKey]:
+    """Add the attempts at which those among `keys` that are branches begin."""
+    pending, found = list(keys), set(keys)
+    while pending:
+        spec = log.admitted(*pending.pop())
+        main = None if spec is None else _main_of(spec)
+        if main is not None and main not in found:
+            found.add(main)
+            pending.append(main)
+    return frozenset(found)
 
 
 # --- removing ---------------------------------------------------------------------------------------------------------

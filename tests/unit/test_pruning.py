@@ -136,6 +136,27 @@ def test_what_a_fork_refers_to_stays(tmp_path: Path) -> None:
     assert set(there(tmp_path)) == {"e0", "e4", "e99"}
 
 
+def test_the_main_episode_of_a_branch_that_a_fork_refers_to_stays(tmp_path: Path) -> None:
+    """A branch holds its own turns alone."""
+    point = ForkPoint(journal="../../journal", partition="turns-w0.db", episode_id="e1", attempt=0, call_id="r#1")
+    branch = replace(spec(1), fork=replace(point, journal=".", episode_id="e0", branch=1))
+
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path / "journal")
+        journal.record(VersionPublication(weights("policy", 0, 0), None))
+        await write(journal, [spec(0), branch, spec(2)])
+        journal.record(VersionPublication(weights("policy", 0, 1), PolicyVersion("policy", 0, 0)))
+        journal.record(step_of("policy", 0, 1, [spec(0), branch, spec(2)]))
+        await journal.close()
+        forks = SqliteJournal(tmp_path / "forks" / "journal", info={"forks": True})
+        forks.admit(replace(spec(0, purpose="fork"), episode_id="f0", fork=point))
+        await forks.close()
+
+    asyncio.run(main())
+    prune(tmp_path, rule(0, 1))
+    assert set(there(tmp_path)) == {"e0", "e1"}
+
+
 def test_units_of_a_line_that_a_rollback_undid_stay_until_they_are_trained_again(tmp_path: Path) -> None:
     """Step 2 of lineage 0 was undone: the run went on from step 1 in lineage 1, where another step 2 took e4."""
 
