@@ -172,6 +172,11 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
                 "same number"
             )
     check_held(config.policies, assignment, environment, seats)
+    if idle := [name for name in trained if all(name not in demand.units for demand in demands)]:
+        raise ConfigError(
+            f"policies.{idle[0]} holds a seat only in an environment that is evaluated and not trained, so it would "
+            f"learn nothing: bind it to a seat of {first.__name__} in [seats], or give it kind = 'frozen'"
+        )
     is_vllm_on_cpu = config.engine.kind == "vllm" and not (config.on_cluster or machine.gpus())
     check_expert_adapters(config.bases, is_vllm_on_cpu=is_vllm_on_cpu)
     staleness = {

@@ -177,6 +177,18 @@ def test_a_resumed_run_may_evaluate_another_environment_too(simulated_loop: Seed
     simulated_loop.run(main)
 
 
+def test_a_policy_of_an_environment_that_is_not_trained_is_refused() -> None:
+    class Judged(Easy):
+        seats = ("judge",)
+
+    chosen = config_for(
+        policies={"guesser": {"step_size": 8, "lora": {"rank": 2}}, "judge": {"step_size": 8, "lora": {"rank": 2}}},
+        seats={"guesser": "guesser", "Judged.judge": "judge"},
+    )
+    with pytest.raises(ConfigError, match=r"policies.judge holds a seat only in .* bind it to a seat of Digits"):
+        resolve(chosen, with_evaluated_environments(Digits, [Judged]))
+
+
 @pytest.mark.parametrize(
     ("metric", "problem"),
     [
