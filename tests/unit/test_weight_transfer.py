@@ -283,7 +283,7 @@ def test_a_broadcast_to_an_engine_that_is_gone_is_ended(tmp_path: Path) -> None:
             link.offer(source({"a": torch.zeros(2)}).offer(VERSION, 1.0))
         assert ended == []
         link.close()
-        with pytest.raises(TrainerError):
+        with pytest.raises(TrainerError, match="no engine is connected"):
             link.update_weights({})
         assert ended == ["broadcast"]
 
