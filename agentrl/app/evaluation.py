@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,9 @@ from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.run_parts import (
     check_packages_of_run,
     check_programs,
+    check_prompts,
     environment_of,
+    first_prompts,
     held_out_task_splits,
     importable_environment_code,
     load_config,
@@ -282,10 +284,8 @@ def evaluate(
     )
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
-    if tasks is None:
-        training = _training_tasks(config.environment, config.seed, environment_class)
-        for line in RunTasks.read(training, splits).warnings():
-            warnings.warn(line, stacklevel=1)
+    for line in _check_tasks(config, environment_class, splits, are_given=tasks is not None):
+        warnings.warn(line, stacklevel=1)
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         run_path = Path(expand_path(scratch if journal is None else journal)).absolute()
         if (run_path / "journal").exists():
@@ -554,6 +554,23 @@ def _by_policy(
             f"{policy} is given without a policy, and the run has several; write NAME=DIR. Policies: {known_policies}"
         )
     return {names[0]: policy}
+
+
+def _check_tasks(
+    config: RunConfig, environment: type[Environment], splits: Sequence[HeldOutSplit], *, are_given: bool
+) -> Iterator[str]:
+    """Yield warnings about the tasks of an evaluation.
+
+    Raises:
+        ConfigError: none of the first prompts fits the context.
+    """
+    if not are_given:
+        training = _training_tasks(config.environment, config.seed, environment)
+        yield from RunTasks.read(training, splits).warnings()
+    if config.bases:
+        evaluated = [task for split in splits for task in split.tasks]
+        prompts = first_prompts(environment, evaluated, make_chat_format(config.model))
+        yield from check_prompts(prompts, config.engine.max_context)
 
 
 def prepare_evaluation(

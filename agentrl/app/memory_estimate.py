@@ -286,11 +286,21 @@ def _vllm_least(plan: EnginePlan, base: BaseModelPlan, total: int, *, shared: bo
 
 
 def memory_line(engine: EnginePlan, trainer: TrainerPlan, prompts: Sequence[Sequence[int]] = ()) -> str:
-    """Describe the memory that a run will take, for its start; see `estimate_memory`."""
+    """Describe the memory that a run will take, for its start; see `estimate_memory`.
+
+    Raises:
+        ConfigError: what is certain is more than this machine has. `check_gpu_memory` checks GPUs.
+    """
     try:
         memory = estimate_memory(engine, trainer, prompts)
     except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
         return f"memory: cannot be predicted ({error})"
+    total = machine_memory().total
+    if memory.least > total and not (device_plan(engine.demand).gpus or engine.demand.cluster.ray_address):
+        raise ConfigError(
+            f"the run needs at least {memory.least / GIB:.1f} GiB, and this machine has {total / GIB:.1f}: set "
+            f"{'; or '.join(memory.settings_to_turn())}"
+        )
     line = f"memory: {memory.sizes}, of the {memory.free / GIB:.1f} GiB that are free"
     if memory.fits:
         return line

@@ -40,6 +40,7 @@ from agentrl.core.machine import (
 )
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Score, Task
+from agentrl.core.text import plural
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
 from agentrl.engines.router import EngineRouter
@@ -418,6 +419,24 @@ def first_prompts(environment: type[Environment], source: TaskSource, chat_forma
             messages = prompt_messages(environment, instance.prompt(instance.task))
             prompts.append(chat_format.start(messages, tools))
     return prompts
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_context: int) -> list[str]:
+    """Refuse a run in whose contexts none of the first prompts fits; return a warning if some do not.
+
+    Raises:
+        ConfigError: the message says how long they are.
+    """
+    too_long = [len(prompt) for prompt in prompts if len(prompt) >= max_context]
+    if not too_long:
+        return []
+    text = (
+        f"{len(too_long)} of the first {plural(len(prompts), 'prompt')} do not fit engine.max_context = {max_context}: "
+        f"they have up to {max(too_long)} tokens. Raise it, or shorten the prompts"
+    )
+    if len(too_long) == len(prompts):
+        raise ConfigError(text)
+    return [f"{text}; such episodes are dropped as prompt_too_long"]
 
 
 def _read_tasks(

@@ -41,6 +41,7 @@ from agentrl.app.run_parts import (
     RunFactories,
     check_packages_of_run,
     check_programs,
+    check_prompts,
     check_split_of_best,
     environment_of,
     first_prompts,
@@ -256,6 +257,7 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
         _warn(observer, filter(None, [hidden_tools(plan.rollout, environment, chat_format)]))
         if factories.engine is make_engine:
             prompts = await asyncio.to_thread(first_prompts, environment, source, chat_format)
+            _warn(observer, check_prompts(prompts, config.engine.max_context))
             await _check_machine(plan.engine, plan.trainer, prompts, code, clock, observer)
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
         for line in _plan_lines(plan, chat_format, num_evaluated, available, len(recorded_turns)):

@@ -516,14 +516,17 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.hub import check_local_models, with_downloaded_models
     from agentrl.app.memory_estimate import estimate_memory
     from agentrl.app.plan import with_chosen_settings
+    from agentrl.app.run_parts import check_prompts
 
     try:
         check_local_models(config)
         local_config = with_downloaded_models(config, {}, download=False)
         sized_config, chosen = with_chosen_settings(local_config, {})
-        engine = sized_config.engine_plan
-        estimate = estimate_memory(engine, sized_config.trainer_plan, _first_prompts(sized_config))
-        checks = _gpu_checks(engine, estimate) + (prefix_checks() if config.trained else [])
+        engine, prompts = sized_config.engine_plan, _first_prompts(sized_config)
+        long_prompts = check_prompts(prompts, sized_config.engine.max_context)
+        estimate = estimate_memory(engine, sized_config.trainer_plan, prompts)
+        checks = [Check(name="prompts", result=line, level="note") for line in long_prompts]
+        checks += _gpu_checks(engine, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", result=str(error), level="missing")]
     if sized_config.model.dtype != local_config.model.dtype:

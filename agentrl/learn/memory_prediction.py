@@ -194,7 +194,7 @@ class _LayerSamples:
             return load_models(self._plan, torch.device("meta"), trim=trim)
 
         kinds = LayerKinds()
-        self._shortest: dict[str, _Pass] = {}
+        self._shortest: dict[tuple[str, int], _Pass] = {}
         self.whole = whole
         self.first = models()
         """Models with one layer of each kind, keyed by policy."""
@@ -236,9 +236,10 @@ class _LayerSamples:
     def _activations(self, plan: TrainerPlan, policy: str) -> int:
         first = self.first[policy]
         with runnable_on_meta(first.model):
-            if policy not in self._shortest:
-                self._shortest[policy] = _shortest_pass(plan, policy, first)
-            passes = _passes(plan, policy, first, self._shortest[policy])
+            key = policy, _num_rows(plan, policy)  # passes over as many rows are compared
+            if key not in self._shortest:
+                self._shortest[key] = _shortest_pass(plan, policy, first)
+            passes = _passes(plan, policy, first, self._shortest[key])
         held, beyond = [each.held for each in passes], [each.peak - each.held for each in passes]
         for count, models in self._second:
             model = models[policy]

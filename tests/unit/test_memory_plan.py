@@ -24,7 +24,7 @@ from agentrl.app.memory_estimate import (
     gpu_memory_needs,
     with_chosen_token_limits,
 )
-from agentrl.app.run_parts import PROMPT_TASKS, first_prompts, make_chat_format
+from agentrl.app.run_parts import PROMPT_TASKS, check_prompts, first_prompts, make_chat_format
 from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT
 from agentrl.config.load import load
@@ -216,6 +216,36 @@ def test_doctor_says_what_does_not_fit_and_what_to_turn(
     assert "trainer.micro_batch_tokens" in said
 
 
+def test_a_run_that_cannot_fit_the_machine_is_refused_before_it_loads(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 25, total=1 << 26))
+    command = ["train", str(repository / "examples/01_tool_use.toml"), f"--directory={tmp_path}", "--engine.slots=4096"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"needs at least [\d.]+ GiB, and this machine has 0\.1: set fewer engine\.slots", said)
+    assert "the trainer is ready" not in said
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "doctor"])
+def test_a_context_that_holds_no_first_prompt_is_named_before_anything_is_loaded(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    options = [f"--directory={tmp_path}"] if command == "train" else []
+    options += ["--engine.max_context=12", "--sampling.max_tokens=8"]
+    assert main([command, str(repository / "examples/01_tool_use.toml"), *options]) != 0
+    told = capsys.readouterr()
+    assert "prompts do not fit engine.max_context = 12: they have up to" in told.out + told.err
+
+
+def test_prompts_that_do_not_fit_beside_others_that_do_are_a_warning() -> None:
+    assert check_prompts([[1] * 9, [1] * 20], 10) == [
+        "1 of the first 2 prompts do not fit engine.max_context = 10: they have up to 20 tokens. Raise it, or shorten "
+        "the prompts; such episodes are dropped as prompt_too_long"
+    ]
+    assert check_prompts([[1] * 9], 10) == check_prompts([], 10) == []
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("vocab_size", 2**50), ("num_hidden_layers", 10**9), ("hidden_size", 10**8), ("vocab_size", 10**400)],
@@ -362,6 +392,14 @@ def test_the_rows_to_expect_follow_from_the_first_prompts(repository: Path) -> N
     assert activations(short)[0] < activations(long)[0] < activations(long)[1]
     assert activations(short)[1] == activations(long)[1], "what it may grow to"
     assert re.fullmatch(r"about [\d.]+ GiB at its peak, at least [\d.]+ GiB(, up to .*)?", short.sizes)
+
+
+def test_a_prediction_does_not_depend_on_earlier_ones(repository: Path) -> None:
+    """Short rows tell whether a pass loops over its tokens; more rows make more operations, too."""
+    trainer = configured(repository, "--policies.solver.step_size=64").trainer_plan
+    alone, after_another = TrainerMemoryPredictor(trainer), TrainerMemoryPredictor(trainer)
+    after_another.predict(trainer.max_context, 4 * trainer.max_context)
+    assert after_another.predict(91, 45 * 91) == alone.predict(91, 45 * 91)
 
 
 def test_prompts_are_those_of_the_first_tasks(repository: Path) -> None:
