@@ -260,11 +260,12 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             },
             notes=(
                 "**Both learn; the judge makes no difference.** The share of right expressions rises as much beside a "
-                "judge that learns as beside a frozen one. The choice of the judge that learns is right in 0.13 ± 0.08 "
-                "of the problems before and 0.45 ± 0.12 after, no more than the solver's expressions are.",
-                "Before training, one of the two attempts is right and the other wrong in 19 of 64 problems, and the "
-                "judge chooses the right one in 7 of them; after it, in one of 64 problems. The solver's attempts have "
-                "become alike, so a judge has nothing to choose.",
+                "judge that learns as beside a frozen one, in each of three seeds. The choice of the judge that learns "
+                "is right in 0.13 of the problems before and 0.38 after (means of three seeds), no more than the "
+                "solver's expressions are.",
+                "In seed 0, before training, one of the two attempts is right and the other wrong in 19 of 64 "
+                "problems, and the judge chooses the right one in 7 of them; after it, in one of 64 problems. The "
+                "solver's attempts have become alike, so a judge has nothing to choose.",
                 "With two worked examples, whose answers were 1 and 2, the judge often answered 3. These show it four.",
             ),
         ),
@@ -309,9 +310,10 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Not trained yet.** Before training, the held-out reward is 0.16 ± 0.10 over 16 tasks. The model "
-                "calls the tools in the form that is read, but repeats a call until no turn is left (8 of 16), or "
-                "writes a number before it has read a file.",
+                "**Learned in part.** Before training, the model calls the tools in the form that is read, but repeats "
+                "a call until no turn is left (8 of 16 held-out tasks of seed 0), or writes a number before it has "
+                "read a file. After four steps it reads all four files in turn, which earns the half for reading, and "
+                "writes a number in the sixth and last turn. None of the 16 sums was right.",
             ),
         ),
         "reverse_text": Anchor(
