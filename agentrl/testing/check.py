@@ -64,6 +64,7 @@ from agentrl.rollout.episode import GatewaySampling
 from agentrl.testing.concurrency_check import compare_concurrent_episodes
 from agentrl.testing.differences import differing_call, is_external
 from agentrl.testing.execution import (
+    DEMONSTRATED_TURNS,
     MAX_TOKENS,
     Cut,
     DemonstrationPolicy,
@@ -100,8 +101,6 @@ T = TypeVar("T")
 
 WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
-DEMONSTRATED_TURNS = 64
-"""Maximum number of turns of a demonstration."""
 DEMONSTRATED_S = 10.0
 """Seconds after which no further demonstration is played, because episodes may be slow."""
 INTERRUPTED_S = 10.0
@@ -127,6 +126,10 @@ _CODE_ERRORS = re.compile(
 )
 """Exceptions that the arguments do not explain, if `type` is the environment: a tool that always raises one of them is
 broken."""
+_PROGRAM_ERRORS = re.compile(
+    r"(?:AttributeError|ImportError|ModuleNotFoundError|NameError|NotImplementedError|TypeError|UnboundLocalError)\b"
+)
+"""Exceptions that hardly ever refuse a call on purpose."""
 _PARSE_ERRORS = re.compile(r"\b(?:JSONDecodeError|SyntaxError|ValidationError)\b")
 """Exceptions of code that reads random text as data: the text explains them, though the message may not contain it."""
 _INNER_REPR = re.compile(r"<[\w.<>]+ (?:object )?at 0x[0-9a-f]+>|\[(?:\{'role': '|Message\(role=)")
@@ -170,7 +173,7 @@ class Subject:
     """Episodes that compare unreadable replies with readable ones."""
     has_won_demonstration: bool = False
     longest_s: float = 0.0
-    """Seconds that the longest episode of the random policy took."""
+    """Seconds that the longest episode took, of the random policy or demonstrated."""
 
     @property
     def passed(self) -> bool:
@@ -710,12 +713,8 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
             if body.outcome in ("error", "timeout"):
                 raised[body.name] += 1
                 errors.setdefault((body.name, body.location), []).append(body)
-    for (name, location), entries in errors.items():
-        verb = "raised " if entries[0].outcome == "error" else ""  # "timed out"
-        problem = (
-            f"tool {name} {verb}{' '.join(entries[0].error.split())[:200]}{f' at {location}' if location else ''}, in "
-            f"{len(entries)} of {plural(calls[name], 'call')}"
-        )
+    for (name, _), entries in errors.items():
+        problem = f"{_tool_errors_line(entries)}, in {len(entries)} of {plural(calls[name], 'call')}"
         if raised[name] == calls[name] and not _is_of_arguments(entries, subject.environment):
             result.fault(
                 problem,
@@ -783,6 +782,18 @@ def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
             calls[body.name] += body.outcome in ("ok", "error", "timeout")
             failed[body.name] += body.outcome in ("error", "timeout")
     return calls, failed
+
+
+def _tool_errors_line(entries: Sequence[ToolEntry]) -> str:
+    """Return the errors of a tool at one location, one of each type, errors of a broken program first."""
+    verbs = {"error": "raised ", "bad_arguments": "refused its arguments: ", "unknown_tool": "does not exist: "}
+    by_type: dict[str, str] = {}
+    for entry in entries:
+        verb = verbs.get(entry.outcome, "")  # "timed out"
+        by_type.setdefault(entry.error.partition(":")[0], f"{verb}{' '.join(entry.error.split())[:200]}")
+    texts = sorted(by_type.values(), key=lambda text: not _PROGRAM_ERRORS.match(text.removeprefix("raised ")))
+    location = f" at {entries[0].location}" if entries[0].location else ""
+    return f"tool {entries[0].name} {' and '.join(texts[:3])}{location}"
 
 
 def check_refused_calls(subject: Subject, result: CheckResult) -> None:
@@ -956,6 +967,17 @@ def _num_requests(subject: Subject) -> Counter[str]:
 def check_concurrency(subject: Subject, result: CheckResult) -> None:
     """Episodes that play at once do not differ from the same ones alone."""
     subject.on_progress("playing several episodes at once", "")
+    _compare_concurrent(subject, result, demonstrated=False)
+
+
+def check_concurrent_demonstrations(subject: Subject, result: CheckResult) -> None:
+    """Demonstrations that play at once do not differ from the same ones alone. They find and change what a shared state
+    holds, which random calls seldom reach."""
+    subject.on_progress("playing several demonstrations at once", "")
+    _compare_concurrent(subject, result, demonstrated=True)
+
+
+def _compare_concurrent(subject: Subject, result: CheckResult, *, demonstrated: bool) -> None:
     concurrency = compare_concurrent_episodes(
         subject.run,
         subject.environment,
@@ -963,14 +985,16 @@ def check_concurrency(subject: Subject, result: CheckResult) -> None:
         seed=subject.seed,
         sampling=subject.sampling,
         alone_s=subject.longest_s,
+        demonstrated=demonstrated,
     )
     for text in concurrency.findings:
         result.fault(text)
-    result.figures["concurrent_episodes"] = concurrency.episodes
+    kind = "demonstration" if demonstrated else "episode"
+    result.figures[f"concurrent_{kind}s"] = concurrency.episodes
     if concurrency.undecided:
-        result.remarks.append(f"Not compared with episodes alone: {concurrency.undecided}.")
+        result.remarks.append(f"Not compared with {kind}s alone: {concurrency.undecided}.")
     elif concurrency.episodes:
-        result.shown = f"{plural(concurrency.episodes, 'episode')} played at once did not mix."
+        result.shown = f"{plural(concurrency.episodes, kind)} played at once did not mix."
 
 
 def check_format(subject: Subject, result: CheckResult) -> None:
@@ -1070,31 +1094,61 @@ def check_demonstrations(subject: Subject, result: CheckResult) -> None:
     """Demonstrations end, and win: they reach code that only runs after a success, which chance rarely does."""
     clock = LoadClock()
     end = clock.monotonic() + DEMONSTRATED_S
-    unrewarded, demonstrated = list[str](), 0
+    rewards, unrewarded = list[float](), list[str]()
+    calls = list[ToolEntry]()
     for number, task in enumerate(subject.tasks):
-        if clock.monotonic() > end:
+        began = clock.monotonic()
+        if began > end:
             break
         subject.on_progress("playing demonstrations", f"task {task.id!r}")
         spec = spec_of(subject.environment, task, number, subject.seed)
-        policy = DemonstrationPolicy(subject.environment, spec)
+        policy = DemonstrationPolicy(subject.environment, [spec])
         executing = execute_episode(
             subject.environment, spec, policy, max_turns=DEMONSTRATED_TURNS, sampling=subject.sampling
         )
         outcome = _run_watched(subject, result, executing)
+        calls += (body for entry in outcome.entries if isinstance(body := entry.decode(), ToolEntry))
         if isinstance(outcome, Failure):
             result.fault(policy.failure or f"task {task.id!r}, as demonstrated: {outcome.text}")
             break
-        demonstrated += 1
+        subject.longest_s = max(subject.longest_s, clock.monotonic() - began)
+        rewards.append(outcome.header.reward or 0.0)
         if any((trajectory.reward or 0.0) > 0 for trajectory in outcome.header.trajectories):
             subject.has_won_demonstration = True
         else:
             unrewarded.append(task.id)
     if unrewarded:
         result.warn(
-            f"{len(unrewarded)} of {plural(demonstrated, 'demonstration')} earned nothing above 0, such as that of "
+            f"{len(unrewarded)} of {plural(len(rewards), 'demonstration')} earned nothing above 0, such as that of "
             f"task {unrewarded[0]!r}",
             "Is `demonstrate` wrong, or the reward?",
         )
+    _check_demonstrated_calls(calls, result)
+    result.figures["demonstration_rewards"] = rewards
+    if rewards:
+        lowest = min(rewards)
+        task = subject.tasks[rewards.index(lowest)]
+        of_lowest = f"; the lowest is {lowest:.2f}, of task {task.id!r}" if lowest < max(rewards) else ""
+        mean = sum(rewards) / len(rewards)
+        result.shown = f"{plural(len(rewards), 'demonstration')}: mean reward {mean:.2f}{of_lowest}."
+
+
+def _check_demonstrated_calls(calls: Sequence[ToolEntry], result: CheckResult) -> None:
+    """Tools answer the calls of demonstrations, whose arguments are meant to be right."""
+    total = Counter(call.name for call in calls)
+    failed = Counter(call.name for call in calls if call.outcome != "ok")
+    errors: dict[tuple[str, str], list[ToolEntry]] = {}
+    for call in calls:
+        if call.outcome != "ok":
+            errors.setdefault((call.name, call.location), []).append(call)
+    for (name, _), entries in errors.items():
+        problem = f"{_tool_errors_line(entries)}, in {len(entries)} of {plural(total[name], 'call')} of demonstrations"
+        if failed[name] == total[name] or any(_PROGRAM_ERRORS.match(entry.error) for entry in entries):
+            result.fault(problem, "Fix the tool, or `demonstrate` if its call is wrong")
+        else:
+            result.warn(problem, "Fix it, or ignore this if `demonstrate` shows such a call on purpose")
+    result.figures["demonstrated_calls"] = dict(total)
+    result.figures["demonstrated_errors"] = dict(failed)
 
 
 def check_answers(subject: Subject, result: CheckResult) -> None:
@@ -1249,6 +1303,11 @@ CHECKS = (
     Check(
         "demonstrations",
         check_demonstrations,
+        lambda subject: _own_program_passed(subject) and has_demonstrations(subject.environment),
+    ),
+    Check(
+        "concurrent_demonstrations",
+        check_concurrent_demonstrations,
         lambda subject: _own_program_passed(subject) and has_demonstrations(subject.environment),
     ),
     Check("answers", check_answers, _own_program_passed),

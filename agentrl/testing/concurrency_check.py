@@ -94,6 +94,7 @@ def compare_concurrent_episodes(
     seed: int,
     sampling: Mapping[str, float],
     alone_s: float,
+    demonstrated: bool = False,
 ) -> ConcurrencyResult:
     """Play episodes at once, and compare each with the same episode alone.
 
@@ -104,13 +105,15 @@ def compare_concurrent_episodes(
         seed: seed of the policy.
         sampling: sampling parameters of the run.
         alone_s: seconds that an episode alone takes at most.
+        demonstrated: whether `demonstrate` gives the replies.
     """
     chosen = [tasks[0], *tasks[: EPISODES - 1]] if alone_s <= SLOW_S or len(tasks) == 1 else tasks[:2]
     numbered = list(enumerate(chosen))[::-1]  # in another order than alone, for caches that keep the first episode's
     patience_s = max(MIN_PATIENCE_S, 3 * len(chosen) * alone_s)
     is_program = issubclass(environment, HarnessEnvironment)
     result = ConcurrencyResult()
-    for policy in ("program", "calling") if is_program else ("calling",):
+    policies = ("demonstrated",) if demonstrated else ("program", "calling") if is_program else ("calling",)
+    for policy in policies:
         play = Play(importable_name(environment), policy, numbered, seed, patience_s, dict(sampling))
         try:
             comparison = _Comparison(run, environment, play)
@@ -195,8 +198,11 @@ class _Comparison:
             self._views = [_View(is_program=True)] if environment.replay_stable else []
         played = self._played(play)
         self._together, self._shared = played.outcomes, played.shared
+        # Unlike random calls, demonstrations succeed in a state that earlier episodes of this process did not change.
+        self._is_demonstrated = play.policy == "demonstrated"
         self._alone = [
-            self._played_alone(place, self._views[:1], in_new_process=False) for place in range(len(play.tasks))
+            self._played_alone(place, self._views[:1], in_new_process=self._is_demonstrated)
+            for place in range(len(play.tasks))
         ]
 
     @property
@@ -221,8 +227,9 @@ class _Comparison:
         if problems and (problems[0].is_certain or len(problems) >= min(UNCERTAIN_PROBLEMS, max(num_tasks - 1, 1))):
             shared = self._shared or _paths_in_command(self._environment)
             names = f" They share: {', '.join(shared[:SHOWN])}." if shared else ""
+            kind = "demonstrations" if self._is_demonstrated else "episodes"
             result.findings.append(
-                f"{len(self._together)} episodes played at once mix. The episode of {self._name(problems[0].place)} "
+                f"{len(self._together)} {kind} played at once mix. The episode of {self._name(problems[0].place)} "
                 f"{problems[0].text}.{names} {ADVICE}"
             )
         return result
@@ -268,7 +275,9 @@ class _Comparison:
         for view in self._views or [_View(is_program=True)]:
             if view.of_outside and not any(is_external(entry) for entry in together.entries):
                 continue
-            alone = self._played_alone(place, [view], in_new_process=False) if view.of_outside else self._alone[place]
+            alone = self._alone[place]
+            if view.of_outside:
+                alone = self._played_alone(place, [view], in_new_process=self._is_demonstrated)
             if alone.failure:
                 continue
             differing = view.differing(together, alone)

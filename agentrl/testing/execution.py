@@ -75,6 +75,8 @@ POLICY = "random"
 PARTITION = "0"
 R = TypeVar("R", bound=EpisodeRunner)
 MAX_TURNS = 8
+DEMONSTRATED_TURNS = 64
+"""Maximum number of turns of a demonstration."""
 MAX_TOKENS = 4096
 TIMEOUT_S = 30.0
 PROGRAM_TIMEOUT_S = 120.0
@@ -228,6 +230,7 @@ async def execute_together(
     script: Script,
     *,
     patience_s: float,
+    max_turns: int = MAX_TURNS,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[ExecutedEpisode | Failure]:
     """Execute episodes at once in one worker, and return their outcomes in order; see `execute_episode`.
@@ -236,7 +239,7 @@ async def execute_together(
     external agents are rewarded when all have ended. Lockstep ends if that takes longer than `patience_s`, because an
     episode may hold a lock that another needs.
     """
-    stage = _Stage(environment, script, sampling=sampling, in_lockstep=len(specs))
+    stage = _Stage(environment, script, max_turns=max_turns, sampling=sampling, in_lockstep=len(specs))
     loop, programs = asyncio.get_running_loop(), _EndedPrograms()
     with held_programs(programs.wait):
         running = {loop.create_task(stage.play(spec)): spec.episode_id for spec in specs}
@@ -249,7 +252,9 @@ async def execute_together(
             for task in (*running, lockstep):
                 task.cancel()
             await asyncio.gather(*running, lockstep, return_exceptions=True)
-    return await execute_together(environment, specs, script, patience_s=patience_s, sampling=sampling)
+    return await execute_together(
+        environment, specs, script, patience_s=patience_s, max_turns=max_turns, sampling=sampling
+    )
 
 
 class _Stage:
@@ -681,16 +686,16 @@ def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Sc
 
 
 class DemonstrationPolicy:
-    """A policy that gives the replies of `demonstrate` in one episode. Children of the episode get random replies.
+    """A policy that gives the replies of `demonstrate`. Children of the episodes get random replies.
 
     Args:
         environment: class with demonstrations.
-        spec: spec of the episode.
+        specs: specs of the episodes.
     """
 
-    def __init__(self, environment: type[Environment], spec: EpisodeSpec) -> None:
+    def __init__(self, environment: type[Environment], specs: Sequence[EpisodeSpec]) -> None:
         self._environment = environment
-        self._spec = spec
+        self._specs = {spec.episode_id: spec for spec in specs}
         self._children = random_policy(environment)
         self._conversations: list[_Conversation] = []
         self.failure = ""
@@ -700,8 +705,11 @@ class DemonstrationPolicy:
         if "~" in request.request_id:  # of a child episode
             return [*self._children(request, policy, version)]
         context = request.token_ids.tolist()
-        seat = request.seat.removeprefix(f"{self._spec.environment}.")
-        conversation = self._find(seat, request.row, context)
+        spec = self._specs[_ROOT.split(request.request_id)[0]]
+        if any(request.request_id in conversation.requests for conversation in self._conversations):
+            # The episode began again, after a draw from a global generator.
+            self._conversations = [each for each in self._conversations if each.name[0] != spec.episode_id]
+        conversation = self._find(spec, request.seat.removeprefix(f"{spec.environment}."), request.row, context)
         new = context[len(conversation.tokens) if request.row == conversation.row else 0 :]
         try:
             reply = format_reply(conversation.replies.next(_message_text(new)))
@@ -710,19 +718,21 @@ class DemonstrationPolicy:
             raise
         tokens = [*reply.encode(), STOP_TOKEN]
         conversation.row, conversation.tokens = request.row, context + tokens
+        conversation.requests.add(request.request_id)
         return tokens
 
-    def _find(self, seat: str, row: int, context: Sequence[int]) -> _Conversation:
+    def _find(self, spec: EpisodeSpec, seat: str, row: int, context: Sequence[int]) -> _Conversation:
         """Return the conversation that a request continues, or whose row it follows; else a new one."""
-        of_seat = [conversation for conversation in self._conversations if conversation.seat == seat]
+        name = (spec.episode_id, seat)
+        of_seat = [conversation for conversation in self._conversations if conversation.name == name]
         for conversation in of_seat:
             if conversation.row == row and context[: len(conversation.tokens)] == conversation.tokens:
                 return conversation
         for conversation in of_seat:
             if conversation.row == row - 1:
                 return conversation
-        replies = DemonstratedReplies(self._environment, self._spec.task, seat, len(of_seat), self._spec.seed)
-        self._conversations.append(_Conversation(seat, replies, row, []))
+        replies = DemonstratedReplies(self._environment, spec.task, seat, len(of_seat), spec.seed)
+        self._conversations.append(_Conversation(name, replies, row, []))
         return self._conversations[-1]
 
 
@@ -730,11 +740,14 @@ class DemonstrationPolicy:
 class _Conversation:
     """One agent's conversation in a demonstration."""
 
-    seat: str
+    name: tuple[str, str]
+    """Its episode and seat."""
     replies: DemonstratedReplies
     row: int
     tokens: list[int]
     """Tokens of its current row, the last reply included."""
+    requests: set[str] = field(default_factory=set)
+    """Ids of its requests."""
 
 
 def _message_text(tokens: Sequence[int]) -> str:

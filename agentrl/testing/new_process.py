@@ -40,6 +40,9 @@ from agentrl.environment.registry import module_of, resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import (
+    DEMONSTRATED_TURNS,
+    MAX_TURNS,
+    DemonstrationPolicy,
     ExecutedEpisode,
     Failure,
     execute_episode,
@@ -66,6 +69,8 @@ THREAD_START_S = 0.02
 """Seconds after which a thread begins, while episodes are played at once."""
 SWITCH_S = 1e-6
 """Seconds after which a thread lets another one run, while episodes are played at once."""
+MAX_CONTENTS = 10_000
+"""Number of parts of nested containers beyond which no further container is opened."""
 _is_new_process = False
 IMPORTS = ("numpy.random", "aiohttp.web")
 """Modules that an episode may import, which would block its event loop."""
@@ -103,7 +108,7 @@ class Play(msgspec.Struct):
     environment: str
     """Reference of the class; empty if no other process can import it."""
     policy: str
-    """A key of `POLICIES`."""
+    """A key of `POLICIES`, or `demonstrated`."""
     tasks: list[tuple[int, Task]]
     """Number and task of each episode; the number decides about its seed."""
     seed: int = 0
@@ -176,15 +181,19 @@ def refuse_in_new_process() -> None:
 
 async def play_here(environment: type[Environment], play: Play) -> Played:
     """Play in this process."""
-    script = POLICIES[play.policy](environment)
     specs = [spec_of(environment, task, number, play.seed) for number, task in play.tasks]
+    is_demonstrated = play.policy == "demonstrated"
+    script = DemonstrationPolicy(environment, specs) if is_demonstrated else POLICIES[play.policy](environment)
+    max_turns = DEMONSTRATED_TURNS if is_demonstrated else MAX_TURNS
     if len(specs) == 1:
-        executed = await execute_episode(environment, specs[0], script, answers=play.answers, sampling=play.sampling)
+        executed = await execute_episode(
+            environment, specs[0], script, answers=play.answers, max_turns=max_turns, sampling=play.sampling
+        )
         return Played([Outcome.of(executed)])
     before = _process_state(environment)
     with written_files() as written, _interleaved_threads():
         outcomes = await execute_together(
-            environment, specs, script, patience_s=play.patience_s, sampling=play.sampling
+            environment, specs, script, patience_s=play.patience_s, max_turns=max_turns, sampling=play.sampling
         )
     after = _process_state(environment)
     shared = [name for name in after if before.get(name) != after[name]]
@@ -335,7 +344,7 @@ def _interleaved_threads() -> Iterator[None]:
 def _process_state(environment: type[Environment]) -> dict[str, object]:
     """Return what an environment can share between episodes: names of its modules and classes, and the process's own.
 
-    Values are identities, and the lengths of containers."""
+    Values are contents, as of `_contents`."""
     state: dict[str, object] = {"the working directory": os.getcwd()}
     state |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
     for base in environment.__mro__:
@@ -346,9 +355,23 @@ def _process_state(environment: type[Environment]) -> dict[str, object]:
         for owner, members in ((Path(file).name, vars(module)), (base.__qualname__, vars(base))):
             for name, value in list(members.items()):
                 if not name.startswith(("__", "_abc_")) and name != "own_random" and not inspect.ismodule(value):
-                    length = len(value) if isinstance(value, list | dict | set) else 0
-                    state[f"{owner}.{name}"] = (id(value), length)
+                    state[f"{owner}.{name}"] = _contents(value)
     return state
+
+
+def _contents(value: Any) -> list[object]:
+    """Return the texts, numbers and lengths in nested containers, and identities of other objects, up to a limit."""
+    contents, parts = list[object](), [value]
+    for part in parts:  # which grows
+        if isinstance(part, str | int | float):
+            contents.append(part)
+        else:
+            contents.append((id(part), len(part) if isinstance(part, list | dict | set) else 0))
+        if len(parts) < MAX_CONTENTS and isinstance(part, dict):
+            parts += dict.values(part)
+        elif len(parts) < MAX_CONTENTS and type(part) in (list, tuple, set):  # others may run the user's code
+            parts += part
+    return contents
 
 
 # --- in the other process ---------------------------------------------------------------------------------------------

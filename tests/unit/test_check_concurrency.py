@@ -578,6 +578,81 @@ def test_sound_bundled(name: str) -> None:
     assert report.figures["concurrent_episodes"] in (2, 4), "two of an environment with one task"
 
 
+DEMONSTRATED = '''
+class E(agentrl.ToolEnvironment):
+    """Records heights; random calls never name a mountain of the task."""
+
+    book = {{}}
+    nested = {{"heights": {{}}}}
+
+    async def run(self, ctx):
+        {heights}
+        self.heights[ctx.task.data["name"]] = 0
+        await super().run(ctx)
+
+    @agentrl.tool
+    def record(self, name: str, height: int) -> str:
+        """Record the height of a mountain."""
+        if name not in self.heights:
+            return "There is no such mountain."
+        self.heights[name] = height
+        return "Recorded."
+
+    @agentrl.tool
+    def roll(self) -> str:
+        """Roll a die."""
+        import random
+        return str(random.randint(1, 6))
+
+    def reward(self, task, episode):
+        return float(self.heights == {{task.data["name"]: task.data["height"]}} and episode.answer in "123")
+
+    @classmethod
+    def demonstrate(cls, task, random):
+        if task.id == "Denali":
+            yield {{"name": "roll", "arguments": {{}}}}
+        yield {{"name": "record", "arguments": {{"name": task.data["name"], "height": task.data["height"]}}}}
+        yield random.choice("123")
+'''
+
+
+def demonstrated(tmp_path: Path, heights: str) -> tuple[EnvironmentReport, CheckResult]:
+    report = check(tmp_path, DEMONSTRATED.format(heights=_indented(heights, 8)) + TASKS)
+    assert concurrency_of(report).findings == []
+    (result,) = [check for check in report.checks if check.name == "concurrent_demonstrations"]
+    return report, result
+
+
+@pytest.mark.parametrize(
+    ("heights", "shared"),
+    [
+        ("self.heights = self.book", "E.book"),
+        ('self.heights = self.nested["heights"]', "E.nested"),
+        ("self.book.clear()\nself.heights = self.book", "E.book"),
+    ],
+)
+def test_state_that_only_demonstrations_reach_is_found(tmp_path: Path, heights: str, shared: str) -> None:
+    """Also if each episode leaves so much behind that none after it, alone or not, wins."""
+    report, result = demonstrated(tmp_path, heights)
+    (finding,) = report.findings
+    assert finding == result.findings[0].text
+    assert finding.startswith("4 demonstrations played at once mix. The episode of task '"), finding
+    assert f" They share: {shared}. " in finding
+
+
+@pytest.mark.parametrize(
+    "heights",
+    ["self.heights = {}", "self.heights = dict(self.book.setdefault(ctx.task.id, {}))"],
+    ids=["of-the-episode", "copied-from-a-cache"],
+)
+def test_demonstrations_of_sound_environments_do_not_mix(tmp_path: Path, heights: str) -> None:
+    """Also if some draw from a global generator, so that each process plays them again."""
+    report, result = demonstrated(tmp_path, heights)
+    assert report.passed, report.text
+    assert result.figures["concurrent_demonstrations"] == 4
+    assert result.shown in report.text
+
+
 ALONE = """
 running = 0
 @agentrl.tool

@@ -358,6 +358,15 @@ class Evaluator(Adder):
         return ast.dump(ast.parse(expression))
 
 
+class Hidden(Adder):
+    """A tool that does not know most words, and has a bug for the others."""
+
+    @agentrl.tool
+    def look(self, room: Literal["a", "b", "c"]) -> str:
+        """Look into a room."""
+        return {"b": None, "c": None}[room].name  # type: ignore[attr-defined,no-any-return]
+
+
 class TwiceBroken(Unfinished):
     """A tool that fails always, at one of two lines."""
 
@@ -645,6 +654,14 @@ def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
         report.text,
     )
     assert sum(report.figures["tool_errors"].values()) < sum(report.figures["tool_calls"].values())
+
+
+def test_the_error_of_a_broken_program_is_shown_before_that_of_a_refused_call() -> None:
+    report = check_environment(Hidden, episodes=8)
+    (warning,) = [text for text in report.warnings if text.startswith("tool look ")]
+    assert warning.startswith(
+        "tool look raised AttributeError: 'NoneType' object has no attribute 'name' and raised KeyError: 'a' at "
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -138,6 +139,61 @@ class WronglyDemonstrated(Demonstrated):
             {"name": "look", "arguments": {"word": "x"}},
             "found: it" if task.data["number"] else "found: train0train0",
         ]
+
+
+class BrokenTool(Demonstrated):
+    """Random words find nothing, and every word of the index hits a bug."""
+
+    lacking = ()
+
+    @agentrl.tool
+    def look(self, word: str, most: int = 3) -> str:
+        """Look a word up."""
+        entry = {f"train{n}": [f"train{n}"] for n in range(6)}[word]
+        return entry["name"] * most  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any) -> Any:
+        yield {"name": "look", "arguments": {"word": task.id.replace("-", ""), "most": 2}}
+        yield f"found: {task.data['answer']}"
+
+
+class SometimesBrokenTool(BrokenTool):
+    """Only some entries hit the bug."""
+
+    @agentrl.tool
+    def look(self, word: str, most: int = 3) -> str:
+        """Look a word up."""
+        return (None if word == "train4" else word) * most  # type: ignore[operator]
+
+
+class RefusingDemonstratedTool(BrokenTool):
+    """A tool that refuses some calls, as demonstrated."""
+
+    @agentrl.tool
+    def look(self, word: str, most: int = 3) -> str:
+        """Look a word up."""
+        if word == "train4":
+            raise ValueError("not in the index")
+        return word * most
+
+
+class MisspelledCall(BrokenTool):
+    """A demonstration whose call no tool accepts."""
+
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Any) -> Any:
+        yield {"name": "look", "arguments": {"words": "train0"}}
+        yield f"found: {task.data['answer']}"
+
+
+class PartlyDemonstrated(Demonstrated):
+    """One demonstration earns less than the others."""
+
+    lacking = ()
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return super().reward(task, episode) * (0.25 if task.data["number"] == 5 else 1.0)
 
 
 class BrokenDemonstration(Demonstrated):
@@ -338,6 +394,23 @@ PLANTED: dict[str, tuple[Callable[[], type], str]] = {
         lambda: WronglyDemonstrated,
         "WARNING 5 of 6 demonstrations earned nothing above 0, such as that of task 'train-1'.",
     ),
+    "tool that raises for what demonstrations look up": (
+        lambda: BrokenTool,
+        f"- tool look raised TypeError: list indices must be integers or slices, not str at {__file__}:"
+        f"{inspect.getsourcelines(BrokenTool.look)[1] + 4} in look, in 6 of 6 calls of demonstrations.",
+    ),
+    "tool that raises in one demonstration": (
+        lambda: SometimesBrokenTool,
+        "- tool look raised TypeError: unsupported operand type(s) for *: 'NoneType' and 'int' at ",
+    ),
+    "tool that refuses one demonstration": (
+        lambda: RefusingDemonstratedTool,
+        "WARNING tool look raised ValueError: not in the index at ",
+    ),
+    "demonstration of a wrong call": (
+        lambda: MisspelledCall,
+        "- tool look refused its arguments: word: Field required, in 6 of 6 calls of demonstrations. Fix the tool, or",
+    ),
     "demonstration that raises": (lambda: BrokenDemonstration, "demonstrate() of task 'train-0' raised ValueError"),
     "None as prompt": (lambda: NonePrompt, "user message that the policy reads is Python's text of None"),
     "messages as prompt": (lambda: MessagesPrompt, "Python's text of a list"),
@@ -376,6 +449,7 @@ def test_planted(fault: str) -> None:
     report = check_environment(make())
     assert words in report.text, report.text
     only_told = (
+        "tool that refuses one demonstration",
         "demonstration of another answer",
         "tool without its decorator",
         "repeated rows",
@@ -391,6 +465,13 @@ def test_a_failed_demonstration_is_told_from_a_failed_environment() -> None:
     assert finding.startswith("demonstrate() of task 'train-0' raised ")
     (finding,) = check_environment(Demonstrated).findings
     assert finding.startswith("task 'train-2', as demonstrated: run() raised ")
+
+
+def test_the_rewards_of_demonstrations_are_shown() -> None:
+    report = check_environment(PartlyDemonstrated)
+    assert report.passed, report.text
+    assert "  6 demonstrations: mean reward 0.88; the lowest is 0.25, of task 'train-5'.\n" in report.text
+    assert report.figures["demonstration_rewards"] == [1.0] * 5 + [0.25]
 
 
 # --- no false alarms --------------------------------------------------------------------------------------------------
