@@ -355,7 +355,8 @@ READING = (
             ),
             Command(
                 "fork",
-                "resample an episode from one of its turns, or continue from an edited message",
+                "resample an episode from one of its turns, or continue from an edited message; exit code 1 if a fork "
+                "was dropped",
                 "episodes:episode_fork",
                 (
                     *_EPISODE,

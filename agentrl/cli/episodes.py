@@ -169,7 +169,9 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
 
 @make_run_command
 def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
+    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`; exit
+    code 1 if a fork was dropped.
+    """
     from agentrl.app.forks import fork
     from agentrl.inspection.comparisons import fork_tree
     from agentrl.inspection.reader import RunReader
@@ -198,9 +200,10 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         tree = fork_tree(root)
     finally:
         root.close()
-    names = ("episode", "reward", "rewards", "stop_reason", "drop_reason", "turns")
+    names = ("episode", "reward", "rewards", "stop_reason", "drop_reason", "detail", "turns")
     new_episodes = [{name: getattr(fork.line, name) for name in names} for fork in tree if fork.line.episode in new_ids]
-    return RunAnswer(new_episodes, lambda: fork_tree_page(tree, new_ids))
+    code = CheckFailedError.exit_code if any(header.drop_reason for header in headers) else 0
+    return RunAnswer(new_episodes, lambda: fork_tree_page(tree, new_ids), code)
 
 
 @make_run_command

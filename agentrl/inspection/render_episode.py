@@ -357,6 +357,9 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = (), run:
         turns = "" if line.turns is None else str(line.turns)
         rows.append([(name, style), at, fork.version or "", format_rewards(line), turns, outcome])
     page.table(["episode", "forked", "by", "reward>", "turns>", "ended"], rows)
+    for line in (fork.line for fork in tree if fork.line.episode in new and fork.line.drop_reason):
+        page.line((line.episode, "bold"), " ", ("dropped", "red"), f" as {line.drop_reason}")
+        page.block(line.detail or "")
     return page
 
 

@@ -15,7 +15,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.journal.entries import JournalEntry, ResourceCallEntry, TurnEntry
 from agentrl.rollout.calls.mismatch import REMEDY
-from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
+from agentrl.rollout.external.agent import REPLAY_REMEDY, describe_request_difference, external_turns_with_context
 from agentrl.testing.differences import difference, is_external
 from agentrl.testing.execution import ExecutedEpisode, Failure, execute_episode
 
@@ -115,7 +115,7 @@ async def resume_over_replies(
                 return f"after resuming, turn {missing[0].turn} of seat {missing[0].seat!r} was never requested"
             assert new[0].request is not None
             difference = describe_request_difference(missing[:1], new[0].messages, new[0].request)
-            return f"after resuming, the request differs: {difference}"
+            return f"after resuming, the request differs: {difference}; {REPLAY_REMEDY}"
     return None
 
 

@@ -198,6 +198,65 @@ def test_a_fork_changes_a_reply_and_runs_the_program_on(
     assert found["calls"] == found["recorded"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "file", "change", "difference"),
+    [
+        ("Program", "program.py", ('"content": sys.argv[1]', '"content": "Now: " + sys.argv[1]'), r"now 'Now: 2 . 1'"),
+        (
+            "Program",
+            "program.py",
+            ("import json", "raise SystemExit(3); import json"),
+            "no longer requests it: its program failed",
+        ),
+        ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 . 1, branch .', now '2 . 1, part .'"),
+    ],
+)
+def test_a_fork_of_a_program_that_changed_before_its_turn_is_refused(
+    endpoint: ChatEndpoint,
+    capsys: pytest.CaptureFixture[str],
+    environment: str,
+    file: str,
+    change: tuple[str, str],
+    difference: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentrl.rollout.external.agent.ORDER_S", 0.5)
+    run = played(endpoint, environment, capsys)
+    (line,) = answered(["list", run, "--where", 'task = "1"'], capsys)
+    written = Path(file).read_text()
+    assert change[0] in written
+    new = file.replace("envs", tmp_path.name)  # a module that was never imported before
+    Path(new).write_text(written.replace(*change))
+    asked = len(endpoint.asked)
+    named = ["--environment", f"{new if file == 'envs.py' else 'envs.py'}:{environment}"]
+    command = ["episode", "fork", run, line["episode"], "--at", "1", *named]
+    assert main(command) == 1
+    page = " ".join(capsys.readouterr().out.split())
+    assert "dropped as nondeterminism" in page
+    assert re.search(difference, page), page
+    assert ("file has changed" if file == "envs.py" else "file is the same") in page
+    (made,) = answered(command[1:], capsys, code=1)
+    assert (made["stop_reason"], made["drop_reason"], made["turns"]) == (None, "nondeterminism", None)
+    assert len(endpoint.asked) == asked, "nothing was sampled"
+    (made,) = answered(["fork", run, line["episode"], "--at", "0", *named], capsys, code=int("failed" in difference))
+    assert len(endpoint.asked) == asked + (made["turns"] or 0)
+
+
+def test_an_edited_reply_that_is_not_requested_refuses_the_fork(
+    endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = played(endpoint, "Program", capsys)
+    Path("program.py").write_text(PROGRAM.replace("And twice ", "And also "))
+    Path("reply.txt").write_text("10\n")
+    named = ["--environment", "envs.py:Program", "--edit", "reply.txt"]
+    (made,) = answered(["fork", run, "--at", "1", *named], capsys, code=1)
+    assert made["drop_reason"] == "nondeterminism"
+    assert "the fork replaces the reply to this request, the external agent did not send it" in made["detail"]
+    (made,) = answered(["fork", run, "--at", "0", *named], capsys)
+    assert made["drop_reason"] is None
+
+
 def test_only_a_reply_can_be_changed(endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
     run = played(endpoint, "Program", capsys)
     Path("edit.json").write_text('[{"role": "user", "content": "Well?"}]')

@@ -58,7 +58,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.journal.routing import move_routing
 from agentrl.rollout.calls.journal_data import encode
-from agentrl.rollout.calls.mismatch import describe_entry, printable_excerpt, replay_mismatch
+from agentrl.rollout.calls.mismatch import DIFFERENT_REQUEST, describe_entry, printable_excerpt, replay_mismatch
 
 if TYPE_CHECKING:
     import random
@@ -254,16 +254,17 @@ class CallJournal:
 
     def inherits_turns(self, seat: str) -> bool:
         """Whether inherited turns remain to be requested by a seat's external agent."""
-        return self._recorded.has_turns(seat)
+        return bool(self._recorded.inherited_turns(seat))
 
     def forget_answers(self) -> None:
         """Forget recorded answers, so that later calls are performed again."""
         self._recorded.forget_answers()
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
-        """Return the recorded turns of a seat's external agent that it has not requested: those that a fork inherits,
-        and those of the newest attempt, which holds all that were requested in it."""
-        turns = (entry.decode() for entry in self._recorded.answers_left())
+        """Return the recorded turns of a seat's external agent that it has not requested: those that a fork inherits
+        or, if it has requested these, those of the newest attempt, which holds all that were requested in it."""
+        entries = self._recorded.inherited_turns(seat) or self._recorded.answers_left()
+        turns = (entry.decode() for entry in entries)
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
 
     def record_again(self, call: JournaledCall, body: TurnEntry) -> None:
@@ -271,12 +272,18 @@ class CallJournal:
         self.record(call, body)
 
     def check_new(self, call: JournaledCall, difference: str) -> None:
-        """Check a named call before it is performed; a replay refuses it.
+        """Check a named call before it is performed. A fork refuses it while inherited turns remain to be requested; a
+        replay always refuses it.
 
         Args:
             call: a call that is not recorded.
             difference: difference from a recorded call that was not made yet; empty if there is none.
+
+        Raises:
+            ReplayMismatchError: the call is refused.
         """
+        if self.inherits_turns(call.call_id.rpartition(":")[0]):
+            self.mismatch(call.call_id, DIFFERENT_REQUEST, difference)
 
     def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of a call; usually none."""
@@ -637,7 +644,10 @@ class CallJournal:
         raise self._mismatch(call_id, then, now)
 
     def _mismatch(self, call_id: str, then: str, now: str) -> ReplayMismatchError:
-        return replay_mismatch(self._episode_id, call_id, then, now, code=(self.code_hash_then, self.code_hash))
+        code_then = self.code_hash_then
+        if code_then == self.code_hash and self.forked_from is not None:
+            code_then = self.forked_from.code_hash  # a new fork differs from the episode that it was forked from
+        return replay_mismatch(self._episode_id, call_id, then, now, code=(code_then, self.code_hash))
 
     def _stray(self, call_id: str) -> ReplayMismatchError:
         entry = self._recorded.get(call_id)
@@ -944,9 +954,9 @@ class RecordedCalls:
         answers = self._answers.values()
         return [entry for entry in answers if entry.episode_id != self._episode_id or entry.attempt == self._newest]
 
-    def has_turns(self, seat: str) -> bool:
-        """Whether an inherited turn of a seat's external agent has not been replayed yet."""
-        return any(call_id.startswith(f"{seat}:") for call_id in self._entries)
+    def inherited_turns(self, seat: str) -> list[JournalEntry]:
+        """Return the inherited turns of a seat's external agent that have not been replayed yet."""
+        return [entry for call_id, entry in self._entries.items() if call_id.startswith(f"{seat}:")]
 
     def forget_answers(self) -> None:
         """Forget unused answers."""

@@ -21,6 +21,7 @@ from agentrl.journal.entries import (
 )
 
 CHARACTERS = 200
+DIFFERENT_REQUEST = "the external agent sent a different request"
 
 REMEDY = (
     "run() and tools must do the same when they run again: state on self, not on the class or in globals; randomness "

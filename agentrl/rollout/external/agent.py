@@ -85,7 +85,8 @@ T = TypeVar("T")
 
 _ENDPOINT_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling parameters that a remote endpoint takes."""
-_REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
+REPLAY_REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
+_FORK_REMEDY = "fork at turn 0 to sample with the program as it is now, or name what differs by nature in `volatile`"
 ORDER_S = 10.0
 """Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
@@ -112,6 +113,7 @@ class ExternalAgent(TurnRecorder):
         "_row_samplers",
         "_tree",
         "difference",
+        "edited_calls",
         "limit_reached",
     )
 
@@ -136,6 +138,8 @@ class ExternalAgent(TurnRecorder):
         self.difference = ""
         """First request that is not recorded, and its difference from a recorded one that was not requested yet; empty
         if all were."""
+        self.edited_calls: set[str] = set()
+        """Calls whose replies a fork has replaced."""
 
     async def act(
         self,
@@ -328,6 +332,7 @@ class ExternalAgent(TurnRecorder):
             completion = self._cut(await sample(sampling=sampling), stops)
             is_partial = completion.kept is not None and KeptCount.MISSING in completion.kept.counts
             return completion.lost(masked=self._count_untrained(sampling, lacks_sets=is_partial))
+        self.edited_calls.add(call.call_id)
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
         text, context = str(edits[-1]["content"]), placement.context_ids
@@ -361,12 +366,14 @@ class ExternalAgent(TurnRecorder):
     def _note_difference(
         self, call: JournaledCall, request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams
     ) -> None:
-        """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
+        """Note how a request that is not recorded differs from the recorded ones; a replay ends there, and so does a
+        fork before its turn."""
         journal = self._episode.journal
         if not self.difference and (open_turns := journal.unasked_turns(self.seat)):
             messages = [encode_message(message) for message in _new(request, placement)]
             request_parameters = _request_entry(request, placement, sampling, with_tools=True)
-            self.difference = describe_request_difference(open_turns, messages, request_parameters)
+            remedy = _FORK_REMEDY if journal.inherits_turns(self.seat) else REPLAY_REMEDY
+            self.difference = f"{describe_request_difference(open_turns, messages, request_parameters)}; {remedy}"
         journal.check_new(call, self.difference)
 
     def _reply(
@@ -672,13 +679,32 @@ async def open_endpoint(
         serve = partial(episode.services.gateway.serve, endpoint)
         ended = partial(_count_program, episode)
         yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve, ended)
+    _check_requests(episode, seats)
+
+
+def _check_requests(episode: LiveEpisode, seats: Mapping[str, ExternalAgent]) -> None:
+    """Check that the external agent has requested the recorded turns, and the turn whose reply a fork replaces. An
+    attempt that restarted gets a note instead.
+
+    Raises:
+        ReplayMismatchError: the agent of a replay or a fork left out such a turn.
+    """
+    spec, journal = episode.spec, episode.journal
+    is_replay = spec.purpose == "replay"
     for seat, agent in seats.items():
         if open_turns := journal.unasked_turns(seat):
-            if is_replay:
+            if is_replay or journal.inherits_turns(seat):
                 then = f"the journal holds {describe_entry(open_turns[0])}"
-                journal.mismatch(f"turn {open_turns[0].turn}", then, "the external agent no longer requests it")
+                now = "the external agent no longer requests it"
+                now += f": {episode.note}" if episode.note else ""
+                journal.mismatch(f"turn {open_turns[0].turn}", then, now)
             if agent.difference:
                 episode.add_note(f"its external agent sent different requests on replay: {agent.difference}")
+    if spec.fork is not None and not is_replay:
+        for call_id in spec.fork.edits.keys() - set().union(*(agent.edited_calls for agent in seats.values())):
+            journal.mismatch(
+                call_id, "the fork replaces the reply to this request", "the external agent did not send it"
+            )
 
 
 def _count_program(episode: LiveEpisode, error: str | None, place: str) -> None:
@@ -769,20 +795,20 @@ def describe_request_difference(
     where = f"turn {then.turn} of seat {then.seat!r}"
     before = then.request or request
     if before.tools is not None and before.tools != request.tools:
-        return f"{where}, tools: {_two_values(before.tools, request.tools)}; {_REMEDY}"
+        return f"{where}, tools: {_two_values(before.tools, request.tools)}"
     for n, (was, came) in enumerate(zip(then.messages, new_messages, strict=False)):
         for field in sorted(was.keys() | came.keys()):
             if was.get(field) != came.get(field):
-                return f"{where}, new message {n}, {field}: {_two_values(was.get(field), came.get(field))}; {_REMEDY}"
+                return f"{where}, new message {n}, {field}: {_two_values(was.get(field), came.get(field))}"
     if len(then.messages) != len(new_messages):
-        return f"{where}, number of new messages: {len(then.messages)}, now {len(new_messages)}; {_REMEDY}"
+        return f"{where}, number of new messages: {len(then.messages)}, now {len(new_messages)}"
     if before.max_tokens != request.max_tokens:
-        return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
+        return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}"
     if before.stop != request.stop:
-        return f"{where}, stop: {shortened_repr(before.stop)}, now {shortened_repr(request.stop)}; {_REMEDY}"
+        return f"{where}, stop: {shortened_repr(before.stop)}, now {shortened_repr(request.stop)}"
     if before.asked and before.asked != request.asked:  # empty in earlier versions
-        return f"{where}, fields: {_two_values(before.asked, request.asked)}; {_REMEDY}"
-    return f"{where}: an earlier message; {_REMEDY}"
+        return f"{where}, fields: {_two_values(before.asked, request.asked)}"
+    return f"{where}: an earlier message"
 
 
 def _two_values(was: object, came: object) -> str:
