@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,7 @@ from agentrl.core.records import (
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, SeatRole
 from agentrl.environment.environment import Environment
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_entries
@@ -320,7 +321,7 @@ def describe_start(
             f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again"
         )
     if past.unfinished:
-        sentences.append(f"unfinished episodes that will continue from their recorded entries: {len(past.unfinished)}")
+        sentences.append(f"unfinished episodes that will resume from the journal: {len(past.unfinished)}")
     for change in changed:
         suffix = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
         sentences.append(f"setting {change}{suffix}")
@@ -332,7 +333,7 @@ def describe_start(
     if files := sorted(changed_code & set(code.imported)):
         sentences.append(
             f"the code changed in {', '.join(files)}, imported beside the environment's file; unfinished episodes "
-            "continue with it, and are dropped (nondeterminism) if they no longer agree with their recorded calls"
+            + "; ".join(code.continuations)
         )
     if files := sorted(changed_code - code.functions.keys() - set(code.imported)):
         sentences.append(
@@ -439,6 +440,8 @@ class UserCodeDigests(NamedTuple):
     """Kind and name of the user's functions, by reference."""
     imported: Collection[str] = ()
     """Files in `digests` of imported modules that define no environment and no bot."""
+    continuations: Sequence[str] = ()
+    """Clauses about unfinished episodes when only imported modules have changed; see `_continuations`."""
 
     @staticmethod
     def of(bots: Mapping[str, BotPolicy], environment: type[Environment], functions: UserFunctions) -> UserCodeDigests:
@@ -461,11 +464,31 @@ class UserCodeDigests(NamedTuple):
             except (OSError, TypeError):
                 continue  # its code is in no file, for example typed in a shell
         kinds = {code.reference: (kind, code.name) for kind, code in functions.codes}
-        return UserCodeDigests(imported | digests, environments, kinds, imported.keys() - digests.keys())
+        imported_files = imported.keys() - digests.keys()
+        continuations = _continuations(all_environment_classes(environment))
+        return UserCodeDigests(imported | digests, environments, kinds, imported_files, continuations)
 
     def determines_rewards(self, place: str) -> bool:
         """Whether rewards depend on the code in a file or of a function."""
         return place not in self.functions or self.functions[place][0] == "scorer"
+
+
+def _continuations(environments: Iterable[type[Environment]]) -> list[str]:
+    """Say what a resume does with unfinished episodes if only modules that environments import have changed: a clause
+    that follows "unfinished episodes", for each way, with the environments' names if there are several ways."""
+    names: dict[str, list[str]] = {}
+    for environment in dict.fromkeys(environments):
+        if issubclass(environment, HarnessEnvironment):
+            replies = "the recorded replies to equal requests" if environment.replay_stable else "new replies"
+            clause = f"start over, with {replies}"
+        else:
+            clause = "repeat their recorded calls, and are dropped (nondeterminism) if a call differs"
+            if ".endpoint(" in environment.source():
+                clause += ", or start over if an external agent plays them through ctx.endpoint()"
+        names.setdefault(clause, []).append(environment.__name__)
+    if len(names) == 1:
+        return list(names)
+    return [f"of {', '.join(of)} {clause}" for clause, of in names.items()]
 
 
 def imported_digests(file: str) -> dict[str, str]:

@@ -206,7 +206,7 @@ def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest
     for words in (
         "Resuming from checkpoint step_000004-0 (steps taken: guesser 2, second 2).",
         "Step 3 of guesser will be taken again.",
-        f"Unfinished episodes that will continue from their recorded entries: {unfinished}.",
+        f"Unfinished episodes that will resume from the journal: {unfinished}.",
         "Setting sampling.temperature was 1.0 and is 0.5; unfinished episodes keep",
         "Setting steps was 5 and is 6.",
     ):

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
 from agentrl.app.recovery import UserCodeDigests, imported_digests
@@ -70,3 +70,45 @@ def test_rewards_depend_on_an_environment_that_is_in_no_file() -> None:
     (place,) = code.digests
     assert place == "of_a_notebook:Typed"
     assert code.determines_rewards(place)
+
+
+class Ordinary(agentrl.Environment):
+    """Repeats its calls."""
+
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None: ...
+
+
+class Outside(agentrl.HarnessEnvironment):
+    """Starts over."""
+
+    seats = ("solver",)
+    command = ("true",)
+
+
+class Harmful(Outside):
+    """Starts over without its replies."""
+
+    replay_stable = False
+
+
+class Parent(Outside):
+    """Has children of both kinds."""
+
+    fan_out: ClassVar = {"Ordinary": 2, "Harmful": 1}
+
+
+def continuations(environment: type[agentrl.Environment]) -> list[str]:
+    return list(UserCodeDigests.of({}, environment, UserFunctions((), None, compares_in_step=False)).continuations)
+
+
+def test_a_resume_says_what_unfinished_episodes_do_with_changed_modules() -> None:
+    repeat = "repeat their recorded calls, and are dropped (nondeterminism) if a call differs"
+    (clause,) = continuations(Ordinary)
+    assert clause.startswith(repeat)
+    assert continuations(Outside) == ["start over, with the recorded replies to equal requests"]
+    assert continuations(Harmful) == ["start over, with new replies"]
+    by_name = {words.split()[1]: words for words in continuations(Parent)}
+    assert by_name.keys() == {"Ordinary", "Parent", "Harmful"}
+    assert by_name["Ordinary"].startswith(f"of Ordinary {repeat}")
