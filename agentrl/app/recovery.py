@@ -491,6 +491,17 @@ def _continuations(environments: Iterable[type[Environment]]) -> list[str]:
     return [f"of {', '.join(of)} {clause}" for clause, of in names.items()]
 
 
+def changed_imports(environment: type[Environment], recorded: RunStart) -> list[str]:
+    """Return the imported modules beside an environment's file that differ from those of a recorded start, as paths
+    from that file."""
+    file = _file_of(environment)
+    return sorted(
+        os.path.relpath(path, os.path.dirname(file))
+        for path, digest in imported_digests(file).items()
+        if path != file and digest not in (recorded.digests_of(path) or {digest})
+    )
+
+
 def imported_digests(file: str) -> dict[str, str]:
     """Return the digest of each imported module whose file is in the directory of a file or below, without agentrl,
     Python's library and installed packages."""

@@ -18,13 +18,14 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from agentrl.app.model_files import check_models_unchanged, model_paths
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
+from agentrl.app.recovery import changed_imports
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.scoring import RecordedScorer
 from agentrl.config.algorithms import LOSSES
@@ -260,7 +261,9 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         ),
     )
     environment.load()
-    outcome, call, text, header = await _run(runner, spec, environment, entries, turns, line)
+    outcome, call, text, header, advice = await _run(runner, spec, environment, entries, turns, line)
+    if advice and (files := _changed_imports(reader, line, environment)):
+        advice = f"Changed since the episode was recorded: {', '.join(files)}, beside the environment's file"
     before = agent_rewards(view.agents)
     after = agent_rewards(() if header is None else header.trajectories)
     if outcome == "identical" and header is not None and not request.rescoring:
@@ -272,10 +275,29 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited_entries, *entries]),
         call=call,
         text=text,
+        advice=advice,
         acts=acts,
         before=before if request.rescoring else {},
         after=after if request.rescoring else {},
     )
+
+
+def _changed_imports(reader: RunReader, line: EpisodeLine, environment: type[Environment]) -> list[str]:
+    """Return the modules beside an environment's file that changed since the start that admitted an episode."""
+    starts = [start for start in reader.log.starts() if start.began_at <= line.admitted_at]
+    return changed_imports(environment, starts[-1]) if starts else []
+
+
+class _Execution(NamedTuple):
+    """The end of a re-execution."""
+
+    outcome: Outcome
+    call: str | None
+    text: str
+    """Reason of the end."""
+    header: EpisodeHeader | None = None
+    """The header of a program that returned."""
+    advice: str = ""
 
 
 async def _run(
@@ -285,24 +307,24 @@ async def _run(
     entries: Sequence[JournalEntry],
     turns: Sequence[JournalEntry],
     line: EpisodeLine,
-) -> tuple[Outcome, str | None, str, EpisodeHeader | None]:
-    """Execute the program over its journal; returns the outcome, the call and the reason of the end, and the header on
-    success."""
+) -> _Execution:
+    """Execute the program over its journal."""
     running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries, answers=turns))
     try:
         header = await running
     except ReplayStoppedError as stop:
-        return "stopped", runner.until, str(stop), None
+        return _Execution("stopped", runner.until, str(stop))
     except CallNotRecordedError as end:
         if line.stop_reason is None:
             text = f"all recorded calls match; the recording ends before call {end.call_id}"
-            return "identical", end.call_id, text, None
-        return "departed", end.call_id, f"the episode had ended, and the code now makes {end.act}", None
+            return _Execution("identical", end.call_id, text)
+        return _Execution("departed", end.call_id, f"the episode had ended, and the code now makes {end.act}")
     except ReplayMismatchError as mismatch:
-        return "departed", mismatch.call_id, str(mismatch), None
+        text = str(mismatch).removesuffix(f". {mismatch.advice}")
+        return _Execution("departed", mismatch.call_id, text, advice=mismatch.advice)
     except EpisodeError as error:
         if error.reason in ("resource_lost", "code_changed"):  # `try` leaves the latter to another version of agentrl
-            return "not_replayable", None, str(error), None
+            return _Execution("not_replayable", None, str(error))
         return _failed(error.reason, str(error), line)
     except InfrastructureError as error:
         return _failed("infrastructure", str(error), line)
@@ -311,17 +333,17 @@ async def _run(
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         return _failed("environment_error", describe_user_code_error(error), line)
     if line.drop_reason is not None and line.stop_reason is None:
-        return "departed", None, f"it was dropped as {line.drop_reason}, but now ends normally", None
-    return "identical", None, "", header
+        return _Execution("departed", None, f"it was dropped as {line.drop_reason}, but now ends normally")
+    return _Execution("identical", None, "", header)
 
 
-def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | None, str, None]:
+def _failed(reason: str, text: str, line: EpisodeLine) -> _Execution:
     if (
         line.stop_reason is None and line.drop_reason == reason
     ) or line.status == "repeated":  # the failure of an attempt that was started over is not recorded
-        return "identical", None, f"it fails with the recorded error: {text}", None
+        return _Execution("identical", None, f"it fails with the recorded error: {text}")
     then = line.stop_reason or line.drop_reason or "still running"
-    return "departed", None, f"it now fails ({text}), but was {then}", None
+    return _Execution("departed", None, f"it now fails ({text}), but was {then}")
 
 
 def _compare(

@@ -289,11 +289,12 @@ class ReplayMismatchError(EpisodeError):
         message: what the journal holds and what the code did now.
         code_changed: whether other code wrote the journal, so that the episode may restart under the present code.
         call_id: id of the call.
+        advice: end of the message, which says what to do.
     """
 
-    def __init__(self, message: str, *, code_changed: bool = False, call_id: str = "") -> None:
+    def __init__(self, message: str, *, code_changed: bool = False, call_id: str = "", advice: str = "") -> None:
         self.call_id = call_id
-        super().__init__(message, reason="nondeterminism", begin_again=code_changed)
+        super().__init__(message, reason="nondeterminism", begin_again=code_changed, advice=advice)
 
 
 class GlobalRandomError(EpisodeError):

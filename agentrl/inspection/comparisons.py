@@ -353,6 +353,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Call at which the replay departed or stopped."""
     text: str = ""
     """Description of the event at that call."""
+    advice: str = ""
+    """What to do about it."""
     acts: list[tuple[str, str]] = []
     """Replayed calls, each with a description."""
     before: dict[str, float | None] = {}

@@ -397,6 +397,7 @@ def replay_page(results: Sequence[ReplayResult], *, step: bool = False) -> Termi
     outcomes = Counter(result.outcome for result in results)
     if len(results) > 1:
         page.line(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    _advise(page, results)
     return page
 
 
@@ -412,7 +413,14 @@ def rescore_page(results: Sequence[ReplayResult]) -> TerminalPage:
     for result in results:
         if result.outcome != "identical":
             page.line((result.episode, "bold"), f" {result.outcome}: {result.text}")
+    _advise(page, results)
     return page
+
+
+def _advise(page: TerminalPage, results: Sequence[ReplayResult]) -> None:
+    """Add the advice of replays, each once."""
+    for advice in dict.fromkeys(result.advice for result in results if result.advice):
+        page.block(advice, indent=0)
 
 
 def whatif_page(result: WhatIfResult, *, run: str) -> TerminalPage:

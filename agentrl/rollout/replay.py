@@ -15,7 +15,7 @@ from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import ProposalNovelty
 from agentrl.journal.entries import RewardEntry, SpawnEntry
 from agentrl.rollout.calls.journal import CallJournal, JournaledCall, current_strand
-from agentrl.rollout.calls.mismatch import DIFFERENT_REQUEST, describe_entry
+from agentrl.rollout.calls.mismatch import DIFFERENT_REQUEST, REPLAY_REMEDY, describe_entry
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class ReplayJournal(CallJournal):
 
     def check_new(self, call: JournaledCall, difference: str) -> None:
         if difference:
-            self.mismatch(call.call_id, DIFFERENT_REQUEST, difference)
+            self.mismatch(call.call_id, DIFFERENT_REQUEST, difference, remedy=REPLAY_REMEDY)
         self._end_at(call, "a turn that was not requested in the recording")
 
     def reward(self, body: RewardEntry) -> RewardEntry:

@@ -14,8 +14,8 @@ from agentrl.environment.context import ResourceLevel
 from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.journal.entries import JournalEntry, ResourceCallEntry, TurnEntry
-from agentrl.rollout.calls.mismatch import REMEDY
-from agentrl.rollout.external.agent import REPLAY_REMEDY, describe_request_difference, external_turns_with_context
+from agentrl.rollout.calls.mismatch import REMEDY, REPLAY_REMEDY
+from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.testing.differences import difference, is_external
 from agentrl.testing.execution import ExecutedEpisode, Failure, execute_episode
 

@@ -162,6 +162,7 @@ def test_a_program_that_does_something_else_departs_by_name(
     (found,) = answered(command, capsys, code=1)
     assert found["outcome"] == "departed"
     assert re.search(told, found["text"]), found["text"]
+    assert "ctx." not in found["text"] + found["advice"], "the rules for run() do not apply"
     assert len(endpoint.asked) == asked
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentrl.app.replays import replay
+from agentrl.app.run_parts import RunFactories
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged
 from agentrl.config.run import RunConfig
@@ -25,6 +27,7 @@ from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from tests.architecture.test_configuration import leaves
 from tests.support.resume_fields import (
     GROUP,
@@ -327,6 +330,73 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
     of_rewards = {"env.py", "words.py", "mine.py", "mine.py:constant"} if edited else set()
     assert {Path(place).name for place in start.reward_code_changed} == of_rewards
     assert len(start.code_changed) == len(of_rewards) + 2 * edited, "a loss and an advantage"
+
+
+OUTSIDE = """
+import asyncio, pathlib
+
+import agentrl
+import prompts_of_add
+from openai import AsyncOpenAI
+
+class Add(agentrl.HarnessEnvironment):
+    seats = ("guesser",)
+    truncated_reward = 0.0
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [agentrl.Task(id=f"t{n}", data={"number": n}) for n in range(64)]
+
+    async def play(self, task, endpoint):
+        async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+            for content in ("Begin.", prompts_of_add.SECOND):
+                messages = [{"role": "user", "content": content}]
+                reply = await client.chat.completions.create(model="guesser", messages=messages)
+                while task.data["number"] % 2 and pathlib.Path("held").exists():
+                    await asyncio.sleep(0.02)
+        return reply.choices[0].message.content
+
+    def reward(self, task, episode):
+        return float(task.data["number"] % 4)
+"""
+
+
+def test_episodes_of_an_external_agent_start_over_after_a_module_changed(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    (tmp_path / "env.py").write_text(OUTSIDE)
+    (tmp_path / "prompts_of_add.py").write_text("SECOND = 'Add.'")
+    (tmp_path / "held").touch()
+    _life(tmp_path, "first")
+    run = tmp_path / "runs" / "run"
+    unfinished, ended = _episodes(run, "status = in_flight"), _episodes(run, "status = ready")
+    assert unfinished
+    assert ended
+    (tmp_path / "held").unlink()
+    (tmp_path / "prompts_of_add.py").write_text("SECOND = 'Sum.'")
+    said = _life(tmp_path, "second")
+    assert f"Unfinished episodes that will resume from the journal: {len(unfinished)}." in said
+    changed_file = re.escape(str(tmp_path / "prompts_of_add.py"))
+    assert re.search(
+        rf"code changed in {changed_file}, imported beside the environment's file; "
+        r"unfinished episodes start over, with the recorded replies to equal requests\.",
+        said,
+    ), said
+    reader = RunReader(run)
+    try:
+        lines = [reader.episode(name).summary for name in unfinished]
+    finally:
+        reader.close()
+    assert {(line.attempt, line.drop_reason) for line in lines} == {(1, None)}
+    (result,) = replay(
+        run,
+        [(ended[0], None)],
+        environment=f"{tmp_path / 'env.py'}:Add",
+        factories=RunFactories(chat_format=lambda model: PlainChatFormat()),
+    )
+    assert result.outcome == "departed"
+    assert "content: 'Add.', now 'Sum.'" in result.text
+    assert result.advice == ("Changed since the episode was recorded: prompts_of_add.py, beside the environment's file")
+    assert "ctx.rng" not in result.text
 
 
 def _life(directory: Path, which: str, *, code: Path | None = None, **settings: Any) -> str:

@@ -21,7 +21,7 @@ from agentrl.config.fields import resolve_package_directory
 from agentrl.core.choices import Choices
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text, plural
-from agentrl.inspection.comparisons import compare_episodes, compare_episodes_across_runs, fork_tree
+from agentrl.inspection.comparisons import ReplayResult, compare_episodes, compare_episodes_across_runs, fork_tree
 from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
 from agentrl.inspection.overview import run_overview
 from agentrl.inspection.reader import EpisodeLine, RunReader
@@ -40,6 +40,8 @@ from agentrl.inspection.render_episode import (
     difference_page,
     fork_tree_page,
     reasons_page,
+    replay_page,
+    rescore_page,
     tokens_page,
 )
 from agentrl.inspection.statistics import run_state, run_statistics
@@ -268,6 +270,15 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
     forks.close()
     assert parted, "other seeds say something else"
     assert "acts in common" in shown(difference_page(found))
+
+
+def test_the_advice_for_several_replays_is_printed_once() -> None:
+    departed = ReplayResult(
+        episode="e0", attempt=0, outcome="departed", calls=1, recorded=2, text="it differs", advice="look at it"
+    )
+    results = [departed, msgspec.structs.replace(departed, episode="e1")]
+    for page in (shown(replay_page(results)), shown(rescore_page(results))):
+        assert (page.count("it differs"), page.count("look at it")) == (2, 1)
 
 
 def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) -> None:

@@ -58,7 +58,14 @@ from agentrl.journal.entries import (
 )
 from agentrl.journal.routing import move_routing
 from agentrl.rollout.calls.journal_data import encode
-from agentrl.rollout.calls.mismatch import DIFFERENT_REQUEST, describe_entry, printable_excerpt, replay_mismatch
+from agentrl.rollout.calls.mismatch import (
+    DIFFERENT_REQUEST,
+    FORK_REMEDY,
+    REMEDY,
+    describe_entry,
+    printable_excerpt,
+    replay_mismatch,
+)
 
 if TYPE_CHECKING:
     import random
@@ -283,7 +290,8 @@ class CallJournal:
             ReplayMismatchError: the call is refused.
         """
         if self.inherits_turns(call.call_id.rpartition(":")[0]):
-            self.mismatch(call.call_id, DIFFERENT_REQUEST, difference)
+            now = f"{difference}; fork at turn 0 to sample with the program as it is now"
+            self.mismatch(call.call_id, DIFFERENT_REQUEST, now, remedy=FORK_REMEDY)
 
     def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of a call; usually none."""
@@ -635,19 +643,19 @@ class CallJournal:
 
     # --- differences --------------------------------------------------------------------------------------------------
 
-    def mismatch(self, call_id: str, then: str, now: str) -> NoReturn:
-        """Stop the execution at a call that differs from the journal.
+    def mismatch(self, call_id: str, then: str, now: str, *, remedy: str = REMEDY) -> NoReturn:
+        """Stop the execution at a call that differs from the journal; for the arguments, see `replay_mismatch`.
 
         Raises:
-            ReplayMismatchError: always; `then` and `now` are clauses.
+            ReplayMismatchError: always.
         """
-        raise self._mismatch(call_id, then, now)
+        raise self._mismatch(call_id, then, now, remedy)
 
-    def _mismatch(self, call_id: str, then: str, now: str) -> ReplayMismatchError:
+    def _mismatch(self, call_id: str, then: str, now: str, remedy: str = REMEDY) -> ReplayMismatchError:
         code_then = self.code_hash_then
         if code_then == self.code_hash and self.forked_from is not None:
             code_then = self.forked_from.code_hash  # a new fork differs from the episode that it was forked from
-        return replay_mismatch(self._episode_id, call_id, then, now, code=(code_then, self.code_hash))
+        return replay_mismatch(self._episode_id, call_id, then, now, code=(code_then, self.code_hash), remedy=remedy)
 
     def _stray(self, call_id: str) -> ReplayMismatchError:
         entry = self._recorded.get(call_id)

@@ -28,6 +28,8 @@ REMEDY = (
     "through ctx.rng, time through ctx.now(), the outside world through ctx.effect(). A tool reaches ctx through self: "
     "write self.ctx = ctx in run()"
 )
+REPLAY_REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
+FORK_REMEDY = "name what differs by nature in `volatile`"
 
 
 def shortened_repr(value: object) -> str:
@@ -78,18 +80,21 @@ def describe_entry(body: EntryBody) -> str:
 
 
 def replay_mismatch(
-    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
+    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str], remedy: str
 ) -> ReplayMismatchError:
     """Make the error of a re-execution that differs from the journal at a call.
 
-    `then` and `now` are clauses, `code` holds the code's hashes then and now.
+    `then` and `now` are clauses, `code` holds the code's hashes then and now. `remedy` is the advice for code that did
+    not change; it may be empty.
     """
     changed = code[0] != code[1]
     why = f"The environment's file has changed since ({code[0]} then, {code[1]} now)"
-    same = f"The environment's file is the same ({code[1]}), perhaps not a module that it imports"
-    text = why if changed else f"{same}: {REMEDY}"
-    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
-    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
+    advice = ""
+    if not changed:
+        why = f"The environment's file is the same ({code[1]})"
+        advice = "Perhaps a module that it imports has changed" + (f". If not: {remedy}" if remedy else "")
+    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {why}" + (f". {advice}" if advice else "")
+    return ReplayMismatchError(message, code_changed=changed, call_id=call_id, advice=advice)
 
 
 def _content(message: dict[str, object]) -> str:

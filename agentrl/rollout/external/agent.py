@@ -58,7 +58,7 @@ from agentrl.gateway.calls import (
 from agentrl.gateway.options import SAMPLING_FIELDS, ignored_fields_line, instructions, unsupported_reason
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.observe.metrics import CALLS_OUTSIDE, PROGRAM_FAILED, PROGRAM_OK
-from agentrl.rollout.calls.mismatch import describe_entry, shortened_repr
+from agentrl.rollout.calls.mismatch import FORK_REMEDY, REPLAY_REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import count_call, perform_effect
 from agentrl.rollout.external.reply_grammar import reply_grammar
@@ -85,8 +85,6 @@ T = TypeVar("T")
 
 _ENDPOINT_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling parameters that a remote endpoint takes."""
-REPLAY_REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
-_FORK_REMEDY = "fork at turn 0 to sample with the program as it is now, or name what differs by nature in `volatile`"
 ORDER_S = 10.0
 """Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
@@ -262,6 +260,7 @@ class ExternalAgent(TurnRecorder):
                 call.call_id,
                 f"the journal holds turn {entry.turn} of row {entry.row}",
                 f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
+                remedy="",
             )
         return self._tree.restate(placement, np.concatenate([placement.context()[: placement.before], context]))
 
@@ -372,8 +371,7 @@ class ExternalAgent(TurnRecorder):
         if not self.difference and (open_turns := journal.unasked_turns(self.seat)):
             messages = [encode_message(message) for message in _new(request, placement)]
             request_parameters = _request_entry(request, placement, sampling, with_tools=True)
-            remedy = _FORK_REMEDY if journal.inherits_turns(self.seat) else REPLAY_REMEDY
-            self.difference = f"{describe_request_difference(open_turns, messages, request_parameters)}; {remedy}"
+            self.difference = describe_request_difference(open_turns, messages, request_parameters)
         journal.check_new(call, self.difference)
 
     def _reply(
@@ -697,13 +695,18 @@ def _check_requests(episode: LiveEpisode, seats: Mapping[str, ExternalAgent]) ->
                 then = f"the journal holds {describe_entry(open_turns[0])}"
                 now = "the external agent no longer requests it"
                 now += f": {episode.note}" if episode.note else ""
-                journal.mismatch(f"turn {open_turns[0].turn}", then, now)
+                journal.mismatch(f"turn {open_turns[0].turn}", then, now, remedy="")
             if agent.difference:
-                episode.add_note(f"its external agent sent different requests on replay: {agent.difference}")
+                episode.add_note(
+                    f"its external agent sent different requests on replay: {agent.difference}; {REPLAY_REMEDY}"
+                )
     if spec.fork is not None and not is_replay:
         for call_id in spec.fork.edits.keys() - set().union(*(agent.edited_calls for agent in seats.values())):
             journal.mismatch(
-                call_id, "the fork replaces the reply to this request", "the external agent did not send it"
+                call_id,
+                "the fork replaces the reply to this request",
+                "the external agent did not send it",
+                remedy=FORK_REMEDY,
             )
 
 
