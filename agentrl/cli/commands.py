@@ -119,7 +119,7 @@ READING = (
             ),
             Command(
                 "compare",
-                "compare runs: settings that differ, metrics, curves, paired held-out rewards with intervals",
+                "compare runs: settings and code that differ, metrics, curves, paired held-out rewards with intervals",
                 "runs:run_compare",
                 (
                     _argument(

@@ -319,7 +319,7 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
     for group in comparison.groups:
         if len(group.runs) > 1:
             page.line((f"{group.name}: ", "bold"), ", ".join(group.runs))
-    page.heading("settings that differ")
+    page.heading("settings and code that differ")
     if comparison.settings:
         rows = [
             [line.name, *("" if value is None else str(value) for value in line.values)] for line in comparison.settings

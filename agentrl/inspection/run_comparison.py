@@ -51,6 +51,8 @@ _TRAINING_SETTINGS = ("steps", "trainer.", "credit.", "checkpoint.", "best.", "f
 """Starts of the names of settings without effect on an evaluation."""
 _TRAINED_POLICY_SETTINGS = frozenset(PolicyConfig.model_fields) - frozenset(LocalPolicy.model_fields)
 """Settings of a policy without effect on an evaluation."""
+_CODE = "code of "
+"""Start of the names of files among the settings. Only runs that recorded a file are compared by it."""
 _GRID = 200
 """Number of places at which the curves of several seeds are averaged, if their points differ."""
 
@@ -168,7 +170,13 @@ def compare_runs(
     if axis not in AXES:
         raise InputError(f"curves are aligned by one of {', '.join(AXES)}, not by {axis!r}")
     runs = [
-        _Run(name, _settings(reader), reader.purpose() == "evaluate", reader.metrics(), reader.training_seconds())
+        _Run(
+            name,
+            _settings(reader) | _code(reader),
+            reader.purpose() == "evaluate",
+            reader.metrics(),
+            reader.training_seconds(),
+        )
         for name, reader in zip(_names(readers), readers, strict=True)
     ]
     for metric in metrics:
@@ -265,6 +273,13 @@ def _settings(reader: RunReader) -> dict[str, Any]:
     return _flat_settings(reader.config())
 
 
+def _code(reader: RunReader) -> dict[str, str]:
+    """Return the digests of the user's code at the newest start, as settings that are named after their files."""
+    starts = reader.log.starts()
+    digests = starts[-1].digests_by_name if starts else {}
+    return {f"{_CODE}{name}": ", ".join(sorted(of_name)) for name, of_name in digests.items()}
+
+
 def changed_settings(reader: RunReader) -> dict[str, Any]:
     """Return a run's settings that have no default or differ from it, sorted. Every policy is compared with the
     defaults of a trained policy."""
@@ -332,6 +347,8 @@ def _is_same(runs: Sequence[_Run], name: str) -> bool:
 
 def _has_effect(run: _Run, setting: str) -> bool:
     """Return whether a setting has an effect on the run; many have none on an evaluation."""
+    if setting.startswith(_CODE):
+        return setting in run.settings
     if not run.is_evaluation:
         return True
     if setting.startswith("policies."):

@@ -99,9 +99,15 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
         and for an `__init__.py`, with its directory's name, too."""
         if place in self.code:
             return {self.code[place]}
-        parts = -2 if place.endswith("__init__.py") else -1
-        name = PurePath(place).parts[parts:]
-        return {digest for file_name, digest in self.code.items() if PurePath(file_name).parts[parts:] == name}
+        return self.digests_by_name.get(_file_name(place), set())
+
+    @property
+    def digests_by_name(self) -> dict[str, set[str]]:
+        """Digests by the names of files and functions, without their directories, except for `__init__.py`."""
+        digests: dict[str, set[str]] = {}
+        for place, digest in self.code.items():
+            digests.setdefault(_file_name(place), set()).add(digest)
+        return digests
 
     @property
     def words(self) -> str:
@@ -109,6 +115,10 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
         origin = f"resumed from {self.checkpoint}" if self.checkpoint else "restarted without a checkpoint"
         code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
         return "; ".join([origin, *code, *map(str, self.changed), *self.tasks_changed])
+
+
+def _file_name(place: str) -> str:
+    return "/".join(PurePath(place).parts[-2 if place.endswith("__init__.py") else -1 :])
 
 
 UnitKey = tuple[str, int, str]

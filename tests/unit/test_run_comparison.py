@@ -135,6 +135,31 @@ def test_settings_changed_on_resume_are_shown(pair: tuple[Path, Path]) -> None:
         assert run_state(reader).plan.steps == 8
 
 
+def record_code(run: Path, code: dict[str, str]) -> None:
+    journal = SqliteJournal(run / "journal")
+    journal.record_start(RunStart(lineage=1, began_at=0.0, code=code))
+    asyncio.run(journal.close())
+
+
+def test_files_of_code_that_differ_are_named(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_code(pair[0], {"/a/env.py": "11", "/a/shop_agent.py": "22", "/a/only_here.py": "33"})
+    record_code(pair[1], {"/b/env.py": "11", "/b/shop_agent.py": "44"})
+    code = [line for line in compared(*pair).settings if "code" in line.name]
+    assert [(line.name, line.values) for line in code] == [("code of shop_agent.py", ["22", "44"])]
+    assert main(["run", "compare", *map(str, pair)]) == 0
+    assert re.search(r"code of shop_agent.py +22 +44", capsys.readouterr().out)
+    seeds = [
+        write_compared_run(tmp_path / f"seed{seed}", {}, config={**CONFIG, "seed": seed}, curve=[0.1])
+        for seed in (1, 2, 3)
+    ]
+    for run, digest in zip(seeds, ("22", "22", "44"), strict=True):
+        record_code(run, {"/a/shop_agent.py": digest})
+    groups = [group.runs for group in compared(*seeds).groups]
+    assert groups == [["seed1", "seed2"], ["seed3"]], "runs of different code are no seeds of one another"
+
+
 def test_an_evaluation_is_compared_by_the_settings_that_affect_it(tmp_path: Path) -> None:
     sampling = {"temperature": 1.0, "top_k": 0}
     solver = {"kind": "trained", "learning_rate": 1e-5, "reference": "", "sampling": {}}
