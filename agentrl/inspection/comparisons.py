@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import refuse_links
 from agentrl.inspection.reader import EpisodeLine, RunReader
@@ -16,7 +17,7 @@ from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntr
 from agentrl.journal.reader import referred_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agentrl.core.records import ForkPoint, TrajectoryHeader
     from agentrl.inspection.reader import AgentLine, EpisodeView
@@ -192,7 +193,9 @@ def compare_episodes_across_runs(
     left_acts, right_acts = _acts(left), _acts(right)
     num_same, departure = 0, None
     for call in dict.fromkeys([*left_acts, *right_acts]):
-        departure = _departure(call, left_acts.get(call), right_acts.get(call))
+        departure = _request_departure(call, left_acts, right_acts) or _departure(
+            call, left_acts.get(call), right_acts.get(call)
+        )
         if departure is not None:
             break
         num_same += 1
@@ -209,6 +212,25 @@ def compare_episodes_across_runs(
 
 def _acts(view: EpisodeView) -> dict[str, EntryBody]:
     return {call: body for call, body in view.entries if not isinstance(body, BeginEntry)}
+
+
+def _request_departure(
+    call: str, left_acts: Mapping[str, EntryBody], right_acts: Mapping[str, EntryBody]
+) -> FirstDifference | None:
+    """Compare the same turn of both episodes at a call that only one of them made. Calls of external agents are named
+    after their requests, so that a different request is another call."""
+    present = left_acts.get(call) or right_acts.get(call)
+    if ids.has_call_number(call) or not isinstance(present, TurnEntry) or (call in left_acts and call in right_acts):
+        return None
+    left = present if call in left_acts else _same_turn(present, left_acts, right_acts)
+    right = present if call in right_acts else _same_turn(present, right_acts, left_acts)
+    return None if left is None or right is None else _turn_departure(call, left, right)
+
+
+def _same_turn(turn: TurnEntry, acts: Mapping[str, EntryBody], others: Mapping[str, EntryBody]) -> TurnEntry | None:
+    """Return the turn at the same position among the calls that the other episode did not make."""
+    turns = (body for call, body in acts.items() if isinstance(body, TurnEntry) and call not in others)
+    return next((body for body in turns if _position(body) == _position(turn)), None)
 
 
 def _environments(left: EpisodeView, right: EpisodeView) -> FirstDifference | None:

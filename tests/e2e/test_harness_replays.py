@@ -242,6 +242,11 @@ def test_a_fork_of_a_program_that_changed_before_its_turn_is_refused(
     assert len(endpoint.asked) == asked, "nothing was sampled"
     (made,) = answered(["fork", run, line["episode"], "--at", "0", *named], capsys, code=int("failed" in difference))
     assert len(endpoint.asked) == asked + (made["turns"] or 0)
+    if environment == "Program" and made["turns"]:
+        assert main(["episode", "diff", run, f"forks/{made['episode']}"]) == 0
+        page = capsys.readouterr().out
+        assert re.search(r"turn 0 of solver\[0\], token \d+ of", page)
+        assert re.search(r"Now: 2 \* 1\n +2 \* 1\n", page), "both prompts are shown"
 
 
 def test_an_edited_reply_that_is_not_requested_refuses_the_fork(
