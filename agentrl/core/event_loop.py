@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import linecache
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
@@ -119,8 +121,20 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         with _answering_ctrl_c() if is_default else contextlib.nullcontext():
             return await main
 
-    with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner:
+    with asyncio.Runner(loop_factory=EpisodeEventLoop) as runner, contextlib.ExitStack() as stack:
+        stack.callback(_close, runner)
         return runner.run(answering())
+
+
+def _close(runner: asyncio.Runner) -> None:
+    """Close a loop, and cancel tasks that episodes' programs left behind. Some may not have begun: Python would warn
+    that their coroutines were never awaited."""
+    if not asyncio.all_tasks(runner.get_loop()):
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        runner.close()
+        gc.collect()  # such a coroutine is often part of a cycle
 
 
 @contextlib.contextmanager
