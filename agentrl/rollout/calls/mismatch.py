@@ -92,7 +92,7 @@ def replay_mismatch(
     advice = ""
     if not changed:
         why = f"The environment's file is the same ({code[1]})"
-        advice = "Perhaps a module that it imports has changed" + (f". If not: {remedy}" if remedy else "")
+        advice = "Perhaps a module or program that it uses has changed" + (f". If not: {remedy}" if remedy else "")
     message = f"episode {episode_id}, call {call_id}: {then}, {now}. {why}" + (f". {advice}" if advice else "")
     return ReplayMismatchError(message, code_changed=changed, call_id=call_id, advice=advice)
 
