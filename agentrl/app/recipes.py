@@ -6,11 +6,13 @@ configurations of other libraries for large ones. docs/how-to/settings.md explai
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrl.core.errors import ModelError
 from agentrl.core.files import count_parameters
 from agentrl.core.setting_paths import value_at
 
@@ -50,6 +52,9 @@ NEAR_RATE, NEAR_SIZE = 2.0, 4.0
 """Factors from the suggested learning rate, and from other suggested values, within which a setting is left alone: the
 sources cannot tell such values apart. Qwen2.5-Coder-0.5B learned in steps of 64 with groups of 4 at 1e-4; at 4e-4, its
 rewards rose and fell."""
+HIGH_RATE = 10.0
+"""Factor above the suggested learning rate from which a run warns. Qwen2.5-Coder-0.5B gave no usable reply after one
+step at 0.03, 300 times the suggested rate."""
 
 
 class Suggestion(NamedTuple):
@@ -99,6 +104,24 @@ def _rate_before(before: Mapping[str, Any], policy: str) -> float:
     """Return the rate with which a policy was started; 0 if there is none, or the run's files hold something else."""
     value = value_at(before, "policies", policy, "learning_rate")
     return value if isinstance(value, float) and 0 < value < math.inf else 0.0
+
+
+def high_rates(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each policy whose learning rate is far above that of its model's size.
+
+    Args:
+        config: configuration with local model directories; one that cannot be read is left out.
+    """
+    for name, policy in config.trained.items():
+        with contextlib.suppress(ModelError):  # loading the model reports it
+            suggested, rate = _learning_rate(policy, Path(config.base_of(name))), policy.learning_rate
+            if rate > HIGH_RATE * suggested:
+                kind = "full weights" if policy.lora is None else "adapters"
+                yield (
+                    f"policies.{name}.learning_rate = {rate:g} is {rate / suggested:,.0f} times the usual rate for "
+                    f"{kind} of a model of this size, {suggested:g}: the model may be destroyed within a few steps. "
+                    "`agentrl doctor FILE --suggest` shows the usual settings"
+                )
 
 
 def suggestions(config: RunConfig) -> Iterator[Suggestion]:

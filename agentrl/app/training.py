@@ -33,7 +33,7 @@ from agentrl.app.policies import (
     hidden_tools,
 )
 from agentrl.app.received import remember_run, selected_by_tasks
-from agentrl.app.recipes import with_learning_rates
+from agentrl.app.recipes import high_rates, with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests
 from agentrl.app.resume import ReopenedRun, reopen_run
@@ -384,6 +384,7 @@ async def _resolve(
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
         config = await asyncio.to_thread(with_learning_rates, config, before)
+        _warn(observer, await asyncio.to_thread(list, high_rates(config)))
         config, chosen = await asyncio.to_thread(with_chosen_settings, config, before)
         for line in filter(None, chosen):
             observer.say(line)

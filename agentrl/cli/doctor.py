@@ -108,7 +108,9 @@ def _report_machine(options: argparse.Namespace) -> int:
         needs_ray = not config.trainer_plan.in_process
         memory: dict[str, tuple[Probe, ...]] = {"memory": (partial(memory_fit_checks, config),)}
         local_config = with_local_models(config)
-        models = () if local_config is None else (partial(chat_checks, local_config),)
+        models = (
+            () if local_config is None else (partial(chat_checks, local_config), partial(rate_checks, local_config))
+        )
         others = {title: probes for title, probes in SECTIONS.items() if title != _DEMO}
         left_out = set() if options.file is None else {demo_model_checks}
         if not needs_reasoning_gym(config.environment.id):
@@ -486,6 +488,17 @@ def chat_checks(config: RunConfig) -> list[Check]:
     if not isinstance(chat_format, TemplateChatFormat) or not environments_with_tools(environment):
         return []
     return [Check(name="tool calls", result=chat_format.reply_format.description)]
+
+
+def rate_checks(config: RunConfig) -> list[Check]:
+    """Note learning rates far above those of the models' sizes."""
+    from agentrl.app.recipes import high_rates, with_learning_rates
+
+    try:
+        rated = with_learning_rates(config, {})
+    except InputError as error:
+        return [Check(name="learning rate", result=str(error), level="missing")]
+    return [Check(name="learning rate", result=warning, level="note") for warning in high_rates(rated)]
 
 
 def _nodes(config: RunConfig) -> list[Check]:

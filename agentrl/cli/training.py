@@ -94,7 +94,7 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     from agentrl.app.hub import check_hub_models, with_downloaded_models
     from agentrl.app.model_files import model_paths
     from agentrl.app.plan import resolve, with_chosen_engine
-    from agentrl.app.recipes import with_learning_rates
+    from agentrl.app.recipes import high_rates, with_learning_rates
     from agentrl.app.run_parts import environment_of
     from agentrl.app.scoring import expected_scores
     from agentrl.app.user_functions import load_user_functions
@@ -108,13 +108,15 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
         for name, policy in config.trained.items()
         if "learning_rate" not in policy.model_fields_set
     ]
+    too_high: list[str] = []
     with contextlib.suppress(InputError, ImportError):  # a model is not at hand, so its size is unknown
-        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before).trained
-        rates = {name: {"learning_rate": policy.learning_rate} for name, policy in rated.items()}
+        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before)
+        too_high = list(high_rates(rated))
+        rates = {name: {"learning_rate": policy.learning_rate} for name, policy in rated.trained.items()}
         policies = {name: policy.model_copy(update=rates[name]) for name, policy in config.trained.items()}
         config, open_settings = config.model_copy(update={"policies": {**config.policies, **policies}}), []
     plan = resolve(config, environment_of(config))
-    for warning in plan.warnings(whole_groups=functions.compares_in_step):
+    for warning in [*plan.warnings(whole_groups=functions.compares_in_step), *too_high]:
         sys.stderr.write(f"WARNING {escape_line(warning)}\n")
     lines = [*plan.lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.app import recipes
-from agentrl.app.recipes import RECIPES, Suggestion, recipe_for, suggestions, with_learning_rates
+from agentrl.app.recipes import RECIPES, Suggestion, high_rates, recipe_for, suggestions, with_learning_rates
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -114,6 +114,42 @@ def test_examples_keep_what_was_measured_with_them(example: str, monkeypatch: py
 )
 def test_a_value_within_a_factor_stays(value: float, near: float, is_near: bool) -> None:
     assert Suggestion.of("step_size", value, 64, "a run", near).is_near == is_near
+
+
+@pytest.mark.parametrize(
+    ("policy", "warns"),
+    [
+        ("learning_rate = 2.9e-3", False),
+        ("learning_rate = 3.1e-3", True),
+        ("learning_rate = 3.1e-3\nlora.rank = 8", False),
+        ("learning_rate = 0.03\nlora.rank = 8", True),
+        ("", False),
+    ],
+)
+def test_a_rate_far_above_that_of_the_models_size_gives_a_warning(tmp_path: Path, policy: str, warns: bool) -> None:
+    """The bundled model's rates are 3e-4 for full weights and 2e-3 for adapters."""
+    warnings = [*high_rates(with_learning_rates(_config(tmp_path, policy), {}))]
+    assert len(warnings) == warns
+    assert all(
+        "policies.solver.learning_rate = " in warning and "times the usual rate" in warning for warning in warnings
+    )
+
+
+def test_a_model_without_readable_weights_gives_no_warning(tmp_path: Path) -> None:
+    config = _config(tmp_path, "learning_rate = 1.0")
+    assert [*high_rates(config)]
+    empty = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
+    assert not [*high_rates(empty)]
+
+
+def test_doctor_and_the_plan_show_a_rate_that_is_far_too_high(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", EXAMPLE, "--policies.solver.learning_rate=0.1", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["sections"][f"{EXAMPLE} will use"]}
+    assert "learning_rate = 0.1 is 333 times the usual rate for full weights" in checks["learning rate"]["result"]
+    assert checks["learning rate"]["level"] == "note"
+    for rate, warns in (("0.1", True), ("3e-4", False)):
+        main(["train", EXAMPLE, "--dry-run", f"--policies.solver.learning_rate={rate}"])
+        assert ("WARNING policies.solver.learning_rate" in capsys.readouterr().err) == warns
 
 
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
