@@ -96,6 +96,9 @@ ZERO_SHARE = 0.9
 FLAT = 0.02
 """Change of the mean reward, relative to the largest one or 1, below which it counts as unchanged; distance from 0 of
 the best mean over a window below which it never left its floor; distance from 1 below which tasks count as solved."""
+FALL_CHANCE = 1e-3
+"""Probability that unchanged weights earn the lowest reward in all groups of some steps, below which the reward fell.
+It assumes that the episodes of a group all succeed or all fail, the likeliest way to get such groups."""
 ALONE_SHARE = 0.5
 """Share of units without a comparison at which these count as the cause of zero advantages."""
 LOW_ENTROPY = 0.01
@@ -229,8 +232,8 @@ class Rule(NamedTuple):
     metrics of the whole run."""
     of_run: bool = False
     """Whether the alarm is about the whole run."""
-    explained_by: str = ""
-    """Name of an alarm of the same policy that explains this one, which is then not raised."""
+    explained_by: tuple[str, ...] = ()
+    """Names of alarms of the same policy that explain this one, which is then not raised."""
 
 
 class MetricRule(NamedTuple):
@@ -252,7 +255,7 @@ class MetricRule(NamedTuple):
     which no episode ended, as in asynchronous training."""
     min_steps: int = 1
     of_run: bool = False
-    explained_by: str = ""
+    explained_by: tuple[str, ...] = ()
     example: str = ""
     """As in `Alarm`."""
 
@@ -283,7 +286,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
         for policy in [newest] if of_run else state.policies.values():
             raised: list[Alarm] = []
             for rule in group:
-                if rule.explained_by not in {alarm.name for alarm in raised}:
+                if not any(alarm.name in rule.explained_by for alarm in raised):
                     raised += rule.find(state, policy)
             alarms += raised
     return _with_commands(alarms, state)
@@ -616,6 +619,57 @@ def _tool_errors(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm
         "the exception with its file and line; fix the tool unless the policy is at fault",
         TOOL_ERROR,
     )
+
+
+def _fall(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the newest steps in a row without an advantage and at the lowest reward, and at the steps before them."""
+    numbers, steps = [*policy.steps], [*policy.steps.values()]
+    if any("reward/mean" not in values for values in steps):
+        return
+    floor = min((values["reward/mean"] for values in steps), default=0.0)
+    fallen = [
+        *itertools.takewhile(
+            lambda values: values.get("advantage/zero_share") == 1.0 and values["reward/mean"] <= floor + 1e-9,
+            reversed(steps),
+        )
+    ]
+    num_before = len(steps) - len(fallen)
+    before = steps[:num_before][-WINDOW:]
+    if not fallen or not before or mean_of(window_metric_values(fallen, "advantage/alone_share")) >= ALONE_SHARE:
+        return
+    earlier = mean_of(window_metric_values(before, "reward/mean"))
+    # at most this share of the units got the floor before, if no reward exceeds the largest one
+    floor_share = 1.0 - (earlier - floor) / max(_largest_reward(policy) - floor, 1e-9)
+    group_size = state.plan.group_size or math.inf  # unknown: a step has at least one group
+    groups = sum(max(values.get("step/units", 0.0) / group_size, 1.0) for values in fallen)
+    shares = window_metric_values(fallen, "format/broken_turns")
+    intact = mean_of(window_metric_values(before, "format/broken_turns"))
+    is_broken = len(shares) == len(fallen) and min(shares) >= max(MOST_SHARE, 2 * intact)
+    if earlier - floor < FLAT or not (is_broken or floor_share**groups < FALL_CHANCE):
+        return
+    if any(_always_fails(state, policy)):  # the cause, which has its own alarm
+        return
+    rates = window_metric_values(before, "learning_rate")
+    yield Alarm(
+        "collapse",
+        policy.name,
+        f"the reward fell from {earlier:.3f} to {floor:.3f} after step {numbers[num_before - 1]}, and no episode "
+        "since has an advantage"
+        + (f"; {mean_of(shares):.0%} of the turns break the format, {intact:.0%} before" if is_broken else ""),
+        f"resume from a checkpoint before the fall, or start again, with a lower policies.{policy.name}.learning_rate"
+        + (f" (it was {rates[-1]:g})" if rates else "")
+        + "; `agentrl doctor FILE --suggest` shows the usual one for the model's size; if the replies that `agentrl "
+        "episode show` prints make sense, the newer tasks are harder",
+    )
+
+
+def _largest_reward(policy: PolicyMetricHistory) -> float:
+    """Estimate the largest reward of an episode: at least 1, and at least what the spread of held-out rewards needs."""
+    _, means = policy.series("reward/mean")
+    first = policy.evaluations.get(0, {})
+    mean, deviation = first.get("evaluation/reward", 0.0), first.get("evaluation/reward_deviation", 0.0)
+    # The variance of rewards from 0 to `largest` is at most mean * (largest - mean).
+    return max(1.0, *means, mean + deviation**2 / mean if mean > 0 else 0.0)
 
 
 def _nothing_taught(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -1048,6 +1102,15 @@ RULES: tuple[Rule | MetricRule, ...] = (
         _drops,
         of_run=True,
     ),
+    Rule(
+        {
+            "collapse": "the reward fell to its lowest value and no episode has an advantage since, which unchanged "
+            f"weights would do with a probability below {FALL_CHANCE:g}, or with {MOST_SHARE:.0%} or more broken turns "
+            f"that were intact before; or {ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below "
+            f"its best, and the entropy below {LOW_ENTROPY:g} nats"
+        },
+        _fall,
+    ),
     MetricRule(
         "context_full",
         f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
@@ -1106,7 +1169,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"is not falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more"
         },
         _illegal_output,
-        explained_by="foreign_calls",
+        explained_by=("foreign_calls", "collapse"),
     ),
     Rule(
         {
@@ -1114,7 +1177,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"there is less than one call in {1 / UNUSED_SHARE:.0f} episodes"
         },
         _unused_tools,
-        explained_by="illegal_output",
+        explained_by=("illegal_output", "collapse"),
     ),
     Rule(
         {
@@ -1137,17 +1200,15 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "other episode to compare them with",
         },
         _nothing_taught_yet,
-        explained_by="foreign_calls",
+        explained_by=("foreign_calls", "collapse"),
     ),
     Rule(
         {
-            "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the "
-            f"entropy below {LOW_ENTROPY:g} nats",
             "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far or "
             f"at {1 - FLAT:g} to 1",
         },
         _nothing_taught,
-        explained_by="illegal_output",
+        explained_by=("illegal_output", "collapse"),
     ),
     Rule(
         {

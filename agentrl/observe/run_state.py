@@ -171,6 +171,8 @@ class RunDisplaySettings:
     """Policies that are opponent pools, with the policy whose earlier versions they contain."""
     late_staleness: float = 0.0
     """Steps by which late members of groups may raise the mean staleness above its bound."""
+    group_size: int = 0
+    """Episodes of a group; 0 if unknown."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits of replies and episodes, keyed by setting, such as `sampling.max_tokens`."""
 
@@ -322,6 +324,7 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
         },
         late_staleness=0.0 if _mapping(config.get("credit")).get("release", "group") == "group" else 0.5,
+        group_size=max(_integer(value_at(config, "credit", "group_size")) or 0, 0),
         limits={path: value for path in limits if (value := _integer(value_at(config, *path.split("."))) or 0) > 0},
         max_staleness={
             name: None if policy.get("max_staleness") == "auto" else _integer(policy.get("max_staleness")) or 0

@@ -98,7 +98,7 @@ def test_one_step_within_the_bound_is_enough_and_an_explained_alarm_is_not_raise
     mixed = a_run(9, mood=0.3)
     mixed.policies["solver"].steps[7] = {**mixed.policies["solver"].steps[7], "mood": 3.0}
     sad = Rule({"sad": "after grumpy"}, lambda state, policy: iter([alarms.Alarm("sad", policy.name, "", "")]))
-    monkeypatch.setattr(alarms, "RULES", (GRUMPY, sad._replace(explained_by="grumpy")))
+    monkeypatch.setattr(alarms, "RULES", (GRUMPY, sad._replace(explained_by=("grumpy",))))
     assert names(mixed) == ["sad"]
     assert names(a_run(9, mood=0.3)) == ["grumpy"]
 
@@ -122,6 +122,74 @@ def test_replies_of_the_environment_raise_no_mismatch() -> None:
     unlikely = {"k3": 0.9, "lag_k3__0": 0.9, "lag_tokens__0": 900.0}
     assert names(a_run(5, before=20, **unlikely)) == ["engine_mismatch"]
     assert names(a_run(5, before=20, **unlikely, turns__demonstrated=2.0)) == []
+
+
+BEFORE_FALL = {
+    **{"step/units": 16.0, "reward/mean": 0.9375, "advantage/zero_share": 0.5, "advantage/alone_share": 0.0},
+    **{"episodes/turns": 2.0, "format/episodes": 16.0, "format/broken_turns": 0.0625, "turns/length": 0.0625},
+    **{"entropy": 0.129, "learning_rate": 0.03},
+}
+AFTER_FALL = {
+    **{"step/units": 16.0, "reward/mean": 0.0, "advantage/zero_share": 1.0, "advantage/alone_share": 0.0},
+    **{"episodes/turns": 1.0, "format/episodes": 16.0, "format/broken_turns": 1.0, "turns/length": 1.0},
+}
+"""Steps of examples/16_qwen.toml with a learning rate of 0.03: the first, and the next ones, which had no gradient."""
+
+
+def fall(
+    *steps: Mapping[str, float], group_size: int = 8, before_training: Mapping[str, float] | None = None
+) -> RunState:
+    state = RunState(plan=RunDisplaySettings(steps=4, max_staleness={"solver": 0}, group_size=group_size))
+    state.record("solver", 0, before_training or {"evaluation/reward": 0.75, "evaluation/reward_deviation": 0.433})
+    for number, values in enumerate(steps, 1):
+        state.record("solver", number, values)
+    return state
+
+
+def test_a_destroyed_model_is_named_after_its_first_step_with_the_learning_rate() -> None:
+    assert find_alarms(fall(BEFORE_FALL)) == []
+    for steps in (1, 3, 5, 20):
+        (alarm,) = find_alarms(fall(BEFORE_FALL, *[AFTER_FALL] * steps))
+        assert (alarm.name, alarm.policy) == ("collapse", "solver")
+        assert "fell from 0.938 to 0.000 after step 1" in alarm.text
+        assert "100% of the turns break the format, 6% before" in alarm.text
+        assert "lower policies.solver.learning_rate (it was 0.03)" in alarm.advice
+        assert "max_tokens" not in alarm.line
+
+
+def test_a_fall_with_an_intact_format_must_be_improbable() -> None:
+    intact = {**AFTER_FALL, "format/broken_turns": 0.0625, "turns/length": 0.0}
+    assert names(fall(BEFORE_FALL, intact)) == []  # 0.0625 ** 2 groups: two hard tasks
+    assert names(fall(BEFORE_FALL, intact, intact)) == ["collapse"]
+    assert names(fall(BEFORE_FALL, intact, intact, group_size=0)) == [], "the number of groups is unknown"
+    assert names(fall(BEFORE_FALL, intact, intact, intact, group_size=0)) == ["collapse"]
+    hard = {**BEFORE_FALL, "reward/mean": 0.1}
+    assert names(fall(hard, hard, intact, intact, intact)) == [], "most groups of such tasks get no reward"
+    assert names(fall(hard, hard, *[AFTER_FALL] * 2)) == ["collapse"]
+
+
+def test_rewards_above_1_make_the_lowest_one_likelier() -> None:
+    intact = {**AFTER_FALL, "format/broken_turns": 0.0625, "turns/length": 0.0}
+    mostly = {**BEFORE_FALL, "reward/mean": 0.9}
+    rare = {"evaluation/reward": 0.9, "evaluation/reward_deviation": 2.86}  # 10 in 9% of the episodes
+    assert names(fall(mostly, intact, intact)) == ["collapse"]
+    assert names(fall(mostly, intact, intact, before_training=rare)) == []
+
+
+def test_a_fall_with_an_advantage_or_a_recovery_is_no_collapse() -> None:
+    some = {**AFTER_FALL, "advantage/zero_share": 0.5, "format/broken_turns": 0.0625, "turns/length": 0.0}
+    assert names(fall(BEFORE_FALL, some, some)) == []
+    assert "collapse" not in names(fall(BEFORE_FALL, AFTER_FALL, AFTER_FALL, BEFORE_FALL))
+    assert "collapse" not in names(fall(BEFORE_FALL, {**AFTER_FALL, "advantage/alone_share": 1.0}))
+
+
+def test_a_scorer_that_fails_since_explains_a_fall() -> None:
+    state = fall(BEFORE_FALL, AFTER_FALL, AFTER_FALL)
+    state.status = RunSnapshot(
+        phase="training", failing={"scorer 'judge'": FailingCalls(9, 9, 9, "RuntimeError: 503", "scores/failed/judge")}
+    )
+    assert "collapse" not in names(state)
+    assert names(state)[0] == "always_fails"
 
 
 def test_a_run_that_goes_well_raises_none() -> None:
