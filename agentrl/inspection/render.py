@@ -397,8 +397,8 @@ def step_table(lines: Sequence[StepLine]) -> TerminalPage:
         numbers = [format_number(by_column.get(column)) for column in columns]
         numbers += [_small(line.loss), _small(line.grad_norm), str(line.units)]
         numbers += [f"{line.samples:,}", f"{line.tokens:,}", format_number(line.seconds)]
-        undone = "" if line.survives else "undone by a rollback"
-        rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, undone])
+        note = line.no_gradient if line.survives else "undone by a rollback"
+        rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, note])
     headings = ["policy", "version>", *(f"{column}>" for column in columns), "loss>", "grad_norm>", "episodes>"]
     headings += ["rows>", "tokens>", "seconds>", ""]
     page.table(headings, rows)

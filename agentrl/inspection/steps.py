@@ -12,7 +12,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.inspection.tokens import StepRow, read_step_rows
-from agentrl.observe.metrics import verdict_text
+from agentrl.observe.metrics import GRADIENT_METRICS, no_gradient_text, verdict_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +40,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     seconds: float
     stepped_at: float
+    no_gradient: str = ""
+    """Why the step had no gradient; empty if it had one, or led to no surviving version."""
 
 
 class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +126,22 @@ def _lines(reader: RunReader, problems: list[str] | None = None, **key: str | in
             raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learners))}")
     rewards = reader.step_rewards(condition, *values)
     surviving = reader.surviving()
-    return [_line(row, rewards, surviving.get(row["policy"], [])) for row in rows]
+    lines = [_line(row, rewards, surviving.get(row["policy"], [])) for row in rows]
+    texts = _no_gradient_texts(reader)
+    return [
+        msgspec.structs.replace(line, no_gradient=texts.get((line.policy, line.step), "")) if line.survives else line
+        for line in lines
+    ]
+
+
+def _no_gradient_texts(reader: RunReader) -> dict[tuple[str, int], str]:
+    """Return why steps of surviving versions had no gradient, by policy and step."""
+    steps: dict[tuple[str, int], dict[str, float]] = {}
+    for name, by_policy in reader.metrics(GRADIENT_METRICS).items():
+        for policy, values in by_policy.items():
+            for step, value in values:
+                steps.setdefault((policy, step), {})[name] = value or 0.0
+    return {key: no_gradient_text(metrics) for key, metrics in steps.items()}
 
 
 def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: int | None = None) -> StepView:

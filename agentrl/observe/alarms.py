@@ -21,6 +21,7 @@ from agentrl.observe.bottleneck import MIN_WON
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
+    EQUAL_GROUPS,
     FOREIGN_CALLS,
     HELD_OUT_CUTS,
     HELD_OUT_FOREIGN_CALLS,
@@ -32,6 +33,7 @@ from agentrl.observe.metrics import (
     TOOLS_OFFERED,
     count_foreign_calls,
     count_tool_calls,
+    no_gradient_text,
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import (
@@ -96,6 +98,8 @@ ZERO_SHARE = 0.9
 FLAT = 0.02
 """Change of the mean reward, relative to the largest one or 1, below which it counts as unchanged; distance from 0 of
 the best mean over a window below which it never left its floor; distance from 1 below which tasks count as solved."""
+EQUAL_STEPS = 3
+"""Number of steps without a gradient, among the newest `2 * WINDOW`, at which an alarm is raised."""
 FALL_CHANCE = 1e-3
 """Probability that unchanged weights earn the lowest reward in all groups of some steps, below which the reward fell.
 It assumes that the episodes of a group all succeed or all fail, the likeliest way to get such groups."""
@@ -733,6 +737,22 @@ def _nothing_taught(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
         )
 
 
+def _equal_groups(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at steps without a gradient between others with one."""
+    newest = list(policy.steps.items())[-2 * WINDOW :]
+    equal = [step for step, values in newest if no_gradient_text(values) == EQUAL_GROUPS]
+    if len(equal) < EQUAL_STEPS:
+        return
+    yield Alarm(
+        "equal_groups",
+        policy.name,
+        f"{len(equal)} of the last {plural(len(newest), 'step')} had no gradient, since the rewards within each group "
+        f"were equal: steps {', '.join(map(str, equal))}",
+        "credit.dynamic_sampling = true in a new run, which samples other groups in place of equal ones; a larger "
+        "step_size, or tasks that the policy solves sometimes",
+    )
+
+
 def _signal_advice(reward: float) -> str:
     """Return the remedies for rewards that are all equal, the likeliest first."""
     if reward >= 1.0 - FLAT:
@@ -1209,6 +1229,14 @@ RULES: tuple[Rule | MetricRule, ...] = (
         },
         _nothing_taught,
         explained_by=("illegal_output", "collapse"),
+    ),
+    Rule(
+        {
+            "equal_groups": f"at least {EQUAL_STEPS} of the newest {2 * WINDOW} steps had no gradient, because the "
+            "rewards within each group were equal"
+        },
+        _equal_groups,
+        explained_by=("foreign_calls", "illegal_output", "no_signal", "alone", "collapse", "nothing_to_learn"),
     ),
     Rule(
         {

@@ -35,6 +35,9 @@ VERDICT_METRICS = (
     *("evaluation/best_step", "evaluation/margin"),
 )
 """Metrics of an evaluation's answer: `verdict_text` puts them into words."""
+GRADIENT_METRICS = ("zero_gradient", "advantage/zero_share", "advantage/alone_share")
+"""Metrics of a step that say whether it had a gradient: `no_gradient_text` puts them into words."""
+EQUAL_GROUPS = "no gradient: all groups were equal"
 SCORES_EXPOSED = "scores/exposed_s"
 ROULETTE_STOPPED = "roulette/stopped"
 ROULETTE_WEIGHT = "roulette/weight"
@@ -612,6 +615,20 @@ def why_reserved(name: str) -> str | None:
     if registered_metric is not None:
         return f"agentrl records {registered_metric.name} itself: {registered_metric.meaning}"
     return "it is the name of a column of episodes and steps" if name in RESERVED_NAMES else None
+
+
+def no_gradient_text(metrics: Mapping[str, float]) -> str:
+    """Return why a step had no gradient, as far as known; empty if it had one.
+
+    Example:
+        >>> no_gradient_text(dict(zip(GRADIENT_METRICS, (1.0, 1.0, 0.0))))
+        'no gradient: all groups were equal'
+    """
+    zero_gradient, zero_share, alone_share = (metrics.get(name, 0.0) for name in GRADIENT_METRICS)
+    if not zero_gradient:
+        return ""
+    are_equal = zero_share == 1.0 and alone_share < 0.5  # else most units had nothing to be compared with
+    return EQUAL_GROUPS if are_equal else "no gradient"
 
 
 def verdict_text(metrics: Mapping[str, float]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.metrics import reward_metrics, verdict_text
+from agentrl.observe.metrics import no_gradient_text, reward_metrics, verdict_text
 from agentrl.observe.run_screen import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def format_step_metrics(metrics: Mapping[str, float]) -> str:
         parts.append(f"trainer {metrics['trainer/busy_share']:.0%}")
     if "tokens/sampled_per_s" in metrics:
         parts.append(f"{format_rate(metrics['tokens/sampled_per_s'])} tokens/s")
-    return "  ".join(parts)
+    parts.append(no_gradient_text(metrics))
+    return "  ".join(filter(None, parts))
 
 
 class PhaseTimer:

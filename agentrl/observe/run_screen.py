@@ -17,7 +17,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
-from agentrl.observe.metrics import find_registered_metric, own_metrics, reward_metrics, verdict_text
+from agentrl.observe.metrics import find_registered_metric, no_gradient_text, own_metrics, reward_metrics, verdict_text
 from agentrl.observe.pace import ChosenStaleness
 from agentrl.observe.run_state import SILENT_S
 
@@ -33,6 +33,8 @@ MAX_TEXT = 4000
 """Maximum number of characters shown of one text."""
 MAX_NODES = 16
 """Nodes that are shown."""
+MAX_STEPS = 8
+"""Maximum number of steps without a gradient that are listed."""
 MAX_PLOTS = 3
 """Maximum number of seats whose reward is plotted."""
 BY_WORD = (
@@ -73,6 +75,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         if not several:
             parts.append(_plot(policy, width))
         parts.append(_figures(policy, width, several=several))
+        parts += _steps_without_gradient(policy)
         parts += _verdict(policy)
         parts += _chosen_staleness(policy)
     if state.status is not None:
@@ -205,6 +208,16 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     for left_cell, right_cell in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
         table.add_row(*left_cell, *right_cell)
     return table
+
+
+def _steps_without_gradient(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
+    """Yield the newest steps without a gradient, and why the last of them had none."""
+    texts = {step: text for step, metrics in policy.steps.items() if (text := no_gradient_text(metrics))}
+    if texts:
+        newest = list(texts)[-MAX_STEPS:]
+        earlier = f"{len(texts) - len(newest):,} earlier, " if len(texts) > len(newest) else ""
+        numbers = f"{earlier}{', '.join(map(str, newest))}"
+        yield Text(f"{texts[newest[-1]]} at {plural(len(texts), 'step')} of {len(policy.steps):,}: {numbers}", "dim")
 
 
 def _verdict(policy: PolicyMetricHistory) -> Iterator[RenderableType]:

@@ -485,6 +485,25 @@ def test_steps_are_listed_with_those_a_rollback_undid(reader: RunReader) -> None
     assert "solver" in shown(step_table(lines))
 
 
+def test_a_step_without_a_gradient_says_so_in_the_list(sample_run: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(sample_run, tmp_path / "run")
+    with contextlib.closing(sqlite3.connect(path / "journal" / "control.db")) as log, log:
+        log.execute("DELETE FROM metrics WHERE step = 8 AND name LIKE 'advantage/%'")
+        log.executemany(
+            "INSERT INTO metrics (policy, step, name, value, recorded_at) VALUES ('solver', 8, ?, ?, 1e12)",
+            [("zero_gradient", 1.0), ("advantage/zero_share", 1.0), ("advantage/alone_share", 0.0)],
+        )
+    with contextlib.closing(RunReader(path)) as reader:
+        lines = step_list(reader)
+        view = step_view(reader, 8, "solver")
+    without = [(line.policy, line.step, line.survives) for line in lines if line.no_gradient]
+    assert without == [("solver", 8, True)]
+    assert view.line.no_gradient == "no gradient: all groups were equal"
+    rows = [row for row in shown(step_table(lines)).splitlines() if "no gradient" in row]
+    assert len(rows) == 1
+    assert rows[0].endswith("no gradient: all groups were equal")
+
+
 def test_a_step_shows_what_it_was_fed(reader: RunReader) -> None:
     view = step_view(reader, 3, "solver")
     assert view.line.units == len(view.fed) == 16

@@ -444,6 +444,30 @@ def test_lines_and_the_end_show_the_reward_of_each_seat_and_no_sum(tmp_path: Pat
     assert "training reward by optimizer step" not in stream.getvalue()
 
 
+def screen_of(state: RunState) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_run_screen(state, width=100))
+    return stream.getvalue()
+
+
+def test_a_step_without_a_gradient_says_so_in_its_line_and_on_the_screen() -> None:
+    healthy = {"reward/mean": 0.5, "zero_gradient": 0.0, "advantage/zero_share": 0.5, "advantage/alone_share": 0.0}
+    equal = {**healthy, "zero_gradient": 1.0, "advantage/zero_share": 1.0, "trainer/busy_share": 0.0}
+    assert format_step_metrics(equal) == "reward 0.500  trainer 0%  no gradient: all groups were equal"
+    assert format_step_metrics({**equal, "advantage/alone_share": 1.0}).endswith("  no gradient")
+    assert "gradient" not in format_step_metrics({**equal, "zero_gradient": 0.0})
+    state = RunState(plan=RunDisplaySettings(steps=20, max_staleness={"policy": 0}))
+    for step in range(1, 11):
+        state.record("policy", step, equal if step in (3, 9, 10) else healthy)
+    assert "no gradient: all groups were equal at 3 steps of 10: 3, 9, 10" in screen_of(state)
+    for step in range(11, 20):
+        state.record("policy", step, equal)
+    assert "at 12 steps of 19: 4 earlier, 12, 13, 14, 15, 16, 17, 18, 19" in screen_of(state)
+    fresh = RunState(plan=RunDisplaySettings(steps=20, max_staleness={"policy": 0}))
+    fresh.record("policy", 1, healthy)
+    assert "gradient" not in screen_of(fresh)
+
+
 def test_a_slow_rate_is_not_shown_as_none() -> None:
     slow = {"tokens/sampled_per_s": 0.034}
     assert format_step_metrics(slow) == "0.034 tokens/s"

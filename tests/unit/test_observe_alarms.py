@@ -183,6 +183,31 @@ def test_a_fall_with_an_advantage_or_a_recovery_is_no_collapse() -> None:
     assert "collapse" not in names(fall(BEFORE_FALL, {**AFTER_FALL, "advantage/alone_share": 1.0}))
 
 
+def test_several_steps_of_equal_groups_between_others_point_to_dynamic_sampling() -> None:
+    """Steps 3, 9 and 10 of a run of examples/16_qwen.toml had no gradient."""
+    equal = {"advantage/zero_share": 1.0, "advantage/alone_share": 0.0, "zero_gradient": 1.0}
+
+    def run(*without: int, steps: int = 10, **changed: float) -> list[str]:
+        state = RunState(plan=PLAN)
+        for step in range(1, steps + 1):
+            values = {**HEALTHY, "reward/mean": 0.9 if step % 2 else 0.8, "zero_gradient": 0.0}
+            changes = {name.replace("__", "/"): value for name, value in changed.items()}
+            state.record("solver", step, {**values, **equal, **changes} if step in without else values)
+        return [alarm.line for alarm in find_alarms(state)]
+
+    (line,) = run(3, 9, 10)
+    assert line.startswith("equal_groups: solver: 3 of the last 10 steps had no gradient")
+    assert "steps 3, 9, 10" in line
+    assert "credit.dynamic_sampling = true" in line
+    assert run(9, 10) == []
+    assert run(1, 2, 3, steps=12) == [], "two of them are long ago"
+    assert run(3, 9, 10, zero_gradient=0.0) == [], "an entropy bonus or a reference gave a gradient"
+    assert run(3, 9, 10, advantage__alone_share=1.0) == []
+    assert run(*range(1, 11))[0].startswith("equal_groups: solver: 10 of the last 10 steps")
+    constant = run(*range(1, 11), reward__mean=0.5)
+    assert [line.partition(":")[0] for line in constant] == ["no_signal"], "which says more"
+
+
 def test_a_scorer_that_fails_since_explains_a_fall() -> None:
     state = fall(BEFORE_FALL, AFTER_FALL, AFTER_FALL)
     state.status = RunSnapshot(

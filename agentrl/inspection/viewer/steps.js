@@ -47,7 +47,7 @@ const NUMERIC = new Set(["reward", "loss", "gradient norm", "episodes", "tokens"
 
 function stepRow(step) {
   const to = address(["step", step.policy, String(step.lineage), String(step.step)]);
-  const name = [element("a", { href: to, class: "id" }, `${step.policy}@${step.lineage}.${step.step}`), step.survives ? null : chip("rolled back", "warn")];
+  const name = [element("a", { href: to, class: "id" }, `${step.policy}@${step.lineage}.${step.step}`), step.survives ? null : chip("rolled back", "warn"), step.no_gradient ? chip(step.no_gradient, "warn") : null];
   return { to, cells: [name, rewardBars(step, 1), fixed(step.loss, 4), fixed(step.grad_norm, 4), number(step.units), number(step.tokens), seconds(step.seconds), clock(step.stepped_at)] };
 }
 
@@ -59,7 +59,7 @@ export async function stepView(page, { parts: [policy, lineage, step] }) {
   return {
     title: `${policy}@${lineage}.${step}`,
     content: [
-      element("div", { class: "head" }, element("h1", {}, "Step that made ", element("span", { class: "id" }, `${policy}@${lineage}.${step}`)), line.survives ? null : chip("rolled back", "warn")),
+      element("div", { class: "head" }, element("h1", {}, "Step that made ", element("span", { class: "id" }, `${policy}@${lineage}.${step}`)), line.survives ? null : chip("rolled back", "warn"), line.no_gradient ? chip(line.no_gradient, "warn") : null),
       facts([["started from", view.started_from], ["reward", rewards(line)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["episodes", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
       problems(view.problems),
       element("h2", {}, "What it was fed"),
