@@ -348,7 +348,7 @@ class Orchestrator:
                 continue
             so_far = f"so far {ended:,.0f} of {plural(size, 'episode')}"
             waiting = size - self.buffer.ready(policy)
-            if policy in self._open_steps or (ended >= size and waiting <= 0):
+            if policy in self.scheduler.stepping or (ended >= size and waiting <= 0):
                 paces.append((elapsed_s, f"{plural(size, 'episode')} sampled; the trainer works on the step"))
             elif ended >= size:
                 paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
@@ -539,6 +539,7 @@ class Orchestrator:
                 self._bottleneck.step_ended()
                 return taken
         finally:
+            self._open_steps.pop(policy, None)
             self.scheduler.stepping.discard(policy)
             self.changed.notify()
 
@@ -582,8 +583,6 @@ class Orchestrator:
         except UntrainableUnitsError as error:
             self._drop_untrainable(policy, ready_units, error)
             return False
-        finally:
-            del self._open_steps[policy]
         self._num_skipped[policy] = self._untrainable[policy] = 0
         step = StepRow(report=report, version=version, batch=batch)
         with self.activity.during("publishing"):

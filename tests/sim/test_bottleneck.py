@@ -284,6 +284,18 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     assert told[max(told)] == "", "the metrics of the steps say it then"
 
 
+def test_a_first_step_that_is_published_waits_for_no_episodes(tmp_path: Path) -> None:
+    planted = Planted(
+        part="engine", call_s=1.0, step_s=20.0, publish_s=30.0, changes={"step_size": 16, "max_staleness": 0}
+    )
+    refreshes, _ = looked_at(planted, tmp_path / "run")
+    told = [(snapshot.pace, snapshot.waits) for snapshot, _, _ in refreshes if snapshot.pace]
+    works = [at for at, (pace, _) in enumerate(told) if pace.endswith("the trainer works on the step")]
+    assert len(works) >= 45, "training and publishing take 50 s"
+    assert works == [*range(works[0], len(told))], "no other message follows"
+    assert all("trainer works on step 1" in waits for _, waits in told[works[1] :])
+
+
 def test_no_time_is_estimated_from_the_few_episodes_that_end_first(tmp_path: Path) -> None:
     planted = Planted(part="engine", places=4, call_s=10.0, changes={"step_size": 32, "max_staleness": 0})
     refreshes, _ = looked_at(planted, tmp_path / "run")
