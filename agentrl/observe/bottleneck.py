@@ -72,6 +72,9 @@ MAX_REPLY = 60
 """Maximum number of characters of such a reply that are shown."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
+TOKENS = "tokens"
+"""Key of the number of tokens that engines and endpoints sampled in this process, those of interrupted turns and of
+evaluations included; tokens read from the journal are not."""
 PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
 """Keys of the sums over turns from which `fit_passes` computes the time of a forward pass."""
 
@@ -116,6 +119,7 @@ class ActivityClock:
         self._in_a_row = Counter[str]()
         self._won: dict[bytes, tuple[str, dict[str, str]]] = {}
         self._num_turns = 0
+        self._num_tokens = 0
         self._passes = [0.0] * len(PASSES)
 
     def change(self, activity: Activity, by: int, now: float | None = None) -> None:
@@ -193,6 +197,10 @@ class ActivityClock:
             del self._won[oldest]
         self._won[key] = shown, answers
 
+    def count_tokens(self, tokens: int) -> None:
+        """Count the tokens that a call to an engine or endpoint returned."""
+        self._num_tokens += tokens
+
     def turn_begins(self) -> tuple[float, float]:
         """Return what `turn_ended` needs of the beginning of a turn in the engine."""
         now = self._clock.monotonic()
@@ -230,8 +238,9 @@ class ActivityClock:
             tally.most = tally.count
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of each activity until now, its `ANY` and `MOST`, and `TURNS`."""
-        totals: dict[str, float] = {TURNS: float(self._num_turns), **dict(zip(PASSES, self._passes, strict=True))}
+        """Return the seconds of each activity until now, its `ANY` and `MOST`, `TURNS` and `TOKENS`."""
+        totals: dict[str, float] = {TURNS: float(self._num_turns), TOKENS: float(self._num_tokens)}
+        totals |= zip(PASSES, self._passes, strict=True)
         now = self._clock.monotonic()
         for activity, tally in tuple(self._tallies.items()):
             self.change(activity, 0, now)

@@ -284,8 +284,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of all policies per second, from episodes that ended during the newest 5 steps; absent if none "
-        "ended",
+        "tokens per second that all policies sampled in this process, evaluations included, over the newest 5 steps; a "
+        "call to an engine counts when it returns; absent if none did",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(

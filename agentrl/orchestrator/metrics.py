@@ -93,7 +93,6 @@ class EpisodeTotals:
     def count_end(self, header: EpisodeHeader, won_by: str | None) -> None:
         """Count an ended episode; `won_by` is the winning seat of a decided game."""
         self._add("episodes")
-        self._add("tokens", header.tokens)
         self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
         self._add("context full", header.stop_reason == "context_length")
         if won_by is not None:

@@ -10,7 +10,7 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
-from agentrl.observe.bottleneck import THREADS
+from agentrl.observe.bottleneck import THREADS, TOKENS
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards, reward_agreement
@@ -45,7 +45,7 @@ class StepMetrics:
         self._idle_since: dict[str, float] = {}
         self._counts: dict[str, EpisodeTotals] = {}
         self._sampled: dict[str, deque[tuple[float, float]]] = {}
-        """Time and tokens sampled so far at the newest steps, by policy."""
+        """Time and tokens sampled so far at the newest steps, by policy; the oldest may be the start of training."""
 
     def start(self) -> None:
         """Start the clocks: training begins now."""
@@ -53,6 +53,8 @@ class StepMetrics:
         busy = self._engine.busy_seconds()
         self._last = dict.fromkeys(self._board.trainable, (self._start_s, busy))
         self._idle_since = dict.fromkeys(self._board.trainable, self._start_s)
+        at_start = (self._start_s, self._sampled_tokens())
+        self._sampled = {policy: deque([at_start], maxlen=RATE_STEPS + 1) for policy in self._board.trainable}
         self._counts = {policy: self._buffer.counts.copy() for policy in self._board.trainable}
 
     def before_step(self, policy: str) -> float:
@@ -106,7 +108,7 @@ class StepMetrics:
                 metrics["staleness/before_resume"] = float(len(lags) - len(current_lags))
             if limit is not None:
                 metrics["staleness/exceeded"] = float(sum(lag > limit for lag in current_lags))
-        if rate := self._tokens_per_s(policy, now, self._buffer.counts.of("tokens")):
+        if rate := self._tokens_per_s(policy, now):
             metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:
@@ -129,10 +131,13 @@ class StepMetrics:
             metrics["proposals/structure_entropy"] = entropy
         return metrics
 
-    def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
-        """Return the tokens per second of the episodes that ended during the newest steps; 0 if none did. Episodes end
+    def _sampled_tokens(self) -> float:
+        return self._dispatcher.worker.activity().get(TOKENS, 0.0)
+
+    def _tokens_per_s(self, policy: str, now: float) -> float:
+        """Return the tokens per second of the calls that returned during the newest steps; 0 if none did. Calls return
         together, so that a single step's rate jumps."""
-        newest = self._sampled.setdefault(policy, deque([(self._start_s, 0.0)], maxlen=RATE_STEPS + 1))
+        newest, tokens = self._sampled[policy], self._sampled_tokens()
         newest.append((now, tokens))
         (since, before), *_ = newest
         return (tokens - before) / max(now - since, 1e-9)

@@ -391,9 +391,10 @@ class ActivityWait:
         self._episode.end_wait(self._activity)
 
     def count_turn(self, tokens: int) -> None:
-        """Count the engine's work on a turn that has returned; a turn of an endpoint has none."""
+        """Count the tokens of a call that has returned, and the engine's work on it; an endpoint's is unknown."""
+        services = self._episode.services
+        services.activity.count_tokens(tokens)
         if self._activity == "engine":
-            services = self._episode.services
             services.activity.turn_ended(self._began, tokens, services.engine.capabilities.places)
 
 

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+import agentrl
 from agentrl.core import ids
+from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.journal.entries import BeginEntry, TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, EpisodeEnd, StepRow
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Ask, SmallRun, config_for
@@ -37,6 +40,40 @@ def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
         journal=journal,
         resumed_at={"guesser": version},
     )
+
+
+class FiveTurns(agentrl.Environment):
+    """Five turns of 40 tokens, each 2 seconds."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        for _ in range(5):
+            await ctx.agent("guesser").act(agentrl.user("Continue."))
+        ctx.agent("guesser").reward(ctx.rng.random())
+
+
+@pytest.mark.parametrize("killed_at", [9.0, 3.0])
+def test_tokens_sampled_before_a_kill_do_not_count_in_the_rate_after_it(
+    killed_at: float, simulated_loop: SeededSimulation
+) -> None:
+    """Eight conversations at once, each of 20 tokens per second, give at most 160."""
+
+    def forty(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        return [*b"." * 39, STOP_TOKEN]
+
+    async def main() -> None:
+        config = config_for(steps=3, max_staleness=0)
+        first = SmallRun(config=config, environment=FiveTurns, script=forty)
+        second = second_life(first, await first.cut_after(killed_at), 0)
+        second.script = forty
+        await second.run()
+        rates = [values["tokens/sampled_per_s"] for _, _, values in second.seen.steps]
+        assert len(rates) == 3
+        assert max(rates) <= 160
+        assert min(rates) > 40
+
+    simulated_loop.run(main)
 
 
 def test_a_stopped_run_trains_every_episode_once(simulated_loop: SeededSimulation) -> None:
