@@ -642,10 +642,14 @@ def _fall(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     if not fallen or not before or mean_of(window_metric_values(fallen, "advantage/alone_share")) >= ALONE_SHARE:
         return
     earlier = mean_of(window_metric_values(before, "reward/mean"))
-    # at most this share of the units got the floor before, if no reward exceeds the largest one
-    floor_share = 1.0 - (earlier - floor) / max(_largest_reward(policy) - floor, 1e-9)
     group_size = state.plan.group_size or math.inf  # unknown: a step has at least one group
-    groups = sum(max(values.get("step/units", 0.0) / group_size, 1.0) for values in fallen)
+    groups, groups_before = (
+        sum(max(values.get("step/units", 0.0) / group_size, 1.0) for values in part) for part in (fallen, before)
+    )
+    # At most this share of the groups got the floor before, if no reward exceeds the largest one. As few groups tell
+    # little, it is estimated by the rule of succession.
+    floor_share = 1.0 - (earlier - floor) / max(_largest_reward(policy) - floor, 1e-9)
+    floor_share = (groups_before * floor_share + 1.0) / (groups_before + 2.0)
     shares = window_metric_values(fallen, "format/broken_turns")
     intact = mean_of(window_metric_values(before, "format/broken_turns"))
     is_broken = len(shares) == len(fallen) and min(shares) >= max(MOST_SHARE, 2 * intact)
@@ -738,9 +742,13 @@ def _nothing_taught(state: RunState, policy: PolicyMetricHistory) -> Iterator[Al
 
 
 def _equal_groups(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    """Look at steps without a gradient between others with one."""
+    """Look at steps without a gradient between others with one. Where all rewards are 1, the tasks are solved."""
     newest = list(policy.steps.items())[-2 * WINDOW :]
-    equal = [step for step, values in newest if no_gradient_text(values) == EQUAL_GROUPS]
+    equal = [
+        step
+        for step, values in newest
+        if no_gradient_text(values) == EQUAL_GROUPS and not 1.0 - FLAT <= values.get("reward/mean", 0.0) <= 1.0
+    ]
     if len(equal) < EQUAL_STEPS:
         return
     yield Alarm(
@@ -1233,7 +1241,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
     Rule(
         {
             "equal_groups": f"at least {EQUAL_STEPS} of the newest {2 * WINDOW} steps had no gradient, because the "
-            "rewards within each group were equal"
+            f"rewards within each group were equal; steps at reward {1 - FLAT:g} to 1 do not count"
         },
         _equal_groups,
         explained_by=("foreign_calls", "illegal_output", "no_signal", "alone", "collapse", "nothing_to_learn"),

@@ -159,10 +159,14 @@ def test_a_destroyed_model_is_named_after_its_first_step_with_the_learning_rate(
 
 def test_a_fall_with_an_intact_format_must_be_improbable() -> None:
     intact = {**AFTER_FALL, "format/broken_turns": 0.0625, "turns/length": 0.0}
-    assert names(fall(BEFORE_FALL, intact)) == []  # 0.0625 ** 2 groups: two hard tasks
-    assert names(fall(BEFORE_FALL, intact, intact)) == ["collapse"]
-    assert names(fall(BEFORE_FALL, intact, intact, group_size=0)) == [], "the number of groups is unknown"
-    assert names(fall(BEFORE_FALL, intact, intact, intact, group_size=0)) == ["collapse"]
+    assert names(fall(BEFORE_FALL, intact, intact)) == [], "two groups before and four hard tasks"
+    assert names(fall(BEFORE_FALL, intact, intact, intact)) == ["collapse"]
+    assert names(fall(*[BEFORE_FALL] * 5, intact)) == []
+    assert names(fall(*[BEFORE_FALL] * 5, intact, intact)) == ["collapse"]
+    assert names(fall(*[BEFORE_FALL] * 5, intact, intact, group_size=0)) == [], "the number of groups is unknown"
+    assert names(fall(*[BEFORE_FALL] * 5, *[intact] * 5, group_size=0)) == ["collapse"]
+    solved = {**BEFORE_FALL, "reward/mean": 1.0}
+    assert names(fall(solved, {**intact, "reward/mean": 0.5})) == [], "one step is no certainty"
     hard = {**BEFORE_FALL, "reward/mean": 0.1}
     assert names(fall(hard, hard, intact, intact, intact)) == [], "most groups of such tasks get no reward"
     assert names(fall(hard, hard, *[AFTER_FALL] * 2)) == ["collapse"]
@@ -172,8 +176,8 @@ def test_rewards_above_1_make_the_lowest_one_likelier() -> None:
     intact = {**AFTER_FALL, "format/broken_turns": 0.0625, "turns/length": 0.0}
     mostly = {**BEFORE_FALL, "reward/mean": 0.9}
     rare = {"evaluation/reward": 0.9, "evaluation/reward_deviation": 2.86}  # 10 in 9% of the episodes
-    assert names(fall(mostly, intact, intact)) == ["collapse"]
-    assert names(fall(mostly, intact, intact, before_training=rare)) == []
+    assert names(fall(*[mostly] * 5, intact, intact)) == ["collapse"]
+    assert names(fall(*[mostly] * 5, intact, intact, before_training=rare)) == []
 
 
 def test_a_fall_with_an_advantage_or_a_recovery_is_no_collapse() -> None:
@@ -203,6 +207,7 @@ def test_several_steps_of_equal_groups_between_others_point_to_dynamic_sampling(
     assert run(1, 2, 3, steps=12) == [], "two of them are long ago"
     assert run(3, 9, 10, zero_gradient=0.0) == [], "an entropy bonus or a reference gave a gradient"
     assert run(3, 9, 10, advantage__alone_share=1.0) == []
+    assert run(3, 9, 10, reward__mean=1.0) == [], "the tasks are solved"
     assert run(*range(1, 11))[0].startswith("equal_groups: solver: 10 of the last 10 steps")
     constant = run(*range(1, 11), reward__mean=0.5)
     assert [line.partition(":")[0] for line in constant] == ["no_signal"], "which says more"
