@@ -292,6 +292,23 @@ def test_a_served_run_shows_every_view_and_keeps_its_token_out_of_the_address(ta
         } == {origin}
 
 
+def test_a_step_without_a_gradient_is_marked_in_the_list_and_on_its_page(
+    tab: Tab, sample_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sample_run, tmp_path / "run")
+    connection = sqlite3.connect(tmp_path / "run" / "journal" / "control.db")
+    statement = "INSERT INTO metrics (policy, step, name, value, recorded_at) VALUES ('solver', 8, ?, 1, 1e12)"
+    connection.executemany(statement, [("zero_gradient",), ("advantage/zero_share",)])
+    connection.commit()
+    connection.close()
+    out = tmp_path / "equal.html"
+    assert main(["run", "export", str(tmp_path / "run"), "--to", "html", "--out", str(out)]) == 0
+    for view in ("#/steps", "#/step/solver/1/8"):
+        show(tab, out.as_uri() + view)
+        assert text(tab).count("no gradient: all groups were equal") == 1, view
+    assert tab.errors == []
+
+
 def test_a_page_without_the_token_says_what_to_do(tab: Tab, sample_run: Path) -> None:
     with serve(sample_run) as address:
         tab.open(address.partition("#")[0])
