@@ -88,8 +88,10 @@ from agentrl.testing.new_process import (
     SilentProcessError,
     importable_name,
     play_in_new_process,
+    program_policy,
     refuse_in_new_process,
 )
+from agentrl.testing.program_calls import ProgramCall, offered_schemas, program_calls
 from agentrl.testing.report import CheckResult, EnvironmentReport, Finding
 from agentrl.testing.resumption import MAX_CUTS, Resumptions, resume_at_every_entry, resume_over_replies
 from agentrl.testing.reward_check import find_reward_faults
@@ -132,6 +134,8 @@ _PROGRAM_ERRORS = re.compile(
 """Exceptions that hardly ever refuse a call on purpose."""
 _PARSE_ERRORS = re.compile(r"\b(?:JSONDecodeError|SyntaxError|ValidationError)\b")
 """Exceptions of code that reads random text as data: the text explains them, though the message may not contain it."""
+_ERROR_TEXT = re.compile(r"Traceback \(most recent|\b\w*(?:Error|Exception)\b|\b(?i:error)\b")
+"""What a tool's result contains if the external agent made it of an exception."""
 _INNER_REPR = re.compile(r"<[\w.<>]+ (?:object )?at 0x[0-9a-f]+>|\[(?:\{'role': '|Message\(role=)")
 """The `repr` of an object, or the beginning of that of a list of messages."""
 _CONTAINER_REPR = re.compile(r"""\[(?:['"]|\{['"]|\w+\(\w+=)|\{['"]""")
@@ -169,6 +173,8 @@ class Subject:
     """Failures of its other episodes."""
     offered_tools: dict[str, set[str]] = field(default_factory=dict)
     """Names of the tools that prompts showed, keyed by environment and seat, such as `Solve.solver`."""
+    schemas: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parameters of the tools that an external agent offered in earlier episodes, keyed by tool."""
     format_episodes: list[ExecutedEpisode] = field(default_factory=list)
     """Episodes that compare unreadable replies with readable ones."""
     has_won_demonstration: bool = False
@@ -187,7 +193,9 @@ class Subject:
 
     @property
     def tool_names(self) -> set[str]:
-        """Names of the tools that the policy is shown."""
+        """Names of the tools that the policy is shown; of an external agent, those seen so far."""
+        if self.is_external:
+            return set().union(*self.offered_tools.values())
         return set(self.environment.tool_table()) if issubclass(self.environment, ToolEnvironment) else set()
 
     @property
@@ -217,9 +225,15 @@ class Subject:
         bodies = (entry.decode() for entry in itertools.chain.from_iterable(entries))
         return [body.request for body in bodies if isinstance(body, TurnEntry) and body.request is not None]
 
+    def program_calls(self) -> list[ProgramCall]:
+        """Return the tool calls of an external agent in the random policy's episodes."""
+        return [call for _, episode in self.played for call in program_calls(episode.entries)]
+
     def policy(self) -> Script:
         """Return the random policy, which notes the tools that it is shown."""
         script, chat_format = random_policy(self.environment), PlainChatFormat()
+        if self.is_external:
+            script = program_policy(self.environment, schemas={**self.schemas}, marked=False)
 
         def noting(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
             if tools := shown_tools(chat_format.decode(request.token_ids.tolist())):
@@ -575,6 +589,8 @@ async def _check_episode(
         result.fault(f"task {task.id!r}: {first.text}", f"By its imports or addresses {MODEL_ADVICE}" if asks else "")
         return
     subject.played.append((task, first))
+    if subject.is_external:
+        subject.schemas.update(offered_schemas(first.entries))
     if loop_problems:  # a blocking environment would block again for every entry
         return
     if issubclass(environment, HarnessEnvironment):
@@ -705,6 +721,9 @@ def _failed_reward(environment: type[Environment]) -> float | None:
 def check_tools(subject: Subject, result: CheckResult) -> None:
     """Tools that raise or time out: the policy sees this as observations, so they are warnings. A tool is broken if it
     does so in every call, for a reason that is not in the arguments."""
+    if subject.is_external:
+        _check_program_tools(subject, result)
+        return
     calls, raised = Counter[str](), Counter[str]()
     errors: dict[tuple[str, str], list[ToolEntry]] = {}
     for body in subject.bodies():
@@ -715,7 +734,8 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
                 errors.setdefault((body.name, body.location), []).append(body)
     for (name, _), entries in errors.items():
         problem = f"{_tool_errors_line(entries)}, in {len(entries)} of {plural(calls[name], 'call')}"
-        if raised[name] == calls[name] and not _is_of_arguments(entries, subject.environment):
+        answers = [(entry.error, entry.arguments) for entry in entries]
+        if raised[name] == calls[name] and not _is_of_arguments(answers, subject.environment):
             result.fault(
                 problem,
                 "Fix it. If the tool is meant to refuse such calls, return the reason as text, or narrow the types of "
@@ -736,14 +756,50 @@ def check_tools(subject: Subject, result: CheckResult) -> None:
         result.remarks.append(f"Never called, and not tried: {', '.join(uncalled)}.")
 
 
-def _is_of_arguments(entries: Sequence[ToolEntry], environment: type[Environment]) -> bool:
-    """Whether the arguments may explain why calls raised: the errors differ, name an argument, or are too few."""
-    errors = [entry.error for entry in entries]
+def _check_program_tools(subject: Subject, result: CheckResult) -> None:
+    """Tools of an external agent that answer each call with the same error, for a reason that is not in the arguments.
+    The agent runs them itself, so only the text that it sends back is known."""
+    by_tool: dict[str, list[ProgramCall]] = {}
+    for call in subject.program_calls():
+        by_tool.setdefault(call.name, []).append(call)
+    errors: dict[str, int] = {}
+    for name, calls in by_tool.items():
+        answers = [(call.result, call.arguments) for call in calls if call.result is not None]
+        errors[name] = sum(_ERROR_TEXT.search(text) is not None for text, _ in answers)
+        if answers and errors[name] == len(answers) and not _is_of_arguments(answers, subject.environment):
+            result.warn(
+                f"tool {name} answered all of {plural(len(answers), 'call')} with the same error: "
+                f"{shortened_repr(answers[-1][0])}",
+                "Fix it, or ignore this if the tool is meant to refuse such calls",
+            )
+    uncalled = sorted(subject.tool_names - by_tool.keys())
+    result.figures = {
+        "called": sorted(by_tool),
+        "uncalled": uncalled,
+        "tool_calls": {name: len(calls) for name, calls in by_tool.items()},
+        "tool_errors": {name: number for name, number in errors.items() if number},
+        "offered_tools": {seat: sorted(tools) for seat, tools in subject.offered_tools.items()},
+    }
+    if not by_tool and subject.played:
+        reason = f"although requests offered {', '.join(uncalled)}" if uncalled else "because no request offered one"
+        result.remarks.append(f"No tool was called in these episodes, {reason}.")
+    elif uncalled:
+        result.remarks.append(f"Never called, and not tried: {', '.join(uncalled)}.")
+
+
+def _is_of_arguments(answers: Sequence[tuple[str, Any]], environment: type[Environment]) -> bool:
+    """Whether the arguments may explain why calls raised: the errors differ, name an argument, or are too few.
+
+    Args:
+        answers: error and arguments of each call.
+        environment: class of the environment.
+    """
+    errors = [error for error, _ in answers]
     if _is_of_code(errors[0], environment):
         return False
     if len(errors) < MIN_REFUSED or not _is_one_error(errors) or _is_of_parsing(errors[0]):
         return True
-    return any(_names(entry.error, value) for entry in entries for value in _scalars(entry.arguments))
+    return any(_names(error, value) for error, arguments in answers for value in _scalars(arguments))
 
 
 def _is_of_code(raised: str, environment: type[Environment]) -> bool:
@@ -777,6 +833,9 @@ def _scalars(value: Any) -> Iterator[Any]:
 def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
     """Count the calls that reached each tool, 0 if all were refused, and its calls that raised or timed out."""
     calls, failed = Counter[str](), Counter[str]()
+    for call in subject.program_calls() if subject.is_external else ():
+        calls[call.name] += 1
+        failed[call.name] += call.result is not None and _ERROR_TEXT.search(call.result) is not None
     for body in subject.bodies():
         if isinstance(body, ToolEntry):
             calls[body.name] += body.outcome in ("ok", "error", "timeout")

@@ -5,14 +5,16 @@ long as it is played alone. When several play at once, rewards and tokens go to 
 
 1. The episodes proceed in lockstep (`execute_together`), so that they overlap in every run of the check.
 2. An episode is accused only of what differs from several executions of it alone, which agree with each other. These
-   repeat the replies, and the answers of the outside world, that the episode got. Where chance could still explain the
-   difference, several episodes must differ.
+   repeat the replies, and the answers of the outside world, that the episode got. A program whose requests differ
+   between them is not repeatable, which is another finding. Where chance could still explain the difference, several
+   episodes must differ.
 3. If the class can be imported, the episodes play in a new process, where no earlier episode has filled a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.rollout.external.agent import external_turns_with_context
+from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.testing.differences import is_external, result_of
 from agentrl.testing.new_process import (
     DeadProcessError,
@@ -196,6 +198,8 @@ class _Comparison:
             self._views = [_View(), _View(of_outside=True)]
         else:
             self._views = [_View(is_program=True)] if environment.replay_stable else []
+        self.unrepeatable = ""
+        """How a program's requests differ between executions alone; empty if they were not found to."""
         played = self._played(play)
         self._together, self._shared = played.outcomes, played.shared
         # Unlike random calls, demonstrations succeed in a state that earlier episodes of this process did not change.
@@ -232,6 +236,8 @@ class _Comparison:
                 f"{len(self._together)} {kind} played at once mix. The episode of {self._name(problems[0].place)} "
                 f"{problems[0].text}.{names} {ADVICE}"
             )
+        elif self.unrepeatable:
+            result.findings.append(self.unrepeatable)
         return result
 
     def _name(self, place: int) -> str:
@@ -283,10 +289,17 @@ class _Comparison:
             differing = view.differing(together, alone)
             if not self._views:
                 differing &= {_FAILURE}
+            repeats: list[Outcome] = []
             for _ in range(1, ALONE if view.is_program or view.of_outside else 2):
                 if differing:
-                    repeat = self._played_alone(place, [view], in_new_process=True)
+                    repeats.append(repeat := self._played_alone(place, [view], in_new_process=True))
                     differing = differing & view.differing(together, repeat) - view.differing(alone, repeat)
+            if differing and view.is_program and (change := _changing_request(repeats)):
+                self.unrepeatable = (
+                    f"{self._name(place)}, played several times alone with the same replies, sends another request: "
+                    f"{change}"
+                )
+                return None
             if differing and (problem := self._describe(place, view, alone, differing)):
                 return problem
         return None
@@ -382,6 +395,26 @@ def _may_vary(entry: JournalEntry) -> bool:
     """Whether an entry is a call of a resource that is not the same whenever it is made again."""
     body = entry.decode()
     return isinstance(body, ResourceCallEntry) and body.level != "replay"
+
+
+def _changing_request(outcomes: Sequence[Outcome]) -> str:
+    """Return how a request differs that a program does not repeat in each execution; "" if it repeats all of them."""
+    turns = [
+        {entry.call_id: body for entry in external_turns_with_context(outcome.entries) if (body := _turn(entry))}
+        for outcome in outcomes
+        if outcome.failure is None
+    ]
+    for first, second in itertools.pairwise(turns):
+        missing = [body for call_id, body in first.items() if call_id not in second]
+        new = [body for call_id, body in second.items() if call_id not in first]
+        if missing and new and new[0].request is not None:
+            return describe_request_difference(missing, new[0].messages, new[0].request)
+    return ""
+
+
+def _turn(entry: JournalEntry) -> TurnEntry | None:
+    body = entry.decode()
+    return body if isinstance(body, TurnEntry) else None
 
 
 def _is_effect(entry: JournalEntry) -> bool:

@@ -83,6 +83,8 @@ PROGRAM_TIMEOUT_S = 120.0
 """Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
 MAX_READ_TOKENS = 4096
 """Number of bytes at the end of a conversation in which the random policy looks for words."""
+RANDOM_TEXTS = ("yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world")
+"""Replies of the random policy without a call."""
 LOCKSTEP_POLL_S = 0.005
 _ROOT = re.compile(r"[.~]")
 """What ends the id of the root episode in the id of a request."""
@@ -666,7 +668,7 @@ def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Sc
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         draw = random_stream("check", request.seed)
-        text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
+        text = draw.choice(RANDOM_TEXTS)
         if is_game:
             shown = chat_format.decode(request.token_ids.tolist()[-MAX_READ_TOKENS:])
             _, is_listed, actions = shown.rpartition(LEGAL_ACTIONS)
@@ -674,8 +676,7 @@ def random_policy(environment: type[Environment], *, calling: float = 0.7) -> Sc
             text = draw.choice(words or [text]) if draw.random() < (0.9 if is_listed else 0.5) else text
         if tools and draw.random() < calling:
             spec = draw.choice(tools).spec
-            schemas = spec.parameters.get("properties", {})
-            arguments = {name: _random_argument(schema, draw, spec.parameters) for name, schema in schemas.items()}
+            arguments = random_arguments(spec.parameters, draw)
             call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
             text = f"<tool_call>{call}</tool_call>"
         if request.sampling.grammar:
@@ -779,8 +780,13 @@ def _random_json(schema: Mapping[str, Any], draw: random.Random) -> Any:
     try:
         return random_value(schema, draw, schema)
     except UnknownSchemaError:  # of some part: the others are still valid
-        parts = schema.get("properties", {})
-        return {name: _random_argument(part, draw, schema) for name, part in parts.items()}
+        return random_arguments(schema, draw)
+
+
+def random_arguments(schema: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Return a random value for each property of an object's schema."""
+    parts = schema.get("properties", {})
+    return {name: _random_argument(part, draw, schema) for name, part in parts.items()}
 
 
 def _random_argument(schema: Any, draw: random.Random, root: Mapping[str, Any]) -> Any:

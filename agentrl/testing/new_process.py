@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import select
 import signal
 import struct
@@ -20,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -42,11 +44,13 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import (
     DEMONSTRATED_TURNS,
     MAX_TURNS,
+    RANDOM_TEXTS,
     DemonstrationPolicy,
     ExecutedEpisode,
     Failure,
     execute_episode,
     execute_together,
+    random_arguments,
     random_policy,
     spec_of,
     text_of_grammar,
@@ -54,6 +58,8 @@ from agentrl.testing.execution import (
 from agentrl.testing.side_effects import written_files
 from agentrl.testing.wrong_calls import shown_tools
 
+_EPISODE_NUMBER = re.compile(r"e(\d+)")
+"""The number of an episode in the id of a request; see `spec_of`."""
 CALLED_TURNS = 2
 """Number of tool results after which the policy of external agents answers with text."""
 IMPORT_S = 60.0
@@ -126,9 +132,21 @@ class Played(msgspec.Struct):
     """Names that episodes share, and that changed while they were played."""
 
 
-def program_policy(environment: type[Environment]) -> Script:
-    """Return a policy for external agents that calls the offered tools, and then replies with a unique text; or with
-    the call or the JSON that a request asks for."""
+def program_policy(
+    environment: type[Environment],
+    *,
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    marked: bool = True,
+) -> Script:
+    """Return a policy for external agents that calls the offered tools in turn, the next episode those that follow, and
+    then replies with a text; or with the call or the JSON that a request asks for.
+
+    Args:
+        environment: class of the environment.
+        schemas: parameters of tools by name, as JSON schemas; arguments of other tools are guesses.
+        marked: whether each text and guessed argument contains a unique mark; otherwise the texts are those of
+            `random_policy`.
+    """
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -136,10 +154,17 @@ def program_policy(environment: type[Environment]) -> Script:
         mark = f"#{draw.getrandbits(48):012x}"
         prompt = chat_format.decode(request.token_ids.tolist())
         tools = shown_tools(prompt)
-        text = f"{draw.choice(['yes', '0', 'hello world'])} {mark}"
-        if tools and prompt.count("<|start|>tool\n") < CALLED_TURNS:
-            name = draw.choice(sorted(tools))
-            arguments = {parameter: draw.choice([draw.randint(1, 9), mark]) for parameter in tools[name]}
+        text = f"{draw.choice(['yes', '0', 'hello world'])} {mark}" if marked else draw.choice(RANDOM_TEXTS)
+        results = prompt.count("<|start|>tool\n")
+        if tools and results < CALLED_TURNS:
+            number = int(_EPISODE_NUMBER.match(request.request_id)[1])  # type: ignore[index]
+            name = sorted(tools)[(number * CALLED_TURNS + results) % len(tools)]
+            schema = schemas.get(name)
+            if schema is None:
+                guesses = [draw.randint(1, 9), mark if marked else text]
+                arguments: dict[str, Any] = {parameter: draw.choice(guesses) for parameter in tools[name]}
+            else:
+                arguments = random_arguments(schema, draw)
             call = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
             text = f"<tool_call>{call}</tool_call>"
         if request.sampling.grammar:

@@ -1,0 +1,140 @@
+"""What `env check` plays for an external agent that calls tools, and what it says about a fault of its program."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+import agentrl
+from agentrl.testing import new_process
+from agentrl.testing.check import check_environment
+
+LOOKUP = {"type": "object", "properties": {"key": {"type": "integer"}}, "required": ["key"]}
+MAX_REPLIES = 6
+
+
+async def chat(endpoint: agentrl.Endpoint, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"model": "main", "messages": messages, **fields}
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as client,
+        client.post(f"{endpoint.url}/chat/completions", json=body) as response,
+    ):
+        response.raise_for_status()
+        message: dict[str, Any] = json.loads(await response.read())["choices"][0]["message"]
+        return message
+
+
+class Calling(agentrl.HarnessEnvironment):
+    """Calls the tools that its model asks for, until it replies with text."""
+
+    seats = ("main",)
+    names = ("lookup",)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"{name} of {arguments['key'] + 1}"
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
+        tools = [{"type": "function", "function": {"name": name, "parameters": LOOKUP}} for name in self.names]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.data["question"]}]
+        for _ in range(MAX_REPLIES):
+            message = await chat(endpoint, messages, **({"tools": tools} if tools else {}))
+            messages.append(message)
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                try:
+                    content = self.call(function["name"], json.loads(function["arguments"]))
+                except Exception as error:  # noqa: BLE001 - as agent libraries do
+                    content = f"Encountered error: {error}"
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if not message.get("tool_calls"):
+                break
+        return str(messages[-1]["content"])
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return float(len(str(episode.result)) % 2)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{split}{n}", data={"question": f"{split} {n}?"}) for n in range(4)]
+
+
+def test_each_tool_of_an_external_agent_is_called_before_its_restart() -> None:
+    many = type("Many", (Calling,), {"names": ("a", "b", "c", "d", "e"), "__module__": __name__})
+    report = check_environment(many)
+    assert report.passed, report.text
+    assert not report.warnings
+    assert report.figures["called"] == ["a", "b", "c", "d", "e"]
+    assert report.figures["requests"]["main"] == 3 * report.figures["episodes"], "two calls and a text in each"
+    assert "No tool was called" not in report.text
+
+
+class Toolless(Calling):
+    """Offers no tools."""
+
+    names = ()
+
+
+def test_episodes_without_a_tool_call_are_told() -> None:
+    report = check_environment(Toolless)
+    assert report.passed, report.text
+    assert "No tool was called in these episodes, because no request offered one." in report.text
+
+
+class Down(Calling):
+    """Has a tool that always raises."""
+
+    names = ("lookup", "other")
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if name == "lookup":
+            raise RuntimeError("database is down")
+        return super().call(name, arguments)
+
+
+class Picky(Calling):
+    """Has a tool that refuses each argument by its value."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        raise KeyError(arguments["key"])
+
+
+def test_a_tool_that_always_answers_with_the_same_error_is_named() -> None:
+    report = check_environment(Down)
+    (warning,) = [text for text in report.warnings if "same error" in text]
+    number = report.figures["tool_calls"]["lookup"]
+    assert f"tool lookup answered all of {number} calls with the same error" in warning
+    assert "database is down" in warning
+    assert report.figures["tool_errors"]["lookup"] == number
+    assert not [text for text in check_environment(Picky).warnings if "same error" in text]
+
+
+class Dicey(Calling):
+    """Has a tool that returns another number each time."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return str(random.SystemRandom().getrandbits(64))
+
+
+def test_a_tool_with_random_results_is_not_repeatable_rather_than_mixed() -> None:
+    (finding,) = check_environment(Dicey).findings
+    assert "after resuming, the request differs: turn 1 of seat 'main', new message 0, content: " in finding
+    assert "mix" not in finding
+
+
+class Rarely(Calling):
+    """Returns a random number while episodes play in a new process, so that no restart in this one shows it."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if new_process._is_new_process:
+            return str(random.SystemRandom().getrandbits(64))
+        return super().call(name, arguments)
+
+
+def test_episodes_at_once_are_not_accused_of_what_differs_between_executions_alone() -> None:
+    (finding,) = check_environment(Rarely).findings
+    assert "played several times alone with the same replies, sends another request: turn " in finding
+    assert "mix" not in finding
