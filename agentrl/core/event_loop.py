@@ -204,6 +204,18 @@ def user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:
     return frames or [innermost], is_import
 
 
+def suspended_frames(coroutine: Any) -> list[FrameType]:
+    """Return the frames of a coroutine that waits, outermost first, up to an awaitable of another kind."""
+    frames: list[FrameType] = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(frame)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return frames
+
+
 def describe_stack(stack: Sequence[FrameType]) -> str:
     """Name the innermost line of a stack, with its source, and the lines that called it."""
     file, number = stack[0].f_code.co_filename, stack[0].f_lineno

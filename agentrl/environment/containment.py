@@ -190,7 +190,7 @@ class GuardedAwaitable:
         on_draw: called after a step that drew although it must not; the awaitable is then cancelled.
     """
 
-    __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
+    __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw", "begun")
 
     def __init__(
         self,
@@ -203,6 +203,8 @@ class GuardedAwaitable:
         self._on_draw = on_draw
         self._is_abandoned = False
         self._is_suspended = False
+        self.begun: Awaitable[Any] | None = None
+        """What `begin` returned; None before the first step and after `close`."""
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps: Any = None
@@ -232,6 +234,7 @@ class GuardedAwaitable:
 
     def close(self) -> None:
         """Close the guard after the last step."""
+        self.begun = None
         if self._guard is not None:
             self._guard.close()
 
@@ -242,7 +245,7 @@ class GuardedAwaitable:
     def _first_step(self) -> Generator[Any, Any, Any]:
         begin, self._begin = self._begin, _do_nothing
         try:
-            awaitable = begin()
+            awaitable = self.begun = begin()
         except StopIteration as error:  # StopIteration here does not mean that the coroutine returned
             raise RuntimeError("the program raised StopIteration") from error
         return (awaitable if hasattr(awaitable, "__await__") else _await_value(awaitable)).__await__()

@@ -1140,6 +1140,18 @@ RULES: tuple[Rule | MetricRule, ...] = (
         _fall,
     ),
     MetricRule(
+        "out_of_time",
+        f"in each step, the time limit ends {MOST_SHARE:.0%} or more of the episodes",
+        metric="episodes/timed_out",
+        at_least=MOST_SHARE,
+        text="episode_timeout_s ended {mean:.0%} of the episodes in the last {steps}",
+        advice="`agentrl episode why` names the line at which one waited: give that wait a shorter limit, or raise "
+        "episode_timeout_s; `agentrl episode list RUN --where 'stop_reason = time_limit'` lists them",
+        of_run=True,
+        explained_by=("dropped",),
+        example="time_limit",
+    ),
+    MetricRule(
         "context_full",
         f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
         metric="episodes/context_full",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, is_user_code
+from agentrl.core.event_loop import frame_location, suspended_frames
 from agentrl.core.ports import SamplingParams
 from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.entries import SeatSettings
@@ -206,6 +207,8 @@ class LiveEpisode:
     agents: Sequence[EpisodeAgent] = ()
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
+    external: asyncio.Task[Any] | None = None
+    """Task of the external agent, while it runs."""
     scores: EpisodeScores | None = None
     """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
     roulette_weight: float = 1.0
@@ -272,6 +275,14 @@ class LiveEpisode:
     def policy_settings(self, seat: str) -> PolicySettings:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
+
+    def waits_at(self) -> str:
+        """Return the innermost line of the user's code at which the program waits, as `FILE:LINE in FUNCTION`; "" if
+        unknown, such as in a command."""
+        for code in (None if self.external is None else self.external.get_coro(), self.journal.program):
+            if of_user := [frame for frame in suspended_frames(code) if is_user_code(frame.f_code.co_filename)]:
+                return frame_location(of_user[-1])
+        return ""
 
     def add_note(self, text: str) -> None:
         """Add a sentence to `note`."""
@@ -420,6 +431,7 @@ class TimeLimit:
         "_remaining_s",
         "_seconds",
         "_timer",
+        "_waits_at",
         "task",
     )
 
@@ -431,6 +443,8 @@ class TimeLimit:
         self.task = task
         self._grace: asyncio.TimerHandle | None = None
         self._has_given_up = False
+        self._waits_at = ""
+        """Where the program waited when the time limit expired last."""
         self._loop = asyncio.get_running_loop()
         self._seconds = self._remaining_s = seconds
         self._pauses = 0
@@ -452,7 +466,8 @@ class TimeLimit:
         """Message of the error that ends a program that was given up."""
         turns = sum(len(agent.turns) for agent in self._episode.agents)
         where = "outside ctx calls, so it cannot end as truncated" if turns else "before any turn"
-        return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
+        at = f"; it waited at {self._waits_at}" if self._waits_at else ""
+        return f"the episode took longer than {self._seconds:g} s without a turn, {where}{at}"
 
     def restart(self) -> None:
         """Restore the full time limit after a turn has ended."""
@@ -511,8 +526,11 @@ class TimeLimit:
         """End the call in flight, or give the program up."""
         journal = self._episode.journal
         acted = any(agent.turns for agent in self._episode.agents)
+        self._waits_at = self._episode.waits_at()
         if acted and not (journal.is_over_time or journal.is_replaying):
             journal.end_act()
+            if self._waits_at:
+                self._episode.add_note(f"at the time limit, it waited at {self._waits_at}")
             self.restart()
         else:
             self._has_given_up = True

@@ -577,7 +577,7 @@ async def _check_episode(
         ),
         watch_side_effects(environment) as side_effects,
     ):
-        first = await execute_episode(environment, spec, script, sampling=subject.sampling)
+        first = await execute_episode(environment, spec, script, sampling=subject.sampling, on_wait=on_progress)
     subject.longest_s = max(subject.longest_s, clock.monotonic() - began)
     for text in side_effects.findings.values():
         result.fault(f"task {task.id!r}: {text}")

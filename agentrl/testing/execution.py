@@ -15,7 +15,7 @@ import re
 import reprlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -85,6 +85,8 @@ MAX_READ_TOKENS = 4096
 """Number of bytes at the end of a conversation in which the random policy looks for words."""
 RANDOM_TEXTS = ("yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world")
 """Replies of the random policy without a call."""
+WAITING_S = 5.0
+"""Seconds after which `on_wait` is told where an episode waits, and between two times."""
 LOCKSTEP_POLL_S = 0.005
 _ROOT = re.compile(r"[.~]")
 """What ends the id of the root episode in the id of a request."""
@@ -161,6 +163,11 @@ class _StateRunner(EpisodeRunner):
         states = {resource.name: _final_state(resource) for resource in context.resources}
         self.states[context.episode.spec.episode_id] = {name: s for name, s in states.items() if s is not None}
 
+    def waits_at(self, spec: EpisodeSpec) -> str:
+        """Return where the program of a running episode waits; "" if unknown."""
+        context = self._running.get(spec.episode_id)
+        return "" if context is None else context.episode.waits_at()
+
 
 def _final_state(resource: JournaledResource) -> Any:
     try:
@@ -183,7 +190,7 @@ def spec_of(environment: type[Environment], task: Task, number: int, seed: int) 
     )
 
 
-async def execute_episode(
+async def execute_episode(  # noqa: PLR0913 (one keyword per setting)
     environment: type[Environment],
     spec: EpisodeSpec,
     script: Script,
@@ -193,6 +200,7 @@ async def execute_episode(
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
     sampling: Mapping[str, Any] = MappingProxyType({}),
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> ExecutedEpisode | Failure:
     """Execute an episode over a recorded prefix. Returns its outcome, or its failure.
 
@@ -205,8 +213,9 @@ async def execute_episode(
         max_turns: maximum number of turns per agent.
         max_tokens: maximum number of tokens per turn.
         sampling: further fields of `SamplingParams`, for requests of an external agent that do not set them.
+        on_wait: told now and then where an episode that takes long waits.
     """
-    stage = _Stage(environment, script, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
+    stage = _Stage(environment, script, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling, on_wait=on_wait)
     try:
         outcome = await stage.play(spec, prefix, answers)
     except GlobalRandomError as error:
@@ -220,6 +229,7 @@ async def execute_episode(
             max_turns=max_turns,
             max_tokens=max_tokens,
             sampling=sampling,
+            on_wait=on_wait,
         )
     if isinstance(outcome, Failure):
         return msgspec.structs.replace(outcome, entries=tuple(stage.entries(spec)))
@@ -271,10 +281,12 @@ class _Stage:
         max_tokens: int = MAX_TOKENS,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         in_lockstep: int = 0,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._environment = environment
         self._journal = MemoryJournal()
         self._failures = list[BaseException]()
+        self._on_wait = on_wait
         self.engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, hold=in_lockstep > 0)
         # Scripts see what a request asks of its reply; scripts of wrong replies do not comply.
         self.engine.capabilities = replace(self.engine.capabilities, grammars=True)
@@ -309,12 +321,11 @@ class _Stage:
             log.append(entry)
         journal.admit(spec)
         try:
-            async with asyncio.timeout(self._longest_s):
-                running = self._runner.run(spec, self._environment, prefix, answers=answers)
-                header = await asyncio.get_running_loop().create_task(running)
+            running = self._runner.run(spec, self._environment, prefix, answers=answers)
+            header = await self._ended(asyncio.get_running_loop().create_task(running), spec)
+            if isinstance(header, Failure):
+                return header
             await dispatcher.worker.drain()
-        except TimeoutError:
-            return Failure(f"run() did not end within {self._longest_s:g} s", "time_limit")
         except GlobalRandomError:
             raise
         except EpisodeError as error:
@@ -340,6 +351,31 @@ class _Stage:
             cuts=_find_cuts(journal, log.entries, self._settings),
             has_turns=any(isinstance(entry.decode(), TurnEntry) for entry in log.entries),
         )
+
+    async def _ended(self, running: asyncio.Task[EpisodeHeader], spec: EpisodeSpec) -> EpisodeHeader | Failure:
+        """Wait for the end of an episode, and say now and then where it waits; one that takes too long is cancelled."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._longest_s
+        try:
+            while not running.done():
+                await asyncio.wait({running}, timeout=min(WAITING_S, max(end - clock(), 0.0)))
+                if not running.done():
+                    waits = self._waits(spec)
+                    if clock() >= end:
+                        what = "the program" if issubclass(self._environment, HarnessEnvironment) else "run()"
+                        return Failure(f"{what} did not end within {self._longest_s:g} s: it {waits}", "time_limit")
+                    self._on_wait(waits)
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    def _waits(self, spec: EpisodeSpec) -> str:
+        """Say where an episode waits, and after how many turns."""
+        turns = sum(isinstance(entry.decode(), TurnEntry) for entry in self.entries(spec))
+        name = "answered request" if issubclass(self._environment, HarnessEnvironment) else "turn"
+        place = self._runner.waits_at(spec)
+        return f"waits{f' at {place}' if place else ''}, after {plural(turns, name)}"
 
 
 class _EndedPrograms:

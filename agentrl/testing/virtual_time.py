@@ -25,6 +25,7 @@ from operator import itemgetter
 from typing import Any, Never, TypeVar
 
 from agentrl.core.errors import AgentRLError
+from agentrl.core.event_loop import suspended_frames
 from agentrl.core.ids import random_stream
 from agentrl.core.own_loop import outside_event_loop
 
@@ -350,15 +351,10 @@ def _callback_name(handle: asyncio.Handle) -> object:
 def _position(task: asyncio.Task[Any]) -> str:
     """Return the innermost line outside asyncio at which a task is suspended, and the object it awaits there."""
     place, inside = "its start", ""
-    coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is None:
-            break
+    for frame in suspended_frames(task.get_coro()):
         code = frame.f_code
         if "/asyncio/" in code.co_filename:
             inside = f", in asyncio {code.co_qualname}"
         else:
             place, inside = f"{code.co_qualname} ({'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno})", ""
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
     return place + inside

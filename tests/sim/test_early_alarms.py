@@ -125,6 +125,20 @@ class Hangs(agentrl.Environment):
         guesser.reward(ctx.rng.random())
 
 
+class Waits(agentrl.Environment):
+    """Waits without a limit after its turn, for most tasks."""
+
+    seats = ("guesser",)
+    truncated_reward = 0.0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        await guesser.act(agentrl.user("Guess."))
+        if int(ctx.task.data["digit"]) < 8:
+            await ctx.sleep(1e6)
+        guesser.reward(ctx.rng.random())
+
+
 class NoReward(Shop):
     """Forgets the reward where the episode is short."""
 
@@ -275,6 +289,13 @@ FAILURES = {
         command="'stop_reason = context_length'",
         environment=LongResults,
         script=always(call("price", '{"item": 1}')),
+    ),
+    "most episodes wait until the time limit": Planted(
+        alarm="out_of_time",
+        words="names the line at which one waited",
+        command="'stop_reason = time_limit'",
+        environment=Waits,
+        changes={"episode_timeout_s": 30.0},
     ),
     "a tool always raises": Planted(
         alarm="always_fails",

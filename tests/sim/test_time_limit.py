@@ -266,6 +266,18 @@ def test_time_that_ends_episodes_is_counted_and_dropping_for_it_raises_an_alarm(
     assert 0 < sum(shares) / len(shares) < 0.6
     reasons = {end.header.stop_reason for end in run.journal.of_kind(EpisodeEnd) if end.header.committed}
     assert reasons == {"completed", "time_limit"}
+    place = f"it waited at {__file__}:{for_ever.__code__.co_firstlineno + 1} in for_ever"
+    truncated, dropped = (
+        {
+            end.detail
+            for end in run.journal.of_kind(EpisodeEnd)
+            if reason in (end.header.stop_reason, end.header.drop_reason)
+        }
+        for reason in ("time_limit", "episode_timeout")
+    )
+    assert truncated == {f"at the time limit, {place}"}
+    assert dropped
+    assert all(place in detail for detail in dropped)
     status = RunSnapshot(phase="training", dropped={"episode_timeout": 3}, trained=200)
     state = RunState(plan=RunDisplaySettings(max_staleness={"guesser": 1}), status=status)
     assert [alarm.name for alarm in find_alarms(state)] == ["dropped_by_time"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import pytest
 
 import agentrl
-from agentrl.testing import new_process
+from agentrl.testing import execution, new_process
 from agentrl.testing.check import check_environment
 
 LOOKUP = {"type": "object", "properties": {"key": {"type": "integer"}}, "required": ["key"]}
@@ -138,3 +140,25 @@ def test_episodes_at_once_are_not_accused_of_what_differs_between_executions_alo
     (finding,) = check_environment(Rarely).findings
     assert "played several times alone with the same replies, sends another request: turn " in finding
     assert "mix" not in finding
+
+
+class Hanging(Calling):
+    """Waits for something that never comes, after its first reply."""
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
+        await chat(endpoint, [{"role": "user", "content": task.data["question"]}])
+        return await self.never()
+
+    async def never(self) -> str:
+        return await asyncio.wait_for(asyncio.get_running_loop().create_future(), 10_000)
+
+
+def test_an_agent_that_hangs_is_named_with_its_line_and_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "PROGRAM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(execution, "WAITING_S", 0.3)
+    parts: list[str] = []
+    report = check_environment(Hanging, on_progress=lambda phase, part: parts.append(part))
+    line = Hanging.never.__code__.co_firstlineno + 1
+    waits = f"waits at {__file__}:{line} in never, after 1 answered request"
+    assert report.findings == [f"task 'train0': the program did not end within 1 s: it {waits}"]
+    assert f"episode 1, task 'train0': {waits}" in parts

@@ -538,6 +538,12 @@ class CallJournal:
         strand.steps = GuardedAwaitable(guard, program, None if guard is None else self.drew)
         return strand.steps
 
+    @property
+    def program(self) -> Awaitable[Any] | None:
+        """The code of the root strand; None while it does not run."""
+        root = next((strand for strand in self._order.strands if strand.path == ids.ROOT_STRAND), None)
+        return None if root is None or root.steps is None else root.steps.begun
+
     def end_steps(self, strand: Strand) -> None:
         """Note that the code of a strand has ended."""
         if strand.steps is not None:

@@ -676,7 +676,8 @@ async def open_endpoint(
         perform = partial(perform_effect, episode, again=is_replay, counted=False)
         serve = partial(episode.services.gateway.serve, endpoint)
         ended = partial(_count_program, episode)
-        yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve, ended)
+        runs = partial(setattr, episode, "external")
+        yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve, ended, runs)
     _check_requests(episode, seats)
 
 
@@ -721,7 +722,7 @@ def _count_program(episode: LiveEpisode, error: str | None, place: str) -> None:
 class LiveEndpoint(Endpoint):
     """Address and keys of the gateway for one attempt."""
 
-    __slots__ = ("_agents", "_ended", "_fail", "_opened", "_perform", "_serve", "key", "keys", "url")
+    __slots__ = ("_agents", "_ended", "_fail", "_opened", "_perform", "_runs", "_serve", "key", "keys", "url")
 
     def __init__(
         self,
@@ -731,6 +732,7 @@ class LiveEndpoint(Endpoint):
         fail: Callable[[InfrastructureError], None],
         serve: Callable[[socket.socket], None],
         ended: Callable[[str | None, str], None],
+        runs: Callable[[asyncio.Task[Any] | None], None],
     ) -> None:
         self.url, self.key, self.keys = endpoint.url, endpoint.key, endpoint.keys
         self._opened = endpoint
@@ -739,6 +741,7 @@ class LiveEndpoint(Endpoint):
         self._fail = fail
         self._serve = serve
         self._ended = ended
+        self._runs = runs
 
     def program_ended(self, error: str | None, place: str = "") -> None:
         self._ended(error, place)
@@ -770,6 +773,7 @@ class LiveEndpoint(Endpoint):
     async def _unless_it_fails(self, program: Callable[[], Awaitable[T]]) -> T:
         """Await a program, and cancel it when the episode cannot continue."""
         running = asyncio.get_running_loop().create_task(_await_program(program()))
+        self._runs(running)
         try:
             await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._opened.failure.done():
@@ -782,6 +786,7 @@ class LiveEndpoint(Endpoint):
         finally:
             running.cancel()
             await asyncio.wait({running})
+            self._runs(None)
 
 
 def describe_request_difference(
