@@ -554,30 +554,12 @@ async def _check_episode(
         subject.on_progress(_PLAYING, f"episode {number + 1}, task {task.id!r}: {part}")
 
     on_progress("playing it")
-    # Report code that blocks the event loop twice for longer than 0.3 s.
-    remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
-    blocked_s, blocked_at = 0.0, began
-
-    def on_blocked(place: str, seconds: float) -> None:
-        # Shown at once. A program that waits in the loop's thread for its own model's reply would wait until its
-        # client's timeout of minutes.
-        nonlocal blocked_s, blocked_at
-        on_progress(f"{place} blocks the event loop: {remedy}")
-        now = clock.monotonic()
-        is_same_call = now - blocked_at <= seconds + 1.0
-        blocked_s, blocked_at = seconds + is_same_call * blocked_s, now
-        if subject.is_external and blocked_s > INTERRUPTED_S:
-            blocked_s = 0.0
-            interrupt()
-
-    with (
-        _interruptible() as interrupt,
-        watch_event_loop(
-            loop_problems.append, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked, at_end=True
-        ),
-        watch_side_effects(environment) as side_effects,
-    ):
-        first = await execute_episode(environment, spec, script, sampling=subject.sampling, on_wait=on_progress)
+    with watch_side_effects(environment) as side_effects:
+        first = await _execute_interruptibly(subject, spec, script, loop_problems.append, on_progress)
+    if first is None:
+        if not loop_problems:  # calls at many places, each too short for a finding
+            result.fault(f"task {task.id!r}: env check interrupted it: it blocked the event loop", PROGRAM_REMEDY)
+        return
     subject.longest_s = max(subject.longest_s, clock.monotonic() - began)
     for text in side_effects.findings.values():
         result.fault(f"task {task.id!r}: {text}")
@@ -605,10 +587,57 @@ async def _check_episode(
         result.fault(f"task {task.id!r}, {problem}")
 
 
+async def _execute_interruptibly(
+    subject: Subject,
+    spec: EpisodeSpec,
+    script: Script,
+    on_problem: Callable[[str], None],
+    on_progress: Callable[[str], None],
+) -> ExecutedEpisode | Failure | None:
+    """Execute an episode, and report code that blocks the event loop twice for longer than 0.3 s. A program of an
+    external agent that blocks it for long is interrupted; returns None then, because what the program makes of its
+    interruption says nothing."""
+    clock = LoadClock()
+    remedy = PROGRAM_REMEDY if subject.is_external else BLOCKING_REMEDY
+    blocked_s, blocked_at, is_interrupted = 0.0, clock.monotonic(), False
+
+    def on_blocked(place: str, seconds: float) -> None:
+        # Shown at once. A program that waits in the loop's thread for its own model's reply would wait until its
+        # client's timeout of minutes.
+        nonlocal blocked_s, blocked_at
+        on_progress(f"{place} blocks the event loop: {remedy}")
+        now = clock.monotonic()
+        is_same_call = now - blocked_at <= seconds + 1.0
+        blocked_s, blocked_at = seconds + is_same_call * blocked_s, now
+        if subject.is_external and blocked_s > INTERRUPTED_S:
+            blocked_s = 0.0
+            interrupt()
+
+    def cancel() -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        executing.cancel()
+
+    with (
+        _interruptible(cancel) as interrupt,
+        watch_event_loop(on_problem, repeated_s=0.3, users_only=True, remedy=remedy, count=on_blocked, at_end=True),
+    ):
+        executing = asyncio.get_running_loop().create_task(
+            execute_episode(subject.environment, spec, script, sampling=subject.sampling, on_wait=on_progress)
+        )
+        try:
+            outcome = await executing
+        except asyncio.CancelledError:
+            if not is_interrupted:
+                raise
+    return None if is_interrupted else outcome
+
+
 @contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises `TimeoutError` in the user's code that this thread runs; for other threads. It does
-    nothing unless this is the main thread, the only one that receives signals."""
+def _interruptible(cancel: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Yield a function that calls `cancel`, and raises `CancelledError` in the user's code that this thread runs; for
+    other threads. Clients that retry after errors do not catch it. It does nothing unless this is the main thread, the
+    only one that receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
@@ -616,7 +645,8 @@ def _interruptible() -> Iterator[Callable[[], None]]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stack, is_import = ([], False) if frame is None else event_loop.user_frames(frame)
         if stack and is_user_code(stack[0].f_code.co_filename) and not is_import:
-            raise TimeoutError(f"interrupted by env check: it blocked the event loop for {INTERRUPTED_S:g} s")
+            cancel()
+            raise asyncio.CancelledError
 
     before = signal.signal(signal.SIGUSR2, on_signal)
     try:
