@@ -77,7 +77,14 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
-from agentrl.observe.alarms import Alarm, always_fails_alarms, cut_off_alarm, fill_commands, foreign_calls_alarm
+from agentrl.observe.alarms import (
+    Alarm,
+    always_fails_alarms,
+    cut_off_alarm,
+    equal_rewards_alarm,
+    fill_commands,
+    foreign_calls_alarm,
+)
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.bottleneck import FailingCalls, failing_calls
 from agentrl.observe.metrics import TASK_DIGEST, metrics_owner, with_unset_metrics
@@ -341,10 +348,14 @@ def _evaluation_alarms(
     trained: Sequence[str],
     failing: Mapping[str, FailingCalls],
 ) -> list[Alarm]:
-    """Return the alarms about calls that always fail, and replies that are cut off or hold calls that are not read."""
+    """Return the alarms about calls that always fail, replies that are cut off or hold calls that are not read, and
+    else about rewards that are all 0."""
     policy = trained[0] if len(trained) == 1 else ""
     found = [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
-    return [*always_fails_alarms(failing, plan, policy, is_over=True), *filter(None, found)]
+    alarms = [*always_fails_alarms(failing, plan, policy, is_over=True), *filter(None, found)]
+    if not alarms and metrics.get("evaluation/reward") == 0.0:  # the same reward above 0 may be a success
+        alarms += filter(None, [equal_rewards_alarm(metrics, policy)])
+    return alarms
 
 
 def _warn_of(

@@ -87,6 +87,13 @@ _hold: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("hold", def
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
 """A line of a Python traceback."""
+_ADDRESS_ERRORS = frozenset(
+    {
+        *("APIError", "ClientError", "ConnectionError", "HTTPError", "HTTPException"),
+        *("RequestException", "TimeoutError", "URLError", "gaierror"),
+    }
+)
+"""Classes of the exceptions that Python and its HTTP clients raise if a server is missing or refuses a request."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
@@ -102,6 +109,8 @@ class _Outcome(NamedTuple):
     """The time limit, if that ended it."""
     place: str = ""
     """The line of the user's code that failed, as `FILE:LINE in FUNCTION`; empty if unknown."""
+    kinds: frozenset[str] | None = None
+    """Names of the classes of the exception that `play` raised; None if it raised none, or it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +220,7 @@ class HarnessEnvironment(Environment):
                 ignored_fields=self.ignored_fields,
                 recall=self.replay_stable,
             ) as endpoint:
-                result, error, output, time_limit, place = await self._outcome(ctx, endpoint)
+                result, error, output, time_limit, place, kinds = await self._outcome(ctx, endpoint)
                 if hold := _hold.get():
                     await hold()
                 limit = time_limit or endpoint.limit_reached()
@@ -228,7 +237,8 @@ class HarnessEnvironment(Environment):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
                 address = "OPENAI_BASE_URL" if is_command else "endpoint.url"
-                cure = "" if refusal else f" Does it send its requests to {address}?"
+                is_elsewhere = refusal is None and (kinds is None or not kinds.isdisjoint(_ADDRESS_ERRORS))
+                cure = f" Does it send its requests to {address}?" if is_elsewhere else ""
                 raise _failure(
                     f"the program {how} before it got a reply", message, place, refusal, cure, output
                 ) from refusal
@@ -268,11 +278,12 @@ class HarnessEnvironment(Environment):
 
     async def _outcome(self, ctx: EpisodeContext, endpoint: Endpoint) -> _Outcome:
         """Run the program. Of limits, that of time ends it; the others refuse its requests."""
-        tracebacks: list[str] = []
+        raised: list[tuple[str, frozenset[str]]] = []
         try:
-            result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
+            result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, raised))
         except EffectError as failure:
-            return _Outcome(None, failure.error, "".join(tracebacks), place=failure.location)
+            output, kinds = raised[-1] if raised else ("", None)
+            return _Outcome(None, failure.error, output, place=failure.location, kinds=kinds)
         except LimitReachedError as reached:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_specials, self._directory)
@@ -282,14 +293,15 @@ class HarnessEnvironment(Environment):
             return _Outcome(output, error, output, place="" if error is None else _place_in_output(output))
         return _Outcome(result)
 
-    async def _play(self, task: Task, endpoint: Endpoint, tracebacks: list[str]) -> Any:
-        """Await `play`; add the traceback of its error to `tracebacks`, since an effect keeps only the message."""
+    async def _play(self, task: Task, endpoint: Endpoint, raised: list[tuple[str, frozenset[str]]]) -> Any:
+        """Await `play`; add the traceback and the classes of its error to `raised`, since an effect keeps only the
+        message."""
         try:
             return await self.play(task, endpoint)
         except AgentRLError:
             raise
-        except Exception:
-            tracebacks.append(traceback.format_exc())
+        except Exception as error:
+            raised.append((traceback.format_exc(), frozenset(kind.__name__ for kind in type(error).__mro__)))
             raise
 
     def _rewards_by_seat(self, value: float | Mapping[str, Any]) -> Mapping[str, Any]:

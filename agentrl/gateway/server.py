@@ -258,7 +258,7 @@ class Gateway:
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {bounded_repr(path)} here; there are: GET /v1/models, "
-                    f"{', '.join(f'POST {endpoint}' for endpoint in _PROTOCOLS)}",
+                    f"{', '.join(f'POST {endpoint}' for endpoint in _PROTOCOLS)}{_version_hint(path)}",
                     "model",
                 )
             async with self._read(request, path, protocol, attempt_endpoint) as (chat, digest):
@@ -502,6 +502,16 @@ def _event(name: str | None, data: Any) -> bytes:
     """Encode one server-sent event."""
     data_bytes = data.encode() if isinstance(data, str) else to_json(data)
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + data_bytes + b"\n\n"
+
+
+def _version_hint(path: str) -> str:
+    """Say how an unknown path follows from a client's handling of `/v1`, as a clause; "" if it does not."""
+    if f"/v1{path}" in _PROTOCOLS:
+        return ". endpoint.url already ends with /v1, which this request lacks: use it as it is"
+    if path.removeprefix("/v1") in _PROTOCOLS:
+        adds = ". Anthropic's clients add /v1 themselves: give them endpoint.url.removesuffix('/v1')"
+        return f". endpoint.url already ends with /v1, which this request repeats{adds if 'messages' in path else ''}"
+    return ""
 
 
 def new_key() -> str:

@@ -807,16 +807,25 @@ def _nothing_taught_yet(state: RunState, policy: PolicyMetricHistory) -> Iterato
             f"none of the {plural(units, 'episode')} of {plural(len(window), 'step')} has an advantage, since the "
             f"rewards within each group are equal (mean {reward:.3f}): nothing is learned from them"
         )
-    elif first.get("evaluation/episodes", 0.0) >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0:
-        reward = first["evaluation/reward"]
-        text = (
-            f"all {first['evaluation/episodes']:.0f} held-out episodes before training got reward {reward:.3f}: "
-            "groups whose rewards are all equal teach nothing"
-        )
+    elif (alarm := equal_rewards_alarm(first, policy.name)) is not None:
+        reward, text = first["evaluation/reward"], alarm.text
     else:
         return
     if not any(_always_fails(state, policy)):  # else the cause has its own alarm
         yield Alarm("no_signal", policy.name, text, _signal_advice(reward))
+
+
+def equal_rewards_alarm(values: Values, policy: str) -> Alarm | None:
+    """Return the alarm about an evaluation in which all episodes got the same reward; None if they did not, or were too
+    few."""
+    if values.get("evaluation/episodes", 0.0) < MIN_EPISODES or values.get("evaluation/reward_deviation") != 0.0:
+        return None
+    reward = values["evaluation/reward"]
+    text = (
+        f"all {values['evaluation/episodes']:.0f} held-out episodes got reward {reward:.3f}: groups whose rewards are "
+        "all equal teach nothing"
+    )
+    return Alarm("no_signal", policy, text, _signal_advice(reward))
 
 
 def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:

@@ -94,7 +94,7 @@ from agentrl.testing.new_process import (
 from agentrl.testing.program_calls import ProgramCall, offered_schemas, program_calls
 from agentrl.testing.report import CheckResult, EnvironmentReport, Finding
 from agentrl.testing.resumption import MAX_CUTS, Resumptions, resume_at_every_entry, resume_over_replies
-from agentrl.testing.reward_check import find_reward_faults
+from agentrl.testing.reward_check import RewardFaults, find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
 from agentrl.testing.wrong_calls import play_wrong_calls, shown_tools
@@ -1267,6 +1267,7 @@ def check_answers(subject: Subject, result: CheckResult) -> None:
     prompts: dict[str, str] = {}
     tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
     other_rewards = [*subject.rewards, *(episode.header.reward or 0.0 for episode in subject.format_episodes)]
+    faults = RewardFaults()
     with contextlib.suppress(TimeoutError):
         faults = find_reward_faults(
             play,
@@ -1275,11 +1276,17 @@ def check_answers(subject: Subject, result: CheckResult) -> None:
             reward_code=getattr(environment, "reward", None),
             tools=[tool.spec for tool in tools],
             best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),
+            demonstrates=not subject.is_external,
         )
-        if faults.easy_win:
-            result.fault(faults.easy_win)
-        if faults.no_win and subject.constant_reward is None:
-            result.warn(faults.no_win)
+    if faults.easy_win:
+        result.fault(faults.easy_win)
+    if faults.no_win and subject.constant_reward is None:
+        result.warn(faults.no_win)
+    elif subject.is_external and not faults.has_won and len(set(subject.rewards)) == 1 < len(subject.rewards):
+        result.remarks.append(
+            f"All {len(subject.rewards)} rewards were equal ({subject.rewards[0]:.3f}), and the check knows no reply "
+            "that earns more: look at what `reward` compares."
+        )
 
 
 def check_wrong_calls(subject: Subject, result: CheckResult) -> None:
@@ -1399,7 +1406,7 @@ CHECKS = (
         check_concurrent_demonstrations,
         lambda subject: _own_program_passed(subject) and has_demonstrations(subject.environment),
     ),
-    Check("answers", check_answers, _own_program_passed),
+    Check("answers", check_answers, lambda subject: subject.passed and bool(subject.played)),
     Check("wrong_calls", check_wrong_calls, _passed),
     Check("request_fields", check_request_fields, lambda subject: bool(subject.requests())),
     Check(

@@ -58,6 +58,8 @@ class RewardFaults(NamedTuple):
     """A reply that wins tasks whose answer it is not."""
     no_win: str = ""
     """No reply earned more than an empty one."""
+    has_won: bool = False
+    """Whether an answer earned more than an empty reply."""
 
 
 def find_reward_faults(
@@ -68,6 +70,7 @@ def find_reward_faults(
     reward_code: Callable[..., Any] | None = None,
     tools: Sequence[ToolSpec] = (),
     best_random: float = -math.inf,
+    demonstrates: bool = True,
 ) -> RewardFaults:
     """Play replies that should not win, and the answers of the tasks, which should.
 
@@ -78,6 +81,7 @@ def find_reward_faults(
         reward_code: the function that computes rewards, whose texts are tried as replies; None if it is not known.
         tools: tools of the environment; those with one required parameter are called with the answer.
         best_random: the best reward of other episodes.
+        demonstrates: whether the class may have demonstrations.
     """
     answers: dict[str, Task] = {}
     for task in tasks:
@@ -94,7 +98,8 @@ def find_reward_faults(
     )
     best = max(right)
     if best <= max(blank):
-        return RewardFaults(no_win="" if best_random > best else _no_win_text(*next(iter(played.items())), best))
+        text = _no_win_text(*next(iter(played.items())), best, demonstrates=demonstrates)
+        return RewardFaults(no_win="" if best_random > best else text)
     rightly = [(answer, task) for (answer, task), reward in zip(played.items(), right, strict=True) if reward >= best]
     for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
         won = _won(play, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
@@ -103,9 +108,10 @@ def find_reward_faults(
             shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
             return RewardFaults(
                 f"{name} wins {len(won)} of {plural(len(played), 'task')}: the reply {shown!r} earns {best:g}, as much "
-                "as the right answer. Compare the whole answer with the task's"
+                "as the right answer. Compare the whole answer with the task's",
+                has_won=True,
             )
-    return RewardFaults()
+    return RewardFaults(has_won=True)
 
 
 def _won(play: Play, tasks: Sequence[tuple[str, Task]], reply: Reply, best: float, needed: float) -> list[Task]:
@@ -216,9 +222,10 @@ def _literals(reward_code: Callable[..., Any] | None) -> list[str]:
     return [text for text in dict.fromkeys(texts) if text not in docstrings and text.strip()][:MAX_LITERALS]
 
 
-def _no_win_text(answer: str, task: Task, reward: float) -> str:
+def _no_win_text(answer: str, task: Task, reward: float, *, demonstrates: bool) -> str:
+    advice = "; if a right reply needs another form, `demonstrate` shows it to the check" if demonstrates else ""
     return (
         f"the answers in the tasks' data earn no more than an empty reply ({reward:g}): task {task.id!r} has "
-        f"{answer!r}, tried plain and in {len(ANSWER_FORMS) - 1} usual forms. Check what the reward compares; if a "
-        "right reply needs another form, `demonstrate` shows it to the check"
+        f"{answer!r}, tried plain and in {len(ANSWER_FORMS) - 1} usual forms. Check what the reward "
+        f"compares{advice}"
     )

@@ -225,6 +225,13 @@ def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: py
     assert "agentrl episode list runs/tried-endpoint" in output
 
 
+def test_rewards_that_are_all_zero_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for says, is_told in (("no", True), ("4", False)):
+        with serving(ChatEndpoint(lambda body, says=says: said(says))) as endpoint:
+            assert main(["evaluate", str(file), "--model", endpoint.url, "--evaluation.attempts=4"]) == 0
+        assert ("all 16 held-out episodes got reward 0.000" in capsys.readouterr().err) == is_told
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

@@ -61,7 +61,7 @@ class Calling(agentrl.HarnessEnvironment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        return [agentrl.Task(id=f"{split}{n}", data={"question": f"{split} {n}?"}) for n in range(4)]
+        return [agentrl.Task(id=f"{split}{n}", data={"question": f"{split} {n}?", "n": 70 + n}) for n in range(8)]
 
 
 def test_each_tool_of_an_external_agent_is_called_before_its_restart() -> None:
@@ -162,3 +162,90 @@ def test_an_agent_that_hangs_is_named_with_its_line_and_its_requests(monkeypatch
     waits = f"waits at {__file__}:{line} in never, after 1 answered request"
     assert report.findings == [f"task 'train0': the program did not end within 1 s: it {waits}"]
     assert f"episode 1, task 'train0': {waits}" in parts
+
+
+class Mistyped(Toolless):
+    """Compares the text that `play` returns with a number."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return float(episode.result == task.data["n"])
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        tasks = super().tasks(split, seed=seed)
+        return [agentrl.Task(id=task.id, data={**task.data, "answer": task.data["n"]}) for task in tasks]
+
+
+class Typed(Mistyped):
+    """Compares texts."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return float(episode.result == str(task.data["n"]))
+
+
+class Unknown(Toolless):
+    """Rewards what the tasks do not say."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 0.0
+
+
+def test_a_reward_that_the_right_answer_does_not_win_is_told() -> None:
+    warnings = check_environment(Mistyped).warnings
+    assert any("earn no more than an empty reply (0): task 'train0' has '70'" in text for text in warnings), warnings
+    assert not any("demonstrate" in text for text in warnings)
+    typed = check_environment(Typed)
+    assert typed.passed, typed.text
+    assert "earn no more" not in typed.text
+    equal = "All 4 rewards were equal (0.000), and the check knows no reply that earns more"
+    assert equal not in typed.text
+    assert equal in check_environment(Unknown).text
+
+
+class APIError(Exception):
+    """As clients name it."""
+
+
+class APIConnectionError(APIError):
+    """As clients derive it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_asked"),
+    [
+        (ValueError("LLM must be a FunctionCallingLLM"), False),
+        (RuntimeError("Missing credentials"), False),
+        (APIConnectionError("Connection error."), True),
+        (TimeoutError("timed out"), True),
+    ],
+)
+def test_the_address_is_asked_for_only_where_it_may_be_the_cause(error: Exception, is_asked: bool) -> None:
+    class Failing(Calling):
+        async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
+            raise error
+
+    (finding,) = check_environment(Failing).findings
+    assert f"the program failed before it got a reply: {type(error).__name__}: {str(error).rstrip('.')}" in finding
+    assert ("Does it send its requests to endpoint.url?" in finding) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "endpoint.url already ends with /v1, which this request lacks"),
+        ("/v1/v1/messages", "give them endpoint.url.removesuffix('/v1')"),
+    ],
+)
+def test_an_address_with_too_few_or_many_versions_is_named(path: str, hint: str) -> None:
+    class Misdirected(Calling):
+        async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
+            headers = {"Authorization": f"Bearer {endpoint.key}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as client,
+                client.post(endpoint.url.removesuffix("/v1") + path, json={}) as response,
+            ):
+                response.raise_for_status()
+            return "done"
+
+    (finding,) = check_environment(Misdirected).findings
+    assert hint in finding

@@ -321,3 +321,4 @@ def test_the_counts_of_many_names_and_errors_are_bounded() -> None:
 def test_a_path_that_the_gateway_does_not_have_is_named_where_the_program_hides_it() -> None:
     played = play(Lost, ["yes"])
     assert "there is no POST '/v1/v1/chat/completions' here" in played.told
+    assert "endpoint.url already ends with /v1, which this request repeats" in played.told
