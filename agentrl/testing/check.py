@@ -802,6 +802,11 @@ def _check_program_tools(subject: Subject, result: CheckResult) -> None:
                 f"{shortened_repr(answers[-1][0])}",
                 "Fix it, or ignore this if the tool is meant to refuse such calls",
             )
+        elif len(answers) >= MIN_REFUSED and len({text for text, _ in answers}) == 1:  # some libraries send only that
+            result.remarks.append(
+                f"Tool {name} returned the same text in all of {plural(len(answers), 'call')}: "
+                f"{shortened_repr(answers[0][0])}."
+            )
     uncalled = sorted(subject.tool_names - by_tool.keys())
     result.figures = {
         "called": sorted(by_tool),

@@ -94,7 +94,7 @@ class Down(Calling):
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if name == "lookup":
             raise RuntimeError("database is down")
-        return super().call(name, arguments)
+        return "database is down"  # as libraries that leave out the type
 
 
 class Picky(Calling):
@@ -110,7 +110,8 @@ def test_a_tool_that_always_answers_with_the_same_error_is_named() -> None:
     number = report.figures["tool_calls"]["lookup"]
     assert f"tool lookup answered all of {number} calls with the same error" in warning
     assert "database is down" in warning
-    assert report.figures["tool_errors"]["lookup"] == number
+    assert report.figures["tool_errors"] == {"lookup": number}
+    assert f"Tool other returned the same text in all of {number} calls: 'database is down'." in report.text
     assert not [text for text in check_environment(Picky).warnings if "same error" in text]
 
 
