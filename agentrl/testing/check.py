@@ -878,6 +878,11 @@ def _tool_calls(subject: Subject) -> tuple[Counter[str], Counter[str]]:
     return calls, failed
 
 
+def _names_program_error(raised: str) -> bool:
+    """Whether an exception, which begins with its type, hardly ever refuses a call on purpose."""
+    return _PROGRAM_ERRORS.match(raised) is not None
+
+
 def _tool_errors_line(entries: Sequence[ToolEntry]) -> str:
     """Return the errors of a tool at one location, one of each type, errors of a broken program first."""
     verbs = {"error": "raised ", "bad_arguments": "refused its arguments: ", "unknown_tool": "does not exist: "}
@@ -885,7 +890,7 @@ def _tool_errors_line(entries: Sequence[ToolEntry]) -> str:
     for entry in entries:
         verb = verbs.get(entry.outcome, "")  # "timed out"
         by_type.setdefault(entry.error.partition(":")[0], f"{verb}{' '.join(entry.error.split())[:200]}")
-    texts = sorted(by_type.values(), key=lambda text: not _PROGRAM_ERRORS.match(text.removeprefix("raised ")))
+    texts = sorted(by_type.values(), key=lambda text: not _names_program_error(text.removeprefix("raised ")))
     location = f" at {entries[0].location}" if entries[0].location else ""
     return f"tool {entries[0].name} {' and '.join(texts[:3])}{location}"
 
@@ -1237,7 +1242,7 @@ def _check_demonstrated_calls(calls: Sequence[ToolEntry], result: CheckResult) -
             errors.setdefault((call.name, call.location), []).append(call)
     for (name, _), entries in errors.items():
         problem = f"{_tool_errors_line(entries)}, in {len(entries)} of {plural(total[name], 'call')} of demonstrations"
-        if failed[name] == total[name] or any(_PROGRAM_ERRORS.match(entry.error) for entry in entries):
+        if failed[name] == total[name] or any(_names_program_error(entry.error) for entry in entries):
             result.fault(problem, "Fix the tool, or `demonstrate` if its call is wrong")
         else:
             result.warn(problem, "Fix it, or ignore this if `demonstrate` shows such a call on purpose")
