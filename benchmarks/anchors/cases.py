@@ -375,10 +375,10 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                 ),
             },
             notes=(
-                "**Not finished: no run of Qwen2.5-Coder-0.5B.** Before training it plays, but does not search: in 8 "
-                "held-out games, five kept to the format, changed the guess by about one a turn, and never found the "
-                "number; three wrote more than the guess in every turn. The mean reward was -3.8 ± 3.6. The 8 games "
-                "took 80 CPU seconds, in bfloat16 more.",
+                "**Not reproduced: the format is learned, the search is not.** In four steps of 16 games, the share of "
+                "replies that are no guess falls from 44% to 3% in training, and the held-out reward rises from -4.0 "
+                "to -1.8. No held-out game found the number, before or after: the model changes its guess by about "
+                "one a turn. The published run took twenty steps of 256 games.",
                 "With SmolLM2, a run was stopped after its first step: its reward was -10, since 88% of the replies "
                 "reached the limit of tokens without a guess. The model does not play the game from its prompt, so "
                 "reward has nothing to begin with.",
