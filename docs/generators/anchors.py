@@ -136,7 +136,7 @@ def page(records: Sequence[Record]) -> str:
     text = f"{INTRODUCTION}\n{plural(count, 'run')} on {machines}, shared with other work.\n"
     for name, anchor in ANCHORS.items():
         text += section(anchor, [row for row in records if row["anchor"] == name])
-    return f"{text}\n## Not tried\n\n" + "".join(f"* {line}\n" for line in NOT_RUN)
+    return f"{text}\n## Not finished\n\n" + "".join(f"* {line}\n" for line in NOT_RUN)
 
 
 def read_records() -> list[Record]:
