@@ -476,7 +476,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
-            message += "; held-out episodes that have ended count if their evaluation continues"
+            message += "; held-out episodes that have ended count if their evaluation is resumed"
         setup.observer.warn(message)
     if is_suspicious and num_workers == 1:
         cause = (

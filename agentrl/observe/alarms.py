@@ -1139,15 +1139,6 @@ RULES: tuple[Rule | MetricRule, ...] = (
         _drops,
         of_run=True,
     ),
-    Rule(
-        {
-            "collapse": "the reward fell to its lowest value and no episode has an advantage since, which unchanged "
-            f"weights would do with a probability below {FALL_CHANCE:g}, or with {MOST_SHARE:.0%} or more broken turns "
-            f"that were intact before; or {ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below "
-            f"its best, and the entropy below {LOW_ENTROPY:g} nats"
-        },
-        _fall,
-    ),
     MetricRule(
         "out_of_time",
         f"in each step, the time limit ends {MOST_SHARE:.0%} or more of the episodes",
@@ -1159,6 +1150,15 @@ RULES: tuple[Rule | MetricRule, ...] = (
         of_run=True,
         explained_by=("dropped",),
         example="time_limit",
+    ),
+    Rule(
+        {
+            "collapse": "the reward fell to its lowest value and no episode has an advantage since, which unchanged "
+            f"weights would do with a probability below {FALL_CHANCE:g}, or with {MOST_SHARE:.0%} or more broken turns "
+            f"that were intact before; or {ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below "
+            f"its best, and the entropy below {LOW_ENTROPY:g} nats"
+        },
+        _fall,
     ),
     MetricRule(
         "context_full",

@@ -441,7 +441,7 @@ def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
     Lives([]).run(tmp_path, resume=True, held_out=4, quiet=False)
     told = capsys.readouterr()
     (line,) = [line for line in (told.out + told.err).splitlines() if "It was running" in line]
-    assert "the evaluation has no result" in line
+    assert "held-out episodes that have ended count if their evaluation is resumed" in line
     assert "continue" not in line, "no training episode was running"
     with contextlib.closing(RunReader(tmp_path / "run")) as reader:
         lines = reader.episodes("purpose = 'evaluate'")
