@@ -291,7 +291,8 @@ def evaluate(
     )
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
-    for line in _check_tasks(config, environment_class, splits, are_given=tasks is not None):
+    chat_format = make_chat_format(config.model)
+    for line in _check_tasks(config, environment_class, chat_format, splits, are_given=tasks is not None):
         warnings.warn(line, stacklevel=1)
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         run_path = Path(expand_path(scratch if journal is None else journal)).absolute()
@@ -307,7 +308,9 @@ def evaluate(
         played, failing = PlayedTasks(), dict[str, FailingCalls]()
 
         play = _player(order, played, against, section, on_progress, failing)
-        headers = event_loop.run(play_in_new_run(config, environment_class, weights, run_path, play, on_phase))
+        headers = event_loop.run(
+            play_in_new_run(config, environment_class, chat_format, weights, run_path, play, on_phase)
+        )
         splits, rule = order.in_order(played)[1], _interval_rule(order, played, config.evaluation)
         episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
     metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
@@ -568,7 +571,12 @@ def _by_policy(
 
 
 def _check_tasks(
-    config: RunConfig, environment: type[Environment], splits: Sequence[HeldOutSplit], *, are_given: bool
+    config: RunConfig,
+    environment: type[Environment],
+    chat_format: ChatFormat,
+    splits: Sequence[HeldOutSplit],
+    *,
+    are_given: bool,
 ) -> Iterator[str]:
     """Yield warnings about the tasks of an evaluation.
 
@@ -580,7 +588,7 @@ def _check_tasks(
         yield from RunTasks.read(training, splits).warnings()
     if config.bases:
         evaluated = [task for split in splits for task in split.tasks]
-        prompts = first_prompts(environment, evaluated, make_chat_format(config.model))
+        prompts = first_prompts(environment, evaluated, chat_format)
         yield from check_prompts(prompts, config.engine.max_context)
 
 
@@ -618,6 +626,7 @@ def prepare_evaluation(
 async def play_in_new_run(
     config: RunConfig,
     environment: type[Environment],
+    chat_format: ChatFormat,
     frozen_weights: Sequence[WeightsRef],
     run: Path,
     play: Play,
@@ -626,7 +635,6 @@ async def play_in_new_run(
     """Play episodes with the engine of a configuration, into the journal of a new run; see `play_without_training`."""
     from agentrl.journal.store import SqliteJournal
 
-    chat_format = make_chat_format(config.model)
     if hidden := hidden_tools(config.rollout_plan, environment, chat_format):
         warnings.warn(hidden, stacklevel=1)
     for line in await asyncio.to_thread(check_gpu_memory, config.engine_plan, config.trainer_plan):

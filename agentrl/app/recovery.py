@@ -492,8 +492,8 @@ def _continuations(environments: Iterable[type[Environment]]) -> list[str]:
 
 
 def changed_imports(environment: type[Environment], recorded: RunStart) -> list[str]:
-    """Return the imported modules beside an environment's file that differ from those of a recorded start, as paths
-    from that file."""
+    """Return the modules that an environment imports and that changed since a recorded start, as paths from its file's
+    directory."""
     file = _file_of(environment)
     return sorted(
         os.path.relpath(path, os.path.dirname(file))

@@ -536,7 +536,7 @@ def check_split_of_best(metric: str, splits: Sequence[HeldOutSplit]) -> None:
         ConfigError: the message has the splits that are.
     """
     names = [split.name for split in splits] if len(splits) > 1 else []
-    if not metric.startswith("evaluation/split_") or metric.split("/")[2] in names:
+    if not metric.startswith("evaluation/split_") or set(names).intersection(metric.split("/")[2:3]):
         return
     known = f"the evaluated splits are {', '.join(names)}" if names else "with one split, follow `evaluation/reward`"
     raise ConfigError(f"best.metric = {metric!r}: no evaluation measures it; {known}")

@@ -491,7 +491,7 @@ def chat_checks(config: RunConfig) -> list[Check]:
 
 
 def rate_checks(config: RunConfig) -> list[Check]:
-    """Note learning rates far above those of the models' sizes."""
+    """Note learning rates that are far too high for the size of a model."""
     from agentrl.app.recipes import high_rates, with_learning_rates
 
     try:

@@ -123,6 +123,18 @@ class PolicyVersion(NamedTuple):
     def __str__(self) -> str:
         return f"{self.policy}@{self.lineage}.{self.step}"
 
+    def first_with_weights(self, parents: Mapping[tuple[str, int], PolicyVersion]) -> PolicyVersion:
+        """Return the first version with the same weights. A resumed run begins with those of its checkpoint, under
+        another id.
+
+        Args:
+            parents: the version that each (policy, lineage) started from.
+        """
+        version = self
+        while (parent := parents.get((self.policy, version.lineage))) is not None and parent.step == version.step:
+            version = parent
+        return version
+
 
 class VersionSpan(NamedTuple):
     """The span of tokens `[start, stop)` that `version` sampled."""

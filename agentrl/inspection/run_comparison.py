@@ -533,8 +533,8 @@ def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     """Return the newest evaluation of each policy that has a result: its step, and the rewards by task.
 
-    The newest is of the newest lineage, since a resume may have undone later steps of an older one. A resumed run
-    continues an evaluation in a lineage of its own.
+    The newest is of the newest lineage, since a resume may have undone later steps of an older one. Episodes of
+    the same weights count as well: a resume continues an evaluation under a new lineage.
     """
     results = reader.metric("evaluation/reward")
     if not results:
@@ -583,13 +583,9 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
 
 
 def _first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
-    """Return the first lineage with the weights of a version.
-
-    A resumed run begins with the weights of a checkpoint, or of the base model.
-    """
-    while (parent := parents.get((version.policy, version.lineage))) is not None and parent.step == version.step:
-        version = parent
-    return min(version.lineage, 0) if version.step == 0 else version.lineage
+    """Return the first lineage with the weights of a version; those of step 0 are the base model's in each lineage."""
+    first = version.first_with_weights(parents)
+    return min(first.lineage, 0) if first.step == 0 else first.lineage
 
 
 class _TaskKey(NamedTuple):

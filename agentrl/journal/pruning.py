@@ -218,7 +218,7 @@ def _find_forked(journal: Path) -> frozenset[AttemptKey]:
 
 def _main_of(spec: EpisodeSpec) -> AttemptKey | None:
     """Return the attempt that holds a branch's first turns; None for other episodes."""
-    return None if spec.fork is None or not spec.fork.branch else (spec.fork.episode_id, spec.fork.attempt)
+    return None if spec.fork is None or spec.branched_from is None else (spec.branched_from, spec.fork.attempt)
 
 
 def _with_mains(log: RunLog, keys: Iterable[AttemptKey]) -> frozenset[AttemptKey]:

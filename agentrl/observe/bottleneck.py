@@ -73,8 +73,8 @@ MAX_REPLY = 60
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 TOKENS = "tokens"
-"""Key of the number of tokens that engines and endpoints sampled in this process, those of interrupted turns and of
-evaluations included; tokens read from the journal are not."""
+"""Key of the number of tokens that engines and endpoints sampled in this process, including interrupted turns and
+evaluations, but not what is read from the journal."""
 PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
 """Keys of the sums over turns from which `fit_passes` computes the time of a forward pass."""
 

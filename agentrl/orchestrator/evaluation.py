@@ -461,14 +461,11 @@ class Evaluator:
         return tuple(self._weights_of(version, parents) for _, version in sorted(versions.items()))
 
     def _weights_of(self, version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> str:
-        """Identify the weights of a version: the one with which a resumed run begins has another id than the one of its
-        checkpoint, and the same weights."""
-        policy = version.policy
-        while (parent := parents.get((policy, version.lineage))) is not None and parent.step == version.step:
-            version = parent
+        """Identify the weights of a version, also under the other id that they have after a resume."""
+        version = version.first_with_weights(parents)
         weights = self.versions.find(version) or self.store.published(version, outside=True)
         # with the step: two steps may publish equal changes of different weights
-        return f"{policy} {version.step} {version.lineage if weights is None else weights.sha256}"
+        return f"{version.policy} {version.step} {version.lineage if weights is None else weights.sha256}"
 
     def _is_unrecorded(self, versions: Mapping[str, PolicyVersion]) -> bool:
         """Whether versions have played held-out tasks, and no checkpoint has the result."""

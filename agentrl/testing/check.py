@@ -890,9 +890,9 @@ def _tool_errors_line(entries: Sequence[ToolEntry]) -> str:
     for entry in entries:
         verb = verbs.get(entry.outcome, "")  # "timed out"
         by_type.setdefault(entry.error.partition(":")[0], f"{verb}{' '.join(entry.error.split())[:200]}")
-    texts = sorted(by_type.values(), key=lambda text: not _names_program_error(text.removeprefix("raised ")))
+    types = sorted(by_type, key=lambda raised: not _names_program_error(raised))
     location = f" at {entries[0].location}" if entries[0].location else ""
-    return f"tool {entries[0].name} {' and '.join(texts[:3])}{location}"
+    return f"tool {entries[0].name} {' and '.join(by_type[raised] for raised in types[:3])}{location}"
 
 
 def check_refused_calls(subject: Subject, result: CheckResult) -> None:

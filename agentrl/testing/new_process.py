@@ -138,14 +138,13 @@ def program_policy(
     schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     marked: bool = True,
 ) -> Script:
-    """Return a policy for external agents that calls the offered tools in turn, the next episode those that follow, and
-    then replies with a text; or with the call or the JSON that a request asks for.
+    """Return a policy for external agents. It calls a few of the offered tools and then replies with a text; the next
+    episode continues with the tools after these. If a request asks for a call or for JSON, it replies with that.
 
     Args:
         environment: class of the environment.
         schemas: parameters of tools by name, as JSON schemas; arguments of other tools are guesses.
-        marked: whether each text and guessed argument contains a unique mark; otherwise the texts are those of
-            `random_policy`.
+        marked: whether texts and guessed arguments contain a unique mark. If not, texts are as in `random_policy`.
     """
     chat_format = PlainChatFormat()
 

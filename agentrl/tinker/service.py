@@ -548,7 +548,7 @@ class TinkerService:
 def _repeats(request: Any, known: ClientRequest) -> bool:
     """Whether a request differs from a known one of its route only in its sampler's number.
 
-    The SDK draws that anew for each try, and then uses the one in the answer.
+    The SDK takes a new number for each try, and then uses the number in the answer.
     """
     if not isinstance(request, messages.SaveForSampler) or request.sampling_session_seq_id is None:
         return False

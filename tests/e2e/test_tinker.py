@@ -298,7 +298,7 @@ def test_a_repeated_publication_is_the_same_with_another_number_of_the_sampler(t
             save = {"model_id": model, "seq_id": 1}
             saved = [
                 await client.post("save_weights_for_sampler", **save, sampling_session_seq_id=number)
-                for number in (7, 8)  # the SDK draws the sampler's number anew for each try
+                for number in (7, 8)  # the SDK takes a new number of the sampler for each try
             ]
             assert saved[0] == saved[1]
             session = (await client.result(saved[1]))["sampling_session_id"]

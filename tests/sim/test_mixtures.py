@@ -195,6 +195,7 @@ def test_a_policy_of_an_environment_that_is_not_trained_is_refused() -> None:
         ("evaluation/split_reward/held_out", None),
         ("evaluation/split_pass_at/Easy@held_out/2", None),
         ("evaluation/reward", None),
+        ("evaluation/split_reward", "no evaluation measures it"),
         ("evaluation/split_reward/Digits@held_out", "the evaluated splits are held_out, Easy@held_out"),
     ],
 )

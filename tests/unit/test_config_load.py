@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -15,6 +16,7 @@ from agentrl.config.load import check_settings_unchanged, dump_toml, load, recor
 from agentrl.config.mistakes import _FOREIGN_NAMES, all_keys
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
+from agentrl.orchestrator.tasks import PassRateCurriculum
 from agentrl.tinker.config import load_server
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
@@ -269,6 +271,11 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path), ["steps=0", "trainr=1", "engine.slots=-1"])
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_selection_is_checked_with_the_defaults_that_it_gets() -> None:
+    defaults = inspect.signature(PassRateCurriculum).parameters
+    assert (defaults["low"].default, defaults["high"].default) == (0.1, 0.9), "see the cases of environment.selection"
 
 
 def test_only_what_does_not_learn_may_take_the_likeliest_token(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class AdapterBank:
         if has_new_layers or new_rank > self._rank or columns > self._columns:
             self._rank, self._columns = new_rank, max(columns, self._columns)
             self._allocate()
-            # Meanwhile the event loop may empty slots, whose weights are then written in vain.
+            # A copy, because the event loop may empty a slot meanwhile. Writing to that slot does no harm.
             for at, weights in list(self._adapters.items()):
                 self._write(at, weights)
         else:

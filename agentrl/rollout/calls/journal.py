@@ -268,8 +268,10 @@ class CallJournal:
         self._recorded.forget_answers()
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
-        """Return the recorded turns of a seat's external agent that it has not requested: those that a fork inherits
-        or, if it has requested these, those of the newest attempt, which holds all that were requested in it."""
+        """Return the recorded turns that a seat's external agent has not requested.
+
+        A fork's inherited turns come first; once all are requested, the newest attempt's, which has all its requests.
+        """
         entries = self._recorded.inherited_turns(seat) or self._recorded.answers_left()
         turns = (entry.decode() for entry in entries)
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
