@@ -61,6 +61,21 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+def _reread_environment() -> None:
+    """Make Ray read its environment variables again.
+
+    Ray reads them at its import, which an environment's module may do before a session sets them. Without this, such a
+    session listens on every interface, and refuses its own process's token.
+    """
+    import ray
+    from ray._private import auto_init_hook, ray_constants
+
+    raylet: Any = ray._raylet
+    raylet.Config.initialize("")
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"].lower() in ("1", "true")
+    auto_init_hook.enable_auto_connect = os.environ["RAY_ENABLE_AUTO_CONNECT"] != "0"
+
+
 @functools.cache
 def _process_token() -> str:
     """Return the token of all sessions that a process starts one after another, because Ray reads it only once."""
@@ -537,11 +552,12 @@ def _join_local() -> _LocalRay | None:
     if local is None:
         local = _LocalRay()
         try:
-            import ray  # Ray reads its environment when it is imported
+            import ray
 
             if ray.is_initialized():
                 local.end()
                 return None
+            _reread_environment()
             local.start()
         except BaseException:
             local.end()

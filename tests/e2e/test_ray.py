@@ -41,7 +41,7 @@ from agentrl.engines.router import EngineRouter
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
 from tests.learn_cases import LORA, Episodes, make_rows, read_step_file, run_config, write_model
-from tests.processes import running
+from tests.processes import is_loopback, running
 from tests.support import warm
 
 pytestmark = [
@@ -267,6 +267,18 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
     asyncio.run(main())
 
 
+def test_a_session_is_private_also_where_a_program_imported_ray_before() -> None:
+    """Ray reads its environment variables at its import, which comes before the session sets them."""
+    program = [sys.executable, "-c", _IMPORTED_BEFORE]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    root = Path(__file__).parents[2]
+    answer = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    listening = answer.stdout.splitlines()
+    assert any(each.startswith("tcp") for each in listening)
+    assert [each for each in listening if not is_loopback(each)] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
@@ -294,6 +306,18 @@ def test_all_processes_of_a_dead_ray_are_lost_also_where_one_of_them_has_started
         answer.stdout + answer.stderr
     )
 
+
+_IMPORTED_BEFORE = """
+import os
+import ray
+from agentrl.cluster.session import RaySession
+from tests.processes import can_be_reached, descendants
+
+session = RaySession()
+session.start()
+print(*can_be_reached(descendants(os.getpid())), sep=chr(10))
+session.stop()
+"""
 
 _SHARED_PLACEMENT = """
 import asyncio, os, signal

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from agentrl.cluster import trainer_pool
@@ -100,6 +99,8 @@ def test_shares_are_balanced_by_size_and_make_up_the_whole(sizes: list[int], ran
 
 def test_a_group_with_a_lost_host_is_lost_although_other_ranks_still_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost group resumes by itself; any other error ends the run."""
+    from ray.exceptions import RayTaskError
+
     monkeypatch.setattr(trainer_pool, "PATIENCE_S", 0.01)
     ended: list[str] = []
     pool = SimpleNamespace(
