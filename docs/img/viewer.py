@@ -1,9 +1,10 @@
-"""Take the pictures of the viewer in the docs, of the sample run and another, in a headless Chromium.
+"""Take the pictures of the viewer in the docs, of the sample run and two others, in a headless Chromium.
 
     agentrl demo --journal-only
+    agentrl train examples/16_qwen.toml --name=qwen --evaluation.every=2
     agentrl train examples/01_tool_use.toml --name=decided --evaluation.tasks=256 --evaluation.every=6 \\
         --evaluation.stop=decided
-    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/decided docs/img
+    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/qwen runs/decided docs/img
 
 The episodes are chosen by what is to be seen in them, since no two sample runs are the same.
 """
@@ -67,6 +68,7 @@ def main() -> None:
     """All of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
+    parser.add_argument("real", type=Path, help="run of a real model, for the overview")
     parser.add_argument("decided", type=Path, help="run whose evaluations end when they are decided")
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
@@ -76,19 +78,24 @@ def main() -> None:
     reader = RunReader(arguments.run)
     versions, taken_over = choose(reader)
     with tempfile.TemporaryDirectory() as directory, Browser(chromium) as browser, browser.tab() as tab:
-        page = Path(export(reader, "html", Path(directory) / "page.html").path).as_uri()
-        reader.close()
+        page = _export(reader, Path(directory) / "page.html")
         here = (tab, page, arguments.out)
-        take(*here, "overview", "#/overview", theme="light")
         take(*here, "episodes", "#/episodes?where=purpose = train", theme="light")
         take(*here, "conversation", f"#/episode/{taken_over}", theme="light")
         take(*here, "tokens", f"#/episode/{versions}/tokens?token=120", theme="dark")
         take(*here, "run", "#/run", theme="light")
         take(*here, "compare", f"#/compare?a={quote('forks/f0')}", theme="light")
-        reader = RunReader(arguments.decided)
-        page = Path(export(reader, "html", Path(directory) / "decided.html").path).as_uri()
-        reader.close()
+        page = _export(RunReader(arguments.real), Path(directory) / "real.html")
+        take(tab, page, arguments.out, "overview", "#/overview", theme="light")
+        page = _export(RunReader(arguments.decided), Path(directory) / "decided.html")
         take(tab, page, arguments.out, "evaluations", "#/evaluations", theme="light", height=560)
+
+
+def _export(reader: RunReader, path: Path) -> str:
+    """The address of a run's page, whose reader it closes."""
+    written = export(reader, "html", path).path
+    reader.close()
+    return Path(written).as_uri()
 
 
 if __name__ == "__main__":
