@@ -153,7 +153,8 @@ class GenerateRequest:
     prefix (members of a group, forks, a parked conversation), so they go to the same replica. 0: the whole context
     counts as the opening."""
     row: int = 0
-    """Row of the conversation. A new row does not continue the context of the last one."""
+    """Row of the conversation. A new row does not continue the context of the last one: its first call returns the
+    experts of all positions, because the trainer reads each row alone."""
 
 
 class NewTokensCallback(Protocol):

@@ -221,6 +221,7 @@ def request(
     seed: int = 0,
     sampled_before: int = 0,
     priority: int = 0,
+    row: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
     """An engine call; sampling as keywords."""
@@ -231,6 +232,7 @@ def request(
         seed=seed,
         sampled_before=sampled_before,
         priority=priority,
+        row=row,
     )
 
 

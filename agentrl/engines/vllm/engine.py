@@ -210,7 +210,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
         self._routing_by_call: dict[str, RoutedContext | None] = {}
-        """What earlier calls returned of the experts, by session."""
+        """What earlier calls of a row returned of its experts, by session."""
         self._llm = llm
         self.inbox = WeightReceiver()
         """Receives full weights of a version from its trainer."""
@@ -331,6 +331,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             )
         if self._samples_nothing(request):
             return empty_completion("length")
+        if request.row != session.row:
+            self._routing_by_call.pop(session.session_id, None)
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
         call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
