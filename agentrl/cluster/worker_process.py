@@ -127,6 +127,12 @@ class WorkerProcess:
         if self._connection is not None and self.is_ready:
             self._connection.queue(message)
 
+    def replier(self) -> Callable[[rpc.Reply], None]:
+        """Return a function that sends replies to the running process only. The next process numbers its calls from 1
+        again, so it must not receive them."""
+        assert self._connection is not None, "a process without a connection asks nothing"
+        return self._connection.queue
+
     def leave(self, why: str) -> None:
         """Make the process park its episodes, which continue in others, and end. Idempotent."""
         if not self.is_leaving:
