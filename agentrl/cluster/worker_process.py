@@ -195,7 +195,7 @@ class WorkerProcess:
     async def died(self, how: str) -> None:
         if self._receiver is not None:
             # Revoke before its episodes are reassigned: the process may be alive but unreachable.
-            self._receiver.revoke(self._work.number)
+            await self._receiver.revoke(self._work.number)
         if self._connection is not None:
             await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
         self._child, self._connection, self.is_ready = None, None, False
