@@ -664,8 +664,10 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
-            is_current = self._requested.is_current(weights)
-            target = self._overwritable(weights) if is_current else None
+            is_current, policy = self._requested.is_current(weights), weights.version.policy
+            # A pin on the old version, for which open turns were not awaited, may have ended since.
+            has_open_turns = self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls > 0
+            target = self._overwritable(weights) if is_current and not has_open_turns else None
             model_copy = target or self._new_copy(is_merged=weights.kind == "adapter")
             # Saving costs a merged copy nothing, and full weights a copy in memory.
             is_saved = target is not None and (canary is not None or weights.kind == "adapter")
