@@ -179,22 +179,6 @@ def test_a_turn_ends_on_its_version_although_the_last_pin_ends_before_the_swap(
     asyncio.run(main())
 
 
-def test_a_turn_boundary_is_never_reached_while_paused(zoo: ModelZoo) -> None:
-    async def main() -> None:
-        engine = load_engine(zoo, refresh="turn", versions={"solver": START["solver"]}, clock=StepClock())
-        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(5), max_tokens=50)))
-        await until(lambda: engine.stats.sampled_tokens > 2)
-        await engine.pause()
-        with pytest.raises(EngineError, match="paused"):
-            await engine.serve([zoo.full(version(1))])
-        await engine.resume()
-        assert [span.version for span in (await running).spans] == [START["solver"]]
-        await engine.serve([zoo.full(version(1))])
-        await engine.close()
-
-    asyncio.run(main())
-
-
 def test_full_weights_are_refused_where_sessions_stay_on_versions(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load_engine(zoo, refresh="lazy")

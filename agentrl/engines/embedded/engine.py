@@ -341,10 +341,8 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     return False
-                step: StepPlan | None = None
-                if not self.versions.paused:
-                    batcher.admit(self.versions.held, self.versions.leases.resolve)
-                    step = batcher.plan()
+                batcher.admit(self.versions.held, self.versions.leases.resolve)
+                step = batcher.plan()
                 if step is not None:
                     ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
                     for slot in ended_slots:
@@ -429,19 +427,6 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         for call in list(self._batcher.running.values()):
             if call.serving is old and call.session.pin is None:
                 self._batcher.switch(call, new, keep_kv=self._keep_kv)
-
-    async def pause(self) -> None:
-        """Stop computing after the current pass, so that an update finds calls at a defined position."""
-        self.versions.paused = True
-        self.versions.wake()
-        self.interrupt()
-        async with self.between_passes:
-            pass
-
-    async def resume(self) -> None:
-        """Continue after `pause`. Idempotent."""
-        self.versions.paused = False
-        self._wake.set()
 
     def abort(self, request_id: str) -> None:
         """Abort a call; does nothing if the call has ended."""
@@ -529,7 +514,6 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._fixed_shapes = settings.fixed_shapes
         self._spares: dict[bool, ServedModelCopy] = {}
         """Copies that serve no version, by whether adapters are merged into them."""
-        self.paused = False
         for version in versions:
             self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, model_copy=base)
 
@@ -653,10 +637,6 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     async def _turn_boundary(self, weights: WeightsRef) -> None:
         old = self.of_policy(weights.version.policy)
         while old.calls and self._requested.is_current(weights) and self._overwritable(weights) is not None:
-            if self.paused:
-                raise version_refused_error(
-                    weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
-                )
             await self._change()
 
     async def _swap_full(self, weights: WeightsRef, fill: Callable[[Any], None], canary: Canary | None) -> None:
