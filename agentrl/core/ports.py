@@ -157,11 +157,15 @@ class GenerateRequest:
     experts of all positions, because the trainer reads each row alone."""
 
 
+DELTA_SECONDS = 0.2
+"""Seconds between two deliveries of a call's new tokens."""
+
+
 class NewTokensCallback(Protocol):
     """Receives new tokens of a call in flight, for partial turns and live views."""
 
     def __call__(self, request_id: str, tokens: Tokens) -> None:
-        """Receive new tokens. Called in the event loop about every 200 ms per call, before the call returns."""
+        """Receive new tokens. Called in the event loop, about every `DELTA_SECONDS`, before the call returns."""
         ...
 
 

@@ -41,7 +41,7 @@ from transformers.initialization import no_init_weights
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
-from agentrl.core.ports import EngineCapabilities
+from agentrl.core.ports import DELTA_SECONDS, EngineCapabilities
 from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.forward import EngineStats, StepPlan
     from agentrl.engines.weights.reading import AdapterWeights
 
-_DELTA_SECONDS = 0.2
 _NO_CANARY = Canary(
     contexts=np.zeros((1, 4), np.int32),
     token_ids=np.zeros(1, np.int32),
@@ -378,7 +377,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         now = self._clock.monotonic()
         if now < self._next_delta:
             return
-        self._next_delta = now + _DELTA_SECONDS
+        self._next_delta = now + DELTA_SECONDS
         for call in self._batcher.running.values():
             call.deliver(self._columns)
 
