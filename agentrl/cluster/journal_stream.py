@@ -6,8 +6,8 @@ writes a partition for each worker with the production writer. The run only gran
 never pass through its event loop. Owns: the messages, the receiver, which connection may write a partition. Does not
 own: the contents of entries (`journal.store`), the run's processes.
 Invariants: at most one connection writes a partition, and none once it is revoked; messages take effect in the order
-in which they were sent; a worker ends when its connection ends, and other workers resume its episodes from their
-acknowledged entries.
+in which they were sent; a worker ends when its connection ends, and its episodes are reassigned only when all entries
+received from it are on disk, so that the next worker sees them.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class GrantPartition(rpc.WireMessage, frozen=True):
 
 
 class RevokePartition(rpc.WireMessage, frozen=True):
-    """Message to the receiver: let no process write a worker's partition."""
+    """Request to the receiver: let no process write a worker's partition, and answer when all entries received so far
+    are on disk."""
 
+    call: int
     worker: int
 
 
@@ -130,7 +132,7 @@ class ProgressedEpisodes(rpc.Reply, frozen=True):
 
 Question = Flush | TakeOverAttempt | FindProgressedEpisodes
 ToReceiver = StartReceiver | GrantPartition | RevokePartition
-ToRun = PartitionGranted | ReceiverHeartbeat | rpc.ErrorReply
+ToRun = PartitionGranted | ReceiverHeartbeat | rpc.Acknowledgement | rpc.ErrorReply
 FromWorker = Append | RemovePartials | Question
 ToWorker = rpc.Acknowledgement | AttemptTakenOver | ProgressedEpisodes | rpc.ErrorReply
 TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
@@ -290,10 +292,13 @@ class JournalReceiver:
         """Return the activity of the process, with its rate."""
         return ProcessStatus(name="journal receiver", doing=f"receives {self._per_second / 1000:,.1f} kB/s")
 
-    def revoke(self, worker: int) -> None:
-        """Accept no more entries from the process of a worker, which counts as dead."""
+    async def revoke(self, worker: int) -> None:
+        """Accept no more entries from the process of a worker, which counts as dead. On return, no entry of it will
+        reach the disk any more."""
         if self._connection is not None:
-            self._connection.send(RevokePartition(worker=worker))
+            call = self._connection.next_call()
+            with contextlib.suppress(AgentRLError):  # the receiver died or its disk failed: it writes nothing more
+                await self._connection.ask(call, RevokePartition(call=call, worker=worker))
 
     async def close(self) -> None:
         """End the process once all received entries are on disk. Idempotent."""
@@ -401,19 +406,24 @@ class _Receiver:
         self._partitions: dict[int, _Partition] = {}
         self._received = 0
 
-    async def handle(self, message: ToReceiver) -> None:
-        match message:
-            case GrantPartition(worker=worker):
-                try:
-                    if worker not in self._partitions:
-                        self._partitions[worker] = _Partition(await self._open(worker), self._count)
-                    address = await self._partitions[worker].grant(self._host)
-                except AgentRLError as error:  # such as a damaged partition, of which the run tells the user
-                    self._run.send(rpc.error_reply(message.call, error))
-                else:
-                    self._run.send(PartitionGranted(call=message.call, address=address))
-            case RevokePartition(worker=worker) if worker in self._partitions:
-                self._partitions[worker].revoke()
+    async def handle(self, message: GrantPartition | RevokePartition) -> None:
+        try:
+            reply = await self._answer(message)
+        except AgentRLError as error:  # such as a damaged partition, of which the run tells the user
+            reply = rpc.error_reply(message.call, error)
+        self._run.send(reply)
+
+    async def _answer(self, request: GrantPartition | RevokePartition) -> rpc.Reply:
+        partition = self._partitions.get(request.worker)
+        if isinstance(request, GrantPartition):
+            if partition is None:
+                partition = _Partition(await self._open(request.worker), self._count)
+                self._partitions[request.worker] = partition
+            return PartitionGranted(call=request.call, address=await partition.grant(self._host))
+        if partition is not None:
+            partition.revoke()
+            await partition.log.flush()
+        return rpc.Acknowledgement(call=request.call)
 
     async def heartbeat(self) -> ReceiverHeartbeat:
         return ReceiverHeartbeat(bytes=self._received)

@@ -224,7 +224,7 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
             remote: NodeReport = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             missing.append(
-                f"node {node} cannot import agentrl {local.versions['agentrl']} ({shorten_ray_error(error)})"
+                f"node {node} cannot import agentrl {local.versions[DISTRIBUTION]} ({shorten_ray_error(error)})"
             )
             continue
         except ray.exceptions.RayError as error:

@@ -27,6 +27,7 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
+from agentrl.core import rpc
 from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError, EpisodeError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from agentrl.journal.port import CommitLog
 
 OnEnd = Callable[[EpisodeHeader], None]
+Reply = Callable[[rpc.Reply], None]
 
 MIN_SUSPECT_DEATHS = 2
 """Number of deaths in a row after which an episode is suspected of killing processes."""
@@ -406,9 +408,9 @@ class WorkerPool:
                 on_end = partial(self._child_ended, episode, message.attempt, message.call)
                 self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end)
             case wire.StartBranches():
-                self._requests.add(self._start(self._branch(process, episode.spec, message)))
+                self._requests.add(self._start(self._branch(process.replier(), episode.spec, message)))
             case wire.RememberProposal():
-                self._requests.add(self._start(self._remember(process, episode.spec, message)))
+                self._requests.add(self._start(self._remember(process.replier(), episode.spec, message)))
             case wire.AttemptStarted():
                 episode.spec = replace(episode.spec, attempt=message.attempt)
                 self._host.readmit(episode.spec)
@@ -460,17 +462,17 @@ class WorkerPool:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, proposal: wire.RememberProposal) -> None:
+    async def _remember(self, reply: Reply, spec: EpisodeSpec, proposal: wire.RememberProposal) -> None:
         novelty = await self._host.remember(spec, proposal.call_id, proposal.key, proposal.structure)
-        process.tell(wire.ProposalReply(call=proposal.call, known=novelty))
+        reply(wire.ProposalReply(call=proposal.call, known=novelty))
 
-    async def _branch(self, process: WorkerProcess, main: EpisodeSpec, request: wire.StartBranches) -> None:
+    async def _branch(self, reply: Reply, main: EpisodeSpec, request: wire.StartBranches) -> None:
         try:
             versions = await self._host.branch(main, request.point, request.count, request.versions)
-            reply = wire.BranchesStarted(call=request.call, pins=dict(versions))
+            answer = wire.BranchesStarted(call=request.call, pins=dict(versions))
         except EpisodeError as error:
-            reply = wire.BranchesStarted(call=request.call, pins={}, refusal=str(error))
-        process.tell(reply)
+            answer = wire.BranchesStarted(call=request.call, pins={}, refusal=str(error))
+        reply(answer)
 
     def _commit(
         self,

@@ -127,6 +127,12 @@ class WorkerProcess:
         if self._connection is not None and self.is_ready:
             self._connection.queue(message)
 
+    def replier(self) -> Callable[[rpc.Reply], None]:
+        """Return a function that sends replies to the running process only. The next process numbers its calls from 1
+        again, so it must not receive them."""
+        assert self._connection is not None, "a process without a connection asks nothing"
+        return self._connection.queue
+
     def leave(self, why: str) -> None:
         """Make the process park its episodes, which continue in others, and end. Idempotent."""
         if not self.is_leaving:
@@ -189,7 +195,7 @@ class WorkerProcess:
     async def died(self, how: str) -> None:
         if self._receiver is not None:
             # Revoke before its episodes are reassigned: the process may be alive but unreachable.
-            self._receiver.revoke(self._work.number)
+            await self._receiver.revoke(self._work.number)
         if self._connection is not None:
             await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
         self._child, self._connection, self.is_ready = None, None, False

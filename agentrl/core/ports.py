@@ -153,14 +153,19 @@ class GenerateRequest:
     prefix (members of a group, forks, a parked conversation), so they go to the same replica. 0: the whole context
     counts as the opening."""
     row: int = 0
-    """Row of the conversation. A new row does not continue the context of the last one."""
+    """Row of the conversation. A new row does not continue the context of the last one: its first call returns the
+    experts of all positions, because the trainer reads each row alone."""
+
+
+DELTA_SECONDS = 0.2
+"""Seconds between two deliveries of a call's new tokens."""
 
 
 class NewTokensCallback(Protocol):
     """Receives new tokens of a call in flight, for partial turns and live views."""
 
     def __call__(self, request_id: str, tokens: Tokens) -> None:
-        """Receive new tokens. Called in the event loop about every 200 ms per call, before the call returns."""
+        """Receive new tokens. Called in the event loop, about every `DELTA_SECONDS`, before the call returns."""
         ...
 
 

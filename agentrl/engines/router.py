@@ -227,7 +227,7 @@ class Fleet:
         has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
         versions at once; this method waits too.
         """
-        request = self.versions.request(current, pinned)
+        self.versions.request(current, pinned)
         versions = {weights.version for weights in (*current, *pinned)}
         for version in versions:
             self._refused.pop(version, None)
@@ -236,13 +236,20 @@ class Fleet:
             if replica.has_request and replica.follow_task is not None and not replica.follow_task.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
-                self._unpin(replica.engine.serve((), replica.versions.requested.pinned & request.pinned))
+                self._unpin(replica)
         self._changed.set()
         await run_shielded(self._roll_out(versions))
 
-    def _unpin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a replica's `serve` that only unpins versions in the background; a failure is ignored."""
-        task = asyncio.get_running_loop().create_task(work, name="engine unpins")
+    def _unpin(self, replica: Replica) -> None:
+        """Unpin versions of the replica's request in the background, unless it is asked for a newer request before. A
+        failure is ignored."""
+        request = replica.versions.requested
+
+        async def unpin() -> None:
+            if replica.versions.requested is request:
+                await replica.engine.serve((), request.pinned & self.versions.requested.pinned)
+
+        task = asyncio.get_running_loop().create_task(unpin(), name="engine unpins")
         self._unpin_tasks.add(task)
 
         def end(task: asyncio.Task[None]) -> None:

@@ -25,7 +25,7 @@ from agentrl.core.errors import (
     VersionNotServedError,
     VersionsRefusedError,
 )
-from agentrl.core.ports import EngineCapabilities, TokenScores
+from agentrl.core.ports import DELTA_SECONDS, EngineCapabilities, TokenScores
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.engines.counter_random import uniform
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 Script = Callable[["GenerateRequest", str, "PolicyVersion"], Sequence[int]]
 """Maps (request, policy, version) to the tokens that the policy samples."""
-
-_DELTA_SECONDS = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +262,7 @@ class ScriptedEngine:
         call.since = loop.time()
         wait = self._per_call + len(call.tokens) * self._per_token - call.ran
         if call.on_delta is not None:
-            wait = min(wait, _DELTA_SECONDS)
+            wait = min(wait, DELTA_SECONDS)
         call.timer = loop.call_later(max(wait, 0.0), self._tick, call)
 
     def _tick(self, call: _Call) -> None:

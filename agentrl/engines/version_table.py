@@ -186,6 +186,8 @@ class VersionedSession(Generic[LiveT]):
     lease: LiveT | None = None
     request: GenerateRequest | None = None
     """Request of the call in flight."""
+    row: int = 0
+    """Row of the last call."""
     closed: bool = False
     reservation: Reservation = field(init=False)
 
@@ -228,7 +230,8 @@ class VersionedSession(Generic[LiveT]):
 
     def end_call(self) -> None:
         """Mark the call in flight as ended."""
-        self.request = None
+        if self.request is not None:
+            self.row, self.request = self.request.row, None
         if self.closed:
             self.engine.session_ended(self)
 

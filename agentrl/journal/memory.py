@@ -21,7 +21,7 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.journal import control_rows
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, PruneTotals, VersionPublication
 from agentrl.journal.pruning import PruningSelection
-from agentrl.journal.reader import read_fork_prefix, recorded_score
+from agentrl.journal.reader import missing_entries, read_fork_prefix, recorded_score
 from agentrl.journal.run_log import RunJournal
 from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
 from agentrl.journal.store import write_control_rows
@@ -111,7 +111,8 @@ class MemoryTurnLog:
         source_log = fullest_partition(self.siblings, episode_id, attempt)
         if source_log is None or source_log is self:
             return
-        for entry in source_log.read(episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+        entries, source = self.read(episode_id, attempt), source_log.read(episode_id, attempt)
+        for entry in missing_entries(entries, source, partition=self.name, source_partition=source_log.name):
             self.append(entry)
         self.remove_partials(episode_id, attempt)
         for partial in source_log.read_partials(episode_id, attempt):

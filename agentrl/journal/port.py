@@ -211,7 +211,7 @@ class TurnLog(Protocol):
         Call it only if the other partition's writer is dead, or no longer runs the attempt, which continues here.
 
         Raises:
-            JournalError: the attempt cannot be read.
+            JournalError: the attempt cannot be read, or this partition holds other entries of it.
             StorageError: the disk failed.
         """
         ...

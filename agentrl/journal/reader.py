@@ -240,6 +240,19 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
         connection.close()
 
 
+def missing_entries(
+    entries: list[JournalEntry], source: list[JournalEntry], *, partition: str, source_partition: str
+) -> list[JournalEntry]:
+    """Return the entries of an attempt that a partition lacks.
+
+    Raises:
+        JournalError: the partition's entries are not the first of the source's.
+    """
+    if source[: len(entries)] != entries:
+        raise JournalError(f"{partition} and {source_partition} hold different entries of the same attempt")
+    return source[len(entries) :]
+
+
 AT_END = "end"
 """Call id of a fork point behind all entries of its parent: the first call that the parent did not make."""
 

@@ -41,7 +41,7 @@ from agentrl.journal import control_rows
 from agentrl.journal.entries import entry_checksum
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, FilePruning
 from agentrl.journal.pruning import prune
-from agentrl.journal.reader import TurnLogReader, load_fork_prefix
+from agentrl.journal.reader import TurnLogReader, load_fork_prefix, missing_entries
 from agentrl.journal.requests import REQUESTS_FILE, RequestLog, write_request_rows
 from agentrl.journal.routing import RoutingStore
 from agentrl.journal.run_log import START_KEY, RunJournal, RunStart, SqliteRunLog
@@ -182,7 +182,9 @@ class SqliteTurnLog:
             await asyncio.to_thread(self._discard_unpublished, leftovers)
         source_name = self._reader.partition_of(episode_id, attempt)
         if source_name is not None and source_name != self.name:
-            for entry in self._reader.read(source_name, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+            source = self._reader.read(source_name, episode_id, attempt)
+            entries = self.read(episode_id, attempt)
+            for entry in missing_entries(entries, source, partition=self.name, source_partition=source_name):
                 self.append(entry)
             self.remove_partials(episode_id, attempt)
             await self.flush()  # flush so that the old rows are removed before new ones arrive

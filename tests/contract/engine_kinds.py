@@ -221,6 +221,7 @@ def request(
     seed: int = 0,
     sampled_before: int = 0,
     priority: int = 0,
+    row: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
     """An engine call; sampling as keywords."""
@@ -231,6 +232,7 @@ def request(
         seed=seed,
         sampled_before=sampled_before,
         priority=priority,
+        row=row,
     )
 
 
@@ -388,9 +390,12 @@ async def update_after(engine: EmbeddedEngine, tokens: int, weights: WeightsRef)
     """New weights for calls in flight when they have sampled so many more tokens; none while the files are read."""
     before = engine.stats.sampled_tokens
     await until(lambda: engine.stats.sampled_tokens >= before + tokens)
-    await engine.pause()
+    engine.interrupt()
+    async with engine.between_passes:
+        engine._batcher.plan = lambda: None  # type: ignore[method-assign]
     await engine.serve([weights])
-    await engine.resume()
+    del engine._batcher.plan
+    engine.interrupt()
 
 
 async def check_refused(engine: EmbeddedEngine, zoo: ModelZoo, weights: WeightsRef, message: str) -> None:

@@ -65,6 +65,30 @@ def test_routing_rows_are_those_of_the_routers(zoo: ModelZoo, architecture: str)
     asyncio.run(main())
 
 
+def test_each_row_has_the_experts_of_a_prefix_that_it_shares(zoo: ModelZoo) -> None:
+    """The trainer reads each row alone."""
+    model = zoo.load("mixtral")
+
+    async def main() -> None:
+        engine = load(zoo, "mixtral", capture_routing=True)
+        session, opening, row = engine.open("s", "solver"), prompt(20), 0
+        context, covered = opening, 0
+        for turn, restarts in enumerate((False, False, True, False, True)):
+            if restarts:
+                context, covered, row = np.concatenate([opening, prompt(3, turn)]), 0, row + 1
+            completion = await session.generate(request(f"{turn}", context, seed=turn, row=row))
+            assert (completion.cached_tokens > 0) is (turn > 0)
+            assert completion.experts.start == covered
+            context = np.concatenate([context, completion.token_ids])
+            rows = completion.experts.rows
+            assert np.array_equal(rows, plain_routing(model, context)[covered:-1])
+            covered += len(rows)
+            context = np.concatenate([context, prompt(4, 60 + turn)])
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_an_evicted_context_is_routed_again_from_its_start(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo, "mixtral", capture_routing=True, slots=1)
@@ -205,7 +229,7 @@ def test_a_context_computed_again_through_other_experts_begins_again(
 ) -> None:
     model: Any = NamedModel()
     tap = ExpertRoutingRecorder(model, slots=2, capacity=16)
-    tap.restart(1, 0)
+    tap.restart(1, 0, 0)
     for first, experts in passes:
         tap.begin()
         model(torch.tensor([experts]))

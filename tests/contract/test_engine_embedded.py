@@ -248,24 +248,25 @@ def test_a_call_of_low_priority_is_served_beside_sessions_that_never_rest(
     asyncio.run(main())
 
 
-def test_a_continuation_after_a_pause_is_bit_equal(zoo: ModelZoo) -> None:
-    async def generate(pauses: int) -> Completion:
+def test_a_continuation_after_an_interruption_is_bit_equal(zoo: ModelZoo) -> None:
+    async def generate(interruptions: int) -> Completion:
         engine = load(zoo)
         running = asyncio.ensure_future(
             engine.open("s", "solver").generate(request("r", prompt(30), seed=4, max_tokens=100))
         )
-        for pause in range(pauses):
-            while engine.stats.passes < 12 * (pause + 1) and not running.done():
+        for number in range(interruptions):
+            while engine.stats.passes < 12 * (number + 1) and not running.done():
                 await asyncio.sleep(0)
-            await engine.pause()
-            await engine.resume()
+            engine.interrupt()
+            async with engine.between_passes:
+                pass
         completion = await running
         await engine.close()
         return completion
 
-    undisturbed, paused = asyncio.run(generate(0)), asyncio.run(generate(5))
-    assert paused.token_ids.tolist() == undisturbed.token_ids.tolist()
-    assert paused.logprobs.tobytes() == undisturbed.logprobs.tobytes()
+    undisturbed, interrupted = asyncio.run(generate(0)), asyncio.run(generate(5))
+    assert interrupted.token_ids.tolist() == undisturbed.token_ids.tolist()
+    assert interrupted.logprobs.tobytes() == undisturbed.logprobs.tobytes()
 
 
 def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:

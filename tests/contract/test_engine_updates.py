@@ -152,17 +152,28 @@ def test_pinned_versions_and_other_policies_have_copies_of_their_own(zoo: ModelZ
     asyncio.run(main())
 
 
-def test_a_turn_boundary_is_never_reached_while_paused(zoo: ModelZoo) -> None:
+def test_a_turn_ends_on_its_version_although_the_last_pin_ends_before_the_swap(
+    zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pin makes the update use a new copy, so it does not wait for the turns."""
+
     async def main() -> None:
         engine = load_engine(zoo, refresh="turn", versions={"solver": START["solver"]}, clock=StepClock())
-        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", prompt(5), max_tokens=50)))
+        pinned, context = engine.open("pinned", "solver", pin=START["solver"]), prompt(20)
+        running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=60)))
         await until(lambda: engine.stats.sampled_tokens > 2)
-        await engine.pause()
-        with pytest.raises(EngineError, match="paused"):
-            await engine.serve([zoo.full(version(1))])
-        await engine.resume()
-        assert [span.version for span in (await running).spans] == [START["solver"]]
-        await engine.serve([zoo.full(version(1))])
+        async with engine.between_passes:
+            at_swap, interrupt = asyncio.Event(), engine.interrupt
+            monkeypatch.setattr(engine, "interrupt", lambda: (at_swap.set(), interrupt()))
+            updating = asyncio.ensure_future(engine.serve([zoo.full(version(1))]))
+            await at_swap.wait()
+            pinned.close()
+        completion = await running
+        assert [span.version for span in completion.spans] == [START["solver"]]
+        check_logprobs(zoo.load(), context, completion)
+        await updating
+        after = await engine.open("t", "solver").generate(request("b", context))
+        check_logprobs(zoo.load(seed=1), context, after)
         await engine.close()
 
     asyncio.run(main())

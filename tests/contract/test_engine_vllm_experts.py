@@ -68,6 +68,9 @@ def test_another_context_returns_the_experts_from_where_it_differs(make_vllm: Ma
             assert again.experts.start == (37 if name == "b" else len(context) - 1)
             expected = plain_routing(zoo.load(), whole(context, again))[again.experts.start : -1]
             assert np.array_equal(again.experts.rows, expected)
+        row = await session.generate(request("d", context, row=1))
+        assert row.experts.start == 0, "the trainer reads each row alone"
+        assert np.array_equal(row.experts.rows, plain_routing(zoo.load(), whole(context, row))[:-1])
         await engine.close()
 
     make_vllm.run(main)

@@ -191,9 +191,7 @@ async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Traj
         worker.park("e0")
         await until(lambda: bool(journal.turn_log("0").partials_on_disk))
     if how == "update":
-        await engine.pause()
         await engine.serve([zoo.full(NEW, "qwen3_moe", seed=1)])
-        await engine.resume()
     partition = "1" if how == "another worker" else "0"
     if how in ("kill", "another worker"):
         journal = journal.after_crash()

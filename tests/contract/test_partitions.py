@@ -65,6 +65,21 @@ def test_an_attempt_goes_to_and_fro_and_nothing_is_there_twice(on_journal: OnJou
     on_journal(scenario)
 
 
+def test_two_histories_of_an_attempt_are_not_joined(on_journal: OnJournal) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        spec = make_spec("e0")
+        first, second = journal.turn_log("0"), journal.turn_log("1")
+        for log, calls in ((first, (0, 1)), (second, (0, 2, 3))):
+            for number in calls:
+                log.append(entry(spec, number))
+            await log.flush()
+        with pytest.raises(JournalError, match=r"turns-0\.db.*turns-1\.db"):
+            await first.take_over("e0", 0)
+        assert first.read("e0", 0) == [entry(spec, 0), entry(spec, 1)]
+
+    on_journal(scenario)
+
+
 def test_a_copy_that_was_cut_is_not_taken_for_the_whole(on_journal: OnJournal) -> None:
     """A worker that dies while it copies leaves less than there was: entries, or entries without the partials."""
 

@@ -502,7 +502,7 @@ def test_a_worker_that_cannot_reach_the_journal_is_started_again(
             nobody = str(Address("127.0.0.1", 1, "0" * 64))
             return nobody if self.granted == 1 else ""
 
-        def revoke(self, worker: int) -> None:
+        async def revoke(self, worker: int) -> None:
             pass
 
         def status(self) -> ProcessStatus:

@@ -414,6 +414,26 @@ def test_a_version_that_is_unpinned_while_a_replica_loads_it_does_not_stay() -> 
     simulate(main, seed=0)
 
 
+def test_a_pin_that_is_confirmed_stays_pinned() -> None:
+    """An earlier request's task may ask a replica for the pin before the pin's request unpins what it dropped."""
+
+    async def main() -> None:
+        replica, pin = Engine(), weights(2)
+        engine = EngineRouter([replica])
+        await engine.serve([weights(1)], [weights(1)])
+        first = asyncio.ensure_future(engine.serve([weights(1)], [weights(1), weights(3)]))
+        while weights(3) not in engine.fleets[0].versions.requested.pinned:
+            await asyncio.sleep(0)
+        await engine.serve([weights(1)], [pin])
+        await first
+        await asyncio.sleep(1.0)
+        assert (replica.keeps(pin.version), replica.keeps(weights(3).version)) == (True, False)
+        await engine.close()
+
+    for seed in range(10):
+        simulate(main, seed=seed)
+
+
 def test_what_a_cancelled_caller_asked_for_is_replaced_everywhere_by_what_is_asked_for_next() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]

@@ -17,7 +17,7 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import EngineFailedError
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Task, dropped_header
 from agentrl.core.rpc import send
 from agentrl.engines.process import ChildProgram
 from agentrl.testing.plugin import SeededSimulation
@@ -46,6 +46,7 @@ class Process:
         self._machine = machine
         self._dead = asyncio.Event()
         self._children: dict[int, asyncio.Queue[int]] = {}
+        self.replies: list[wire.BranchesStarted] = []
 
     @property
     def writer(self) -> Process:
@@ -76,6 +77,8 @@ class Process:
                 self._machine.tasks.append(asyncio.get_running_loop().create_task(self._play(start)))
             case wire.ChildEpisodeEnded() as ended:
                 self._children[ended.number].put_nowait(ended.index)
+            case wire.BranchesStarted():
+                self.replies.append(message)
             case wire.CancelEpisodes():
                 self._say(wire.EpisodesCancelled())
             case wire.ShutDownWorker():
@@ -90,6 +93,9 @@ class Process:
         await asyncio.sleep(0.1)
         if children := [Task(id=name, data=child) for child in data.get("children", ())]:
             await self._spawn(start, children)
+        if data.get("branches"):
+            point = ForkPoint(journal=".", partition="turns-0.db", episode_id=name, attempt=0, call_id="r#0")
+            self._say(wire.StartBranches(call=1, number=start.number, point=point, count=1, versions={}))
         if data.get("asks"):
             self._say(wire.RememberProposal(call=1, number=start.number, call_id="r#0", key="", structure=""))
         is_moved = start.resume
@@ -159,6 +165,8 @@ class Machine:
         """When episodes ended that were not dropped."""
         self.dropped: dict[str, str] = {}
         self.failure: BaseException | None = None
+        self.branch_s: list[float] = []
+        """How long each request for branches waits, the last one first."""
         self._spawned: dict[str, EpisodeHeader | None] = {}
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
         work = wire.WorkerSetup(
@@ -228,6 +236,11 @@ class Machine:
         """Never answers, as while a tree waits for a version that another one holds."""
         await asyncio.Event().wait()
 
+    async def branch(self, main: EpisodeSpec, *_: object) -> Mapping[str, PolicyVersion]:
+        seconds = self.branch_s.pop()
+        await asyncio.sleep(seconds)
+        return {f"{seconds:g} s": PolicyVersion("policy", 0, 0)}
+
     def spawn(
         self,
         parent: EpisodeSpec,
@@ -290,6 +303,21 @@ def test_what_an_episode_asked_for_ends_with_it(simulated_loop: SeededSimulation
         async with asyncio.timeout(100.0):
             await (at.pool.close() if closes else at.pool.cancel())
         assert at.failure is None
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_a_reply_to_a_dead_process_does_not_go_to_the_next_one(simulated_loop: SeededSimulation) -> None:
+    """Each process numbers its calls from 1."""
+
+    async def main() -> None:
+        at = await machine(workers=1)
+        at.branch_s = [2.0, 20.0]
+        at.submit("e0", branches=True)
+        await asyncio.sleep(1.0)
+        at.processes[0].kill()
+        await at.drained()
+        assert [list(reply.pins) for reply in at.processes[0].replies] == [["2 s"]]
 
     simulated_loop.run(main, seeds=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentrl.cluster.nodes import (
     CLOCK_S,
     DISK_BYTES,
     NodeReport,
+    compare_nodes,
     describe_clock_difference,
     describe_node_differences,
     report_node,
@@ -179,3 +181,30 @@ def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> No
     assert moved.engines == plan.engines
     assert moved.workers == (first, third, joined, first)
     assert "GPU 0 of node id4: trainer rank 1" in moved.lines()
+
+
+def test_a_node_without_agentrl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import RayTaskError
+
+    class Task:
+        """Remote function that a node cannot import."""
+
+        def options(self, **_: object) -> Task:
+            return self
+
+        def remote(self, *_: object) -> str:
+            return "reference"
+
+    def fail(_: str) -> NodeReport:
+        raise RayTaskError("report_node", "Traceback", ModuleNotFoundError("No module named 'agentrl'"))
+
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: Task())
+    monkeypatch.setattr(ray, "wait", lambda references, **_: (references, []))
+    monkeypatch.setattr(ray, "get", fail)
+    missing, lines = compare_nodes([Node("ab" * 28, "10.0.0.2")], [], [])
+    version = metadata.version("episodic-rl")
+    assert missing == [
+        f"node 10.0.0.2 cannot import agentrl {version} (ModuleNotFoundError: No module named 'agentrl')"
+    ]
+    assert lines == []

@@ -75,6 +75,37 @@ def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: P
     asyncio.run(run())
 
 
+def test_entries_of_a_dead_worker_are_on_disk_before_its_episodes_are_reassigned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_connection(log: StreamedTurnLog, why: str) -> None:
+        """End the connection, and not the process."""
+        log._connection.close(EngineLostError(why))
+
+    monkeypatch.setattr(StreamedTurnLog, "_on_end", end_connection)
+
+    async def run() -> None:
+        journal, receiver = await receiving(tmp_path)
+        logs = [
+            await StreamedTurnLog.open(await receiver.grant(worker), worker, RoutingStore.of_journal(tmp_path))
+            for worker in range(2)
+        ]
+        dead, alive = logs
+        dead.append(entry(0))
+        await dead.flush()
+        dead.append(entry(1))
+        await dead.advanced()  # the receiver has the entry, and nothing waits for the disk
+        await receiver.revoke(0)
+        await alive.take_over("e-1", 0)
+        assert [each.call_id for each in alive.read("e-1", 0)] == ["r#0", "r#1"]
+        for log in logs:
+            await log.close()
+        await receiver.close()
+        await journal.close()
+
+    asyncio.run(run())
+
+
 def test_a_partition_that_cannot_be_opened_is_named_to_the_run(tmp_path: Path) -> None:
     async def run() -> None:
         journal, receiver = await receiving(tmp_path)

@@ -340,7 +340,7 @@ class Batcher:
         call.serving, call.cached = serving, num_reused
         serving.calls += 1
         if self._tap is not None:
-            self._tap.restart(slot, num_reused)
+            self._tap.restart(slot, num_reused if request.row == call.session.row else 0, num_reused)
         if self._mask_recorder is not None:
             self._mask_recorder.clear(slot)
         self.running[slot] = call
@@ -375,7 +375,7 @@ class Batcher:
         if not num_sampled:
             call.cached = 0
             if self._tap is not None:
-                self._tap.restart(slot, 0)
+                self._tap.restart(slot, 0, 0)
         self._layout = None
 
     def plan(self) -> StepPlan | None:

@@ -128,9 +128,9 @@ class ExpertRoutingRecorder:
         if stop > calls.end:
             calls.end, calls.behind = stop, False
 
-    def restart(self, slot: int, position: int) -> None:
-        """Assign everything computed in `slot` from `position` on to a new call."""
-        self._calls[slot] = _CallRouting(position, position)
+    def restart(self, slot: int, start: int, end: int) -> None:
+        """Begin a call in `slot`, which has KV of `end` positions. The call's routing begins at position `start`."""
+        self._calls[slot] = _CallRouting(start, end)
 
     def copy(self, copy: PrefixCopy) -> None:
         """Copy the routing of positions."""

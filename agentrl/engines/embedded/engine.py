@@ -41,7 +41,7 @@ from transformers.initialization import no_init_weights
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
-from agentrl.core.ports import EngineCapabilities
+from agentrl.core.ports import DELTA_SECONDS, EngineCapabilities
 from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.forward import EngineStats, StepPlan
     from agentrl.engines.weights.reading import AdapterWeights
 
-_DELTA_SECONDS = 0.2
 _NO_CANARY = Canary(
     contexts=np.zeros((1, 4), np.int32),
     token_ids=np.zeros(1, np.int32),
@@ -341,10 +340,8 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     return False
-                step: StepPlan | None = None
-                if not self.versions.paused:
-                    batcher.admit(self.versions.held, self.versions.leases.resolve)
-                    step = batcher.plan()
+                batcher.admit(self.versions.held, self.versions.leases.resolve)
+                step = batcher.plan()
                 if step is not None:
                     ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
                     for slot in ended_slots:
@@ -380,7 +377,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         now = self._clock.monotonic()
         if now < self._next_delta:
             return
-        self._next_delta = now + _DELTA_SECONDS
+        self._next_delta = now + DELTA_SECONDS
         for call in self._batcher.running.values():
             call.deliver(self._columns)
 
@@ -429,19 +426,6 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         for call in list(self._batcher.running.values()):
             if call.serving is old and call.session.pin is None:
                 self._batcher.switch(call, new, keep_kv=self._keep_kv)
-
-    async def pause(self) -> None:
-        """Stop computing after the current pass, so that an update finds calls at a defined position."""
-        self.versions.paused = True
-        self.versions.wake()
-        self.interrupt()
-        async with self.between_passes:
-            pass
-
-    async def resume(self) -> None:
-        """Continue after `pause`. Idempotent."""
-        self.versions.paused = False
-        self._wake.set()
 
     def abort(self, request_id: str) -> None:
         """Abort a call; does nothing if the call has ended."""
@@ -529,7 +513,6 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._fixed_shapes = settings.fixed_shapes
         self._spares: dict[bool, ServedModelCopy] = {}
         """Copies that serve no version, by whether adapters are merged into them."""
-        self.paused = False
         for version in versions:
             self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, model_copy=base)
 
@@ -653,10 +636,6 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     async def _turn_boundary(self, weights: WeightsRef) -> None:
         old = self.of_policy(weights.version.policy)
         while old.calls and self._requested.is_current(weights) and self._overwritable(weights) is not None:
-            if self.paused:
-                raise version_refused_error(
-                    weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
-                )
             await self._change()
 
     async def _swap_full(self, weights: WeightsRef, fill: Callable[[Any], None], canary: Canary | None) -> None:
@@ -664,8 +643,10 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
-            is_current = self._requested.is_current(weights)
-            target = self._overwritable(weights) if is_current else None
+            is_current, policy = self._requested.is_current(weights), weights.version.policy
+            # A pin on the old version, for which open turns were not awaited, may have ended since.
+            has_open_turns = self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls > 0
+            target = self._overwritable(weights) if is_current and not has_open_turns else None
             model_copy = target or self._new_copy(is_merged=weights.kind == "adapter")
             # Saving costs a merged copy nothing, and full weights a copy in memory.
             is_saved = target is not None and (canary is not None or weights.kind == "adapter")

@@ -45,7 +45,7 @@ class CallRouting:
     context: Int32Array
     """Context of the call."""
     before: RoutedContext | None = None
-    """Positions that earlier calls of the session returned."""
+    """Positions that earlier calls of the row returned."""
     _parts: list[tuple[object, int, ExpertArray]] = field(default_factory=list)
     """Version, first position and experts of each request that returned any."""
 

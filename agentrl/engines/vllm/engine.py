@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError, GrammarRefusedError
 from agentrl.core.ids import stable_hash64
-from agentrl.core.ports import LARGEST_TEMPERATURE, LEAST_TEMPERATURE, EngineCapabilities
+from agentrl.core.ports import DELTA_SECONDS, LARGEST_TEMPERATURE, LEAST_TEMPERATURE, EngineCapabilities
 from agentrl.core.records import VersionSpan
 from agentrl.core.tokens import Completion, KeptSets, Tokens
 from agentrl.engines.version_table import (
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, TokenScores
     from agentrl.core.records import FinishReason, Int32Array, PolicyVersion, WeightsRef
 
-_DELTA_SECONDS = 0.2
 VllmSession: TypeAlias = VersionedSession["VllmVersion"]
 """One conversation with its pin or lease. vLLM manages its KV cache."""
 
@@ -95,7 +94,7 @@ class VllmCall:
         """Add the tokens of one output of vLLM."""
         if output.token_ids:
             if self._next_delta == 0.0:
-                self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+                self._next_delta = self.clock.monotonic() + DELTA_SECONDS
             self.tokens.extend(output.token_ids)
             self.logprobs.extend(_logprobs_of(output))
             if self.kept_sets is not None:
@@ -109,7 +108,7 @@ class VllmCall:
         if self.serving.is_being_checked:
             return
         first, self._num_delivered = self._num_delivered, len(self.tokens)
-        self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
+        self._next_delta = self.clock.monotonic() + DELTA_SECONDS
         if self.on_delta is not None and self._num_delivered > first:
             spans = (VersionSpan(0, self._num_delivered - first, self.serving.version),)
             self.on_delta(self.request.request_id, self._sampled(first).with_column("spans", spans))
@@ -210,7 +209,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
         self._routing_by_call: dict[str, RoutedContext | None] = {}
-        """What earlier calls returned of the experts, by session."""
+        """What earlier calls of a row returned of its experts, by session."""
         self._llm = llm
         self.inbox = WeightReceiver()
         """Receives full weights of a version from its trainer."""
@@ -331,6 +330,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             )
         if self._samples_nothing(request):
             return empty_completion("length")
+        if request.row != session.row:
+            self._routing_by_call.pop(session.session_id, None)
         routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
         call.kept_sets = [] if request.sampling.is_filtered and self.capabilities.sampling_mask else None
