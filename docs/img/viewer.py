@@ -1,10 +1,10 @@
 """Take the pictures of the viewer in the docs, of the sample run and two others, in a headless Chromium.
 
     agentrl demo --journal-only
-    agentrl train examples/16_qwen.toml --name=qwen --evaluation.every=2
+    agentrl train examples/07_smollm2.toml --evaluation.every=4
     agentrl train examples/01_tool_use.toml --name=decided --evaluation.tasks=256 --evaluation.every=6 \\
         --evaluation.stop=decided
-    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/qwen runs/decided docs/img
+    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/smollm2 runs/decided docs/img
 
 The episodes are chosen by what is to be seen in them, since no two sample runs are the same.
 """
