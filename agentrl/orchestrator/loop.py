@@ -385,6 +385,7 @@ class Orchestrator:
 
     async def _main(self) -> None:
         self._phase = EVALUATING[0]
+        await self.retention.keep_for(self.checkpoints, self.board)
         if self.evaluator.tasks:
             self.evaluator.restore(self._versions())
         is_at_start = max(map(self.board.step, self.board.trainable), default=0) == 0
@@ -712,8 +713,7 @@ class Orchestrator:
                     measured,
                     self.opponents.drawn_from(),
                 )
-            self.best.record_checkpoint(measured, self.board)
-            self.opponents.record_checkpoint()
+                await self.retention.keep_for(self.checkpoints, self.board)
             self._checkpoint_steps = steps
         self.journal_retention.start_pruning(self.stopping.fail)
 
@@ -723,8 +723,8 @@ class Orchestrator:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
     def _needed_versions(self) -> set[PolicyVersion]:
-        """Return the older versions whose files must stay for now."""
-        return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed(self.board)}
+        """Return the older versions that this process needs; `VersionRetention` knows those of checkpoints."""
+        return {*self.versions.pinned(), *self.best.needed(self.board)}
 
     def _weights_of_checkpoint(self) -> list[WeightsRef]:
         """Return the published versions that a resumed run may load besides its checkpoint: the best ones and

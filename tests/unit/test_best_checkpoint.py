@@ -148,15 +148,6 @@ def test_an_altered_verdict_leaves_no_error_to_spend(errors: list[Any]) -> None:
     assert best.measured.spent == 0.05
 
 
-def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
-    best = tracker(window=1, checkpoints=2)
-    for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
-        hear(best, [value], first=step)
-        if step != 3:
-            best.record_checkpoint(best.measured, board(step))
-    assert {version.step for version in best.needed(board(4)) if version.policy == "solver"} == {2, 4}
-
-
 @pytest.mark.parametrize(
     ("values", "window", "step"),
     [
