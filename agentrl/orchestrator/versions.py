@@ -103,7 +103,8 @@ class PolicyBoard:
         fork, lineage = version.step, current.lineage
         while lineage > version.lineage:
             parent = self._parents.get((version.policy, lineage))
-            if parent is None:
+            if parent is None:  # the lineage began with the initial weights, which all lineages share
+                fork = 0
                 break
             fork, lineage = min(fork, parent.step), parent.lineage
         return max(current.step - fork, version.step - fork)
