@@ -239,6 +239,16 @@ class RunDirectory:
             ) from error
         return links
 
+    def unlink(self) -> None:
+        """Remove the links to versions before the run continues: their versions will be neither the last nor the best,
+        and their files may be deleted.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.link("policies", {})
+        self.link("best", {})
+
     def linked(self, folder: str) -> dict[str, Path]:
         """Return the links that `link` made."""
         return {path.name: self.user_path / folder / path.name for path in sorted((self.path / folder).glob("*"))}
