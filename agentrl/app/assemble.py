@@ -20,7 +20,7 @@ from agentrl.config.plans import RolloutPlan
 from agentrl.config.policies import OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import BestConfig, CheckpointConfig, CreditConfig, EvaluationConfig, JournalConfig
+from agentrl.config.sections import BestConfig, CreditConfig, EvaluationConfig, JournalConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
@@ -41,7 +41,7 @@ from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 from agentrl.observe.run_directory import run_argument
 from agentrl.orchestrator.admission_limit import AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
+from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.child_episodes import ChildEpisodes
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
@@ -236,7 +236,10 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
             rewards_since=rewards_since,
         ),
         retention=VersionRetention(
-            keep=_kept_versions(config.checkpoint, trained, deterministic=config.deterministic), disk=parts.disk
+            keep=config.checkpoint.versions,
+            # those of `best` reach as far back
+            lags={**pinned_policy_step_lags(trained, deterministic=config.deterministic), **best.lags},
+            disk=parts.disk,
         ),
         journal_retention=_journal_retention(config.journal, parts),
         opponents=opponents,
@@ -427,7 +430,6 @@ def _opponents(
         run_seed=seed,
         pinned=in_flight.pinned,
         counts=buffer.counts,
-        checkpoints=KEPT_CHECKPOINTS,
     )
 
 
@@ -495,7 +497,6 @@ def _best_checkpoint_tracker(
         window=1 if is_decided else best.window,
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
-        checkpoints=KEPT_CHECKPOINTS,
         # a policy may have stepped once more on the episodes that the metric's policy trains on next
         lags={name: policy.largest_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
@@ -529,14 +530,6 @@ def _held_out_of(evaluation: EvaluationConfig, held_out: Sequence[HeldOutSplit])
     """Describe the tasks of an evaluation, with a number that identifies them."""
     splits = ", ".join(f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in evaluation.splits)
     return f"{splits} x {evaluation.attempts}, {held_out_digest(held_out):x}"
-
-
-def _kept_versions(checkpoint: CheckpointConfig, trained: Mapping[str, PolicyConfig], *, deterministic: bool) -> int:
-    """Return how many published versions stay on disk; a deterministic run plays old ones again after a rollback."""
-    keep = checkpoint.versions
-    if not (deterministic and keep):
-        return keep
-    return max(keep, checkpoint.every + 2 + max(policy.largest_staleness for policy in trained.values()))
 
 
 def _scheduler(

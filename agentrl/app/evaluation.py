@@ -691,6 +691,7 @@ def with_frozen_policies(
             | {
                 "kind": "frozen",
                 "path": path,
+                "scored": name in config.trained or getattr(config.policies[name], "scored", False),
                 "sampling": config.sampling_of(name).model_dump() | (dict(sampling) if name in config.trained else {}),
             }
         )

@@ -28,12 +28,10 @@ from agentrl.environment.mixture import root_environment_of_task, trained_root_e
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ResourceCallEntry, SpawnEntry, code_digest
-from agentrl.observe.run_directory import run_argument
+from agentrl.observe.run_directory import RECORDED_TURNS, run_argument
 
 MAX_EPISODES = 1000
 """Maximum number of episodes whose turns are used."""
-FILE = "recorded_turns.json"
-"""File in the run's directory that holds the chosen turns."""
 MAX_FILE_BYTES = 1 << 30
 
 
@@ -55,8 +53,8 @@ def find_recorded_turns(
     """
     if settings is None:
         return ()
-    if os.path.lexists(run / FILE):
-        kept = _kept_turns(run / FILE)
+    if os.path.lexists(run / RECORDED_TURNS):
+        kept = _kept_turns(run / RECORDED_TURNS)
         check_recorded_turns(run, environment, kept)
         return kept
     roots = {name_of(root): root for root in trained_root_environments(environment)}
@@ -79,9 +77,9 @@ def _kept_turns(path: Path) -> list[GroupStart]:
 
 def keep_recorded_turns(starts: Sequence[GroupStart], environment: type[Environment], run: Path) -> None:
     """Keep the chosen turns in the run's directory, and remember that the user chose them."""
-    if starts and not os.path.lexists(run / FILE):
+    if starts and not os.path.lexists(run / RECORDED_TURNS):
         remember_recorded_turns(run, environment, starts)
-        replace_file(run / FILE, msgspec.json.encode(starts))
+        replace_file(run / RECORDED_TURNS, msgspec.json.encode(starts))
 
 
 def _parents(settings: RecordedTurnsConfig, seed: int) -> list[ForkParent]:

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,13 +89,20 @@ if TYPE_CHECKING:
     from agentrl.learn.trainer import PolicyTrainer
 
 
+class _Settings(NamedTuple):
+    """The settings of a start of the run."""
+
+    config: RunConfig
+    chat_format: ChatFormat
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplayRequest:
     """The arguments shared by all episodes of a call."""
 
     received: ReceivedRun
-    config: RunConfig
-    chat_format: ChatFormat
+    settings: Callable[[EpisodeLine], _Settings]
+    """Returns the settings of the start in which an episode ended."""
     environment: type | str | None
     until: str | None
     rescoring: bool
@@ -139,11 +146,22 @@ def replay(
         command = received.command(f"episode {verb}", *first, environment=environment)
         use = REPLAY if factories is None else REPLAY.without_models()
         choose_code = partial(_choose_code, reader, episodes[:1], received, environment)
-        config = received.config(reader.log.config(), use, command, choose_code)
+        changed_starts = [start for start in reader.log.starts() if start.changed]
+
+        @cache
+        def settings_of(lineage: int) -> _Settings:
+            config = received.config(reader.log.config(lineage), use, command, choose_code)
+            return _Settings(config, (factories or RunFactories()).chat_format(config.model))
+
+        def settings(line: EpisodeLine) -> _Settings:
+            ended_at = math.inf if line.committed_at is None else line.committed_at
+            return settings_of(
+                max((start.lineage for start in changed_starts if start.began_at <= ended_at), default=0)
+            )
+
         request = _ReplayRequest(
             received=received,
-            config=config,
-            chat_format=(factories or RunFactories()).chat_format(config.model),
+            settings=settings,
             environment=environment,
             until=until,
             rescoring=rescoring,
@@ -195,6 +213,7 @@ async def _all(
 async def _one(reader: RunReader, episode_id: str, attempt: int | None, request: _ReplayRequest) -> ReplayResult:
     view = reader.episode(episode_id, attempt)
     line = view.summary
+    config, chat_format = request.settings(line)
     result = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
     entries, inherited_entries = reader.recorded(line)
     if view.problems:
@@ -243,20 +262,14 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         until=request.until,
         rescoring=request.rescoring,
         engine=_NoEngine(),
-        chat_format=request.chat_format,
+        chat_format=chat_format,
         store=scratch_journal,
         log=scratch_journal.turn_log("replay"),
         host=ReplayHost([*inherited_entries, *entries]),
         clock=RunFactories().clock,
         settings=dataclasses.replace(
-            rollout_settings(
-                request.config.rollout_plan,
-                request.chat_format,
-                request.config.engine.max_context or MAX_EXTERNAL_CONTEXT,
-            ),
-            scorers={
-                name: RecordedScorer(name, scorer.per, scorer.credit) for name, scorer in request.config.scorers.items()
-            },
+            rollout_settings(config.rollout_plan, chat_format, config.engine.max_context or MAX_EXTERNAL_CONTEXT),
+            scorers={name: RecordedScorer(name, scorer.per, scorer.credit) for name, scorer in config.scorers.items()},
             on_code_change="try",
         ),
     )

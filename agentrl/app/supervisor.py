@@ -307,6 +307,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         await asyncio.to_thread(setup.run_tasks.write, directory.path)
         if point.record.lineage:
             observer.forget_after(point.record.steps)
+            await asyncio.to_thread(directory.unlink)
         trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
             plan, trainable, trainer, served_versions, store, point.past

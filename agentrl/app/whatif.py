@@ -28,11 +28,12 @@ from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
 from agentrl.core.intervals import half_width_of_few
 from agentrl.core.own_loop import outside_event_loop
-from agentrl.core.records import Task
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.registry import resolve
 from agentrl.environment.task_contents import task_digest
 from agentrl.inspection.comparisons import FORKS, WhatIfEffect, WhatIfEpisode, WhatIfResult, agent_rewards
 from agentrl.inspection.reader import RunReader
+from agentrl.inspection.run_comparison import first_lineage, held_out_task_keys
 from agentrl.journal.entries import BeginEntry, EffectEntry, SpawnEntry, ToolEntry, TurnEntry
 from agentrl.journal.reader import AT_END
 
@@ -111,15 +112,38 @@ def newest_evaluation(reader: RunReader) -> list[tuple[str, int | None]]:
         for line in reader.episodes("purpose = 'evaluate'", sort="admitted_at", limit=1 << 20)
         if line.parent is None and line.status != "repeated"
     ]
-    versions = [(line.lineage, line.oldest_step) for line in roots if line.oldest_step is not None]
+    sampled_by = _sampled_by(reader)
+    versions: dict[str, PolicyVersion] = {}
+    ended_at = -math.inf
+    for line in roots:
+        of_episode = sampled_by.get((line.episode, line.attempt), {})
+        if any(versions.get(policy, version) != version for policy, version in of_episode.items()):
+            ended_at = line.admitted_at
+            break
+        versions |= of_episode
     if not versions:
         raise InputError(f"{reader.path}: the run has no evaluation; choose episodes with --where, such as 'turns > 0'")
     # an episode without turns has no version, but was admitted after all of the evaluation before
-    others = (line for line in roots if line.oldest_step is not None)
-    ended_at = max(
-        (line.admitted_at for line in others if (line.lineage, line.oldest_step) != versions[0]), default=-math.inf
-    )
-    return [(line.episode, line.attempt) for line in reversed(roots) if line.admitted_at > ended_at]
+    newest = [(line.episode, line.attempt) for line in roots if line.admitted_at > ended_at]
+    # Of a task that was played again, since the reward's code had changed, the newest episode counts.
+    keys = held_out_task_keys(reader, newest)
+    by_task: dict[object, tuple[str, int | None]] = {}
+    for episode in newest:
+        by_task.setdefault(keys.get(episode, episode), episode)
+    return list(reversed(by_task.values()))
+
+
+def _sampled_by(reader: RunReader) -> Mapping[tuple[str, int], Mapping[str, PolicyVersion]]:
+    """Return the versions that sampled each held-out episode, by policy, under the first id of their weights: a resume
+    plays the rest of an evaluation under another one."""
+    parents, versions = reader.log.parents(), dict[tuple[str, int], dict[str, PolicyVersion]]()
+    for episode, attempt, policy, lineage, step in reader.log.rows(
+        "SELECT t.episode, t.attempt, t.policy, t.lineage, t.oldest_step FROM trajectories t"
+        " JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt WHERE e.purpose = 'evaluate'"
+    ):
+        version = PolicyVersion(policy, lineage, step)
+        versions.setdefault((episode, attempt), {})[policy] = version._replace(lineage=first_lineage(version, parents))
+    return versions
 
 
 def _recorded_classes(reader: RunReader, environment: type | str) -> Mapping[str, bool]:

@@ -350,7 +350,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.journal.pruning import prune
     from agentrl.journal.run_process import check_partitions_unlocked
     from agentrl.journal.store import SqliteJournal
-    from agentrl.orchestrator.checkpoints import resumable_versions
+    from agentrl.orchestrator.checkpoints import resumable_manifests
 
     section = reader.config().get("journal")
     run_setting = section.get("keep") if isinstance(section, dict) else None
@@ -360,7 +360,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             "choose how much to keep: --keep=20 keeps the newest 20 steps of each policy; --keep=0 keeps only what "
             "resuming from a checkpoint needs"
         )
-    rule = PruneRule(keep=keep, sealed=resumable_versions(reader.path / "checkpoints"))
+    manifests = resumable_manifests(reader.path / "checkpoints")
+    rule = PruneRule(keep=keep, sealed=[manifest.versions for manifest in manifests])
     if not rule.sealed:
         raise InputError(
             f"{reader.path}: there is no checkpoint to resume from, so every episode may still be needed, and nothing "

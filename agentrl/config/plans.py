@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, LocalPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
     CreditConfig,
@@ -209,10 +209,11 @@ class RolloutPlan:
 
     @property
     def scored(self) -> frozenset[str]:
-        """Policies whose turns are scored: the learning ones, or without any (evaluations, forks), those with
-        weights."""
+        """Policies whose turns are scored: the learning ones, or without any (evaluations, forks), those that learned,
+        else those with weights."""
         weights = {name for name, policy in self.policies.items() if isinstance(policy, LocalPolicy)}
-        return frozenset(self.trained or weights - self.seats.judges)
+        learned = {name for name, policy in self.policies.items() if isinstance(policy, FrozenPolicy) and policy.scored}
+        return frozenset(self.trained or learned or weights - self.seats.judges)
 
     @property
     def reward_models(self) -> dict[str, ScorerConfig]:

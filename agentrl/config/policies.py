@@ -150,6 +150,9 @@ class FrozenPolicy(LocalPolicy):
     path: Fixed[Location[str]] = ""
     """Trained weights, such as another run's `policies/NAME`: full weights, or an adapter of the policy's base model.
     Empty: the base model."""
+    scored: Fixed[bool] = False
+    """Whether scorers score its turns in a run without policies that learn; set in evaluations and forks for the
+    policies that learned. If it is false for all, the turns of all policies with weights but judges are scored."""
 
     @field_validator("path")
     @classmethod

@@ -555,14 +555,14 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     for policy, step, lineage, *_ in rows:
         newest[policy] = max(newest.get(policy, (lineage, step)), (lineage, step))
     parents = reader.log.parents()
-    of_newest = {policy: _first_lineage(PolicyVersion(policy, *version), parents) for policy, version in newest.items()}
+    of_newest = {policy: first_lineage(PolicyVersion(policy, *version), parents) for policy, version in newest.items()}
     newest_rows = [
         row
         for row in rows
         if row[1] == newest[row[0]][1]
-        and _first_lineage(PolicyVersion(row[0], row[2], row[1]), parents) == of_newest[row[0]]
+        and first_lineage(PolicyVersion(row[0], row[2], row[1]), parents) == of_newest[row[0]]
     ]
-    tasks = _task_keys(reader, [(row[3], row[4]) for row in newest_rows])
+    tasks = held_out_task_keys(reader, [(row[3], row[4]) for row in newest_rows])
     # Of an attempt that was repeated, since the reward's code had changed, the newest counts.
     rewards: dict[str, dict[bytes, dict[int, tuple[int, list[float]]]]] = {}
     for policy, _, lineage, episode, attempt, reward in sorted(newest_rows, key=itemgetter(2)):
@@ -582,20 +582,20 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     }
 
 
-def _first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
+def first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
     """Return the first lineage with the weights of a version; those of step 0 are the base model's in each lineage."""
     first = version.first_with_weights(parents)
     return min(first.lineage, 0) if first.step == 0 else first.lineage
 
 
-class _TaskKey(NamedTuple):
+class HeldOutTaskKey(NamedTuple):
     """What identifies the task of an episode, and its attempt at it."""
 
     task: bytes
     seed: int
 
 
-def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], _TaskKey]:
+def held_out_task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], HeldOutTaskKey]:
     """Return the key of the task of each episode; a child belongs to its root's task."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     specs: dict[tuple[str, int], EpisodeSpec] = {}
@@ -615,7 +615,7 @@ def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[t
             root = by_episode.get(root.parent_id)
         if root is not None:
             task = msgspec.json.encode([root.environment, root.task.id, root.task.data], order="deterministic")
-            keys[key] = _TaskKey(task, root.seed)
+            keys[key] = HeldOutTaskKey(task, root.seed)
     return keys
 
 

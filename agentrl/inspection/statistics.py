@@ -75,6 +75,7 @@ class PolicyStatistics(msgspec.Struct, frozen=True, kw_only=True):
     named_rewards: dict[str, float]
     """Mean reward of a trajectory by name, before weights, if rewards have names."""
     steps: int
+    """Number of steps that led to the newest version."""
     staleness: dict[int, int]
     """Number of trained trajectories by the lag of their oldest token in steps."""
     before_resume: int
@@ -230,7 +231,9 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
             before_resume[policy] = count
         else:
             staleness.setdefault(policy, {})[steps] = count
-    step_counts = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
+    step_counts = {
+        policy: sum(last - max(first, 0) for _, first, last in line) for policy, line in reader.surviving().items()
+    }
     reward_means: dict[str, dict[str, float]] = {}
     for policy, name, mean in log.rows(
         "WITH given AS (SELECT policy, json_extract(value, '$[0]') AS name, json_extract(value, '$[1]') AS reward"

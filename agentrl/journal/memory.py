@@ -315,7 +315,12 @@ class MemoryJournal(RunJournal):
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
 
     async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
-        inherited = [[] if spec.fork is None else self.prefix(spec.fork) for spec, _ in attempts]
+        inherited = [
+            []
+            if spec.fork is None
+            else read_fork_prefix(".", spec.fork, lambda _, at: self.recorded(at.episode_id, at.attempt)[0])
+            for spec, _ in attempts
+        ]
         entry_lists = [self.recorded(spec.episode_id, attempt)[0] for spec, attempt in attempts]
         return [[*before, *after] for before, after in zip(inherited, entry_lists, strict=True)]
 
@@ -323,9 +328,6 @@ class MemoryJournal(RunJournal):
         entries = [entry for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]]
         scores = [entry for entry in entries if entry.request_hash and entry.call_id.endswith(f"?{scorer}")]
         return {entry.request_hash: recorded_score(entry) for entry in scores[-count:]}
-
-    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        return read_fork_prefix(".", point, lambda _, at: self.recorded(at.episode_id, at.attempt)[0])
 
     def info(self) -> Mapping[str, Any]:
         return self._info

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
-        ForkPoint,
         FrozenGroupBaselines,
         GroupScores,
         Purpose,
@@ -725,14 +724,6 @@ class RunJournal(RunLog, JournalStore):
     @abstractmethod
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         """Return the newest scores of a scorer by the hash of their content; see `TurnLogReader.newest_scores`."""
-
-    @abstractmethod
-    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """Return the entries before a fork point, from whichever journal holds them.
-
-        Raises:
-            JournalError: the entries cannot be read.
-        """
 
 
 def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:

@@ -436,9 +436,6 @@ class SqliteJournal(RunJournal):
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         return self._turns.newest_scores(scorer, count)
 
-    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        return load_fork_prefix(self.directory, point)
-
 
 # --- group commit: the writer thread of a process ---------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ engine.log       error streams of engine processes   process.json   which proces
 error.txt        the error that ended the run         tasks.json     digests of the tasks at the newest start
 best/NAME        link to its version when the metric was best
 models/          versions of other runs that this run starts from
+recorded_turns.json   turns of another run at which groups begin (`environment.start_from`)
 
 A run directory may be untrusted: nothing is ever written through a link, pipe or device that has the name of
 one of our files.
@@ -51,10 +52,12 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
+RECORDED_TURNS = "recorded_turns.json"
+"""File name for the recorded turns at which groups begin."""
 FILES_OF_A_START = frozenset(
     [
         *("config.json", "process.json", "status.json", "error.txt", "metrics.jsonl", "alarms.jsonl", "control.sock"),
-        *("journal", "models", ENGINE_LOG, WORKERS_LOG, "tensorboard", "wandb", "trackio"),
+        *("journal", "models", RECORDED_TURNS, ENGINE_LOG, WORKERS_LOG, "tensorboard", "wandb", "trackio"),
     ]
 )
 """What a run's directory may have before its first version is published."""
@@ -235,6 +238,16 @@ class RunDirectory:
                 f"{error}; start the run again with --resume, which publishes its weights again"
             ) from error
         return links
+
+    def unlink(self) -> None:
+        """Remove the links to versions before the run continues: their versions will be neither the last nor the best,
+        and their files may be deleted.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.link("policies", {})
+        self.link("best", {})
 
     def linked(self, folder: str) -> dict[str, Path]:
         """Return the links that `link` made."""

@@ -44,7 +44,7 @@ from agentrl.core.weight_deltas import WeightDeltaError, base_needed
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, decode_best_running_mean
+from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, PolicyBoard, decode_best_running_mean
 
 FORMAT = 1
 """Format of the manifest. `tests/golden/` holds a checkpoint of each format, which every later version must read."""
@@ -132,15 +132,18 @@ class CheckpointWriter:
             raise StorageError(f"checkpoint {target}: {error.strerror or error}; {resume_advice(error)}") from error
         return target
 
-    def sealed(self) -> list[Mapping[str, PolicyVersion]]:
-        """Sync the directory, then return the result of the function `resumable_versions`: no removed checkpoint
-        returns after a power cut.
+    def resumable(self) -> list[Manifest]:
+        """Return the result of the function `resumable_manifests`."""
+        return resumable_manifests(self._directory, disk=self._disk)
+
+    def sealed(self) -> list[Manifest]:
+        """Sync the directory, then return `resumable`: no removed checkpoint returns after a power cut.
 
         Raises:
             OSError: the sync failed.
         """
         self._disk.sync(self._directory)
-        return resumable_versions(self._directory, disk=self._disk)
+        return self.resumable()
 
     def _prune(self, written: Path) -> None:
         """Remove all but the newest `keep` checkpoints from which a run can resume; damaged ones do not count."""
@@ -152,14 +155,14 @@ class CheckpointWriter:
                 num_complete += _is_whole(candidate, self._disk)
 
 
-def resumable_versions(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
-    """Return the versions of every checkpoint from which a run can resume, newest first, without reading the files'
-    bytes."""
-    versions = []
+def resumable_manifests(directory: Path, *, disk: Disk = LOCAL) -> list[Manifest]:
+    """Return the manifest of every checkpoint from which a run can resume, newest first, without reading the other
+    files' bytes."""
+    manifests = []
     for candidate in _candidates(directory, disk):
         with contextlib.suppress(StorageError):
-            versions.append(_read(candidate, disk)[0].versions)
-    return versions
+            manifests.append(_read(candidate, disk)[0])
+    return manifests
 
 
 def find_newest_checkpoint(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
@@ -317,16 +320,21 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 class VersionRetention:
     """Syncs the versions that a checkpoint needs. Deletes older versions than the window, of any attempt of the run,
-    unless a delta in the window needs them.
+    unless a delta in the window, or a resume from any checkpoint on disk, needs them.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.
+        lags: for each policy whose older versions a resume loads, the number of steps by which the oldest one is behind
+            the checkpoint.
         disk: the file system.
     """
 
-    def __init__(self, *, keep: int, disk: Disk = LOCAL) -> None:
+    def __init__(self, *, keep: int, lags: Mapping[str, int] = MappingProxyType({}), disk: Disk = LOCAL) -> None:
         self._keep = keep
+        self._lags = lags
         self._disk = disk
+        self._needed: set[PolicyVersion] = set()
+        """Versions that a resume from a checkpoint on disk loads."""
         self._durable: set[WeightsRef] = set()
         """Versions that `make_durable` has synced."""
 
@@ -355,11 +363,26 @@ class VersionRetention:
                     base = base_needed(directory, disk=self._disk)
                     directory = None if base is None else directory.with_name(base)
 
+    async def keep_for(self, checkpoints: CheckpointWriter | None, board: PolicyBoard) -> None:
+        """Keep the versions that a resume from any checkpoint on disk needs, until the next call: opponents, the best
+        versions, and those that `lags` names.
+
+        Args:
+            checkpoints: the run's checkpoint writer; None: there are no checkpoints.
+            board: knows the run's lineages.
+        """
+        needed: set[PolicyVersion] = set()
+        for manifest in await self._disk.run_in_thread(checkpoints.resumable) if checkpoints is not None else ():
+            needed.update(manifest.measured.needed(), *manifest.opponents.values())
+            needed.update(board.at_versions(manifest.versions).recent(self._lags))
+        self._needed = needed
+
     async def prune(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
         """Delete outdated versions of a policy after its new version became current; `pinned` ones stay."""
         if self._keep:
             policy = weights.version.policy
-            stay = {(version.lineage, version.step) for version in pinned if version.policy == policy}
+            needed = (*pinned, *self._needed)
+            stay = {(version.lineage, version.step) for version in needed if version.policy == policy}
             await self._disk.run_in_thread(lambda: self._prune(Path(weights.path).parent, stay))
 
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
@@ -438,10 +461,9 @@ class JournalRetention:
         try:
             while self._is_due and not self._is_ending:
                 self._is_due = False
-                sealed_versions = await self._disk.run_in_thread(self._checkpoints.sealed)
-                await self._store.prune(
-                    PruneRule(keep=keep, sealed=sealed_versions), should_stop=lambda: self._is_ending
-                )
+                manifests = await self._disk.run_in_thread(self._checkpoints.sealed)
+                rule = PruneRule(keep=keep, sealed=[manifest.versions for manifest in manifests])
+                await self._store.prune(rule, should_stop=lambda: self._is_ending)
                 if self._budget:
                     self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:

@@ -30,7 +30,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import EVALUATION_CUT, CheckFailedError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
 from agentrl.journal.port import MetricRow
@@ -229,6 +229,10 @@ class Evaluator:
     questions_left: Callable[[PolicyVersion], int] = lambda version: 1
     """Returns the number of evaluations that are planned, with that of a version."""
     _busy: bool = False
+    _waiting: dict[str, WeightsRef] = field(default_factory=dict)
+    """Pinned version of each policy that waits for the others to come to its step."""
+    _newest_steps: dict[str, int] = field(default_factory=dict)
+    """Newest step of each policy at which an evaluation was due."""
     _task_digest: int = field(init=False)
     _order: TaskOrder = field(init=False)
     _played: dict[tuple[str, ...], PlayedTasks] = field(default_factory=dict)
@@ -262,32 +266,50 @@ class Evaluator:
     ) -> None:
         """Pin a policy's version, and evaluate all policies once each policy in training has a pinned version.
 
-        So the versions of an evaluation have the same step, although policies take their steps at different times. If
-        a policy comes to its next evaluation before the others, the current versions are evaluated. Training continues
-        during the evaluation. Nothing happens if one is already running.
+        The versions of an evaluation have the same step, although policies take their steps at different times: a
+        policy waits only for policies that have not passed its step. If it comes to its next evaluation before them,
+        the current versions are evaluated. A policy whose phase has just ended (`freeze`) waits for the next phase's
+        policies at any step. Training continues during the evaluation. Steps during an evaluation are skipped.
         """
+        weights = self.versions.current[policy]
+        step = self._newest_steps[policy] = weights.version.step
         if self._busy:
             return
-        held_versions = self._held_versions()
-        if policy in held_versions:
-            self.versions.unpin(_HOLDER, held_versions.pop(policy))
-        else:
-            await self.versions.pin(_HOLDER, self.versions.current[policy])
-            held_versions = self._held_versions()
-            if self._busy or not held_versions.keys() >= set(training):
+        if policy in self._waiting:
+            self._stop_waiting(self._waiting)
+            await self.beside_training(policies, should_stop)
+            return
+        others = set(training) - {policy}
+        if policy in training:
+            self._stop_waiting(name for name, each in self._waiting.items() if each.version.step < step)
+            if any(self._newest_steps.get(name, -1) >= step for name in others if not self._waits(name, step)):
+                self._stop_waiting(name for name in self._waiting if self._waits(name, step))
                 return
-        self._busy = True
-        for name in policies:
-            if name not in held_versions:
-                await self.versions.pin(_HOLDER, self.versions.current[name])
-        pinned_versions = self._held_versions()
-        await self.now(pinned_versions, should_stop, pinned=True)
-        if not should_stop():  # otherwise episodes may still sample from these versions while the run ends
-            self.versions.unpin(_HOLDER, *pinned_versions.values())
-            self._busy = False
+        self._waiting[policy] = weights
+        await self.versions.pin(_HOLDER, weights)
+        is_complete = all(self._waits(name, step) if policy in training else name in self._waiting for name in others)
+        if is_complete and not self._busy and self._waiting.get(policy) == weights:
+            await self.beside_training(policies, should_stop)
 
-    def _held_versions(self) -> dict[str, PolicyVersion]:
-        return {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+    def _waits(self, policy: str, step: int) -> bool:
+        return policy in self._waiting and self._waiting[policy].version.step == step
+
+    def _stop_waiting(self, policies: Iterable[str]) -> None:
+        self.versions.unpin(_HOLDER, *[self._waiting.pop(policy).version for policy in list(policies)])
+
+    async def beside_training(self, policies: Iterable[str], should_stop: Callable[[], bool]) -> None:
+        """Evaluate the versions that wait, and the current ones of other policies, while training continues."""
+        self._busy = True
+        weights = {name: self._waiting.get(name) or self.versions.current[name] for name in policies}
+        self._waiting.clear()
+        versions = {name: each.version for name, each in weights.items()}
+        self._newest_steps |= {name: version.step for name, version in versions.items()}
+        for each in weights.values():
+            await self.versions.pin(_HOLDER, each)
+        await self.now(versions, should_stop, pinned=True)
+        if not should_stop():  # otherwise episodes may still sample from these versions while the run ends
+            self.versions.unpin(_HOLDER, *versions.values())
+            self._busy = False
 
     async def now(
         self, versions: Mapping[str, PolicyVersion], should_stop: Callable[[], bool], *, pinned: bool = False

@@ -385,6 +385,7 @@ class Orchestrator:
 
     async def _main(self) -> None:
         self._phase = EVALUATING[0]
+        await self.retention.keep_for(self.checkpoints, self.board)
         if self.evaluator.tasks:
             self.evaluator.restore(self._versions())
         is_at_start = max(map(self.board.step, self.board.trainable), default=0) == 0
@@ -403,9 +404,8 @@ class Orchestrator:
                     loops.create_task(self._adjust_limit(), name="adjust the limit")
                     for policy in self.board.trainable:
                         loops.create_task(self._train(policy, loops), name=f"train {policy}")
-                    if not (is_at_start or self._finished()) and self._evaluation_was_cut():
-                        for policy in self.board.trainable:
-                            self._evaluate(policy, loops)
+                    if self.evaluator.tasks and not (is_at_start or self._finished()):
+                        self._resume_evaluations(loops)
         except BaseExceptionGroup as group:
             raise _first(group) from None
         self.scheduler.is_training = False
@@ -507,10 +507,24 @@ class Orchestrator:
             if evaluates and not phases.is_over(policy) and not self._finished():
                 self._evaluate(policy, loops)
 
-    def _evaluation_was_cut(self) -> bool:
-        versions = self._versions()
-        is_due = all(_is_due(version.step, self.plan.evaluate_every) for version in versions.values())
-        return self.evaluator.was_cut(versions, is_due=is_due)
+    def _resume_evaluations(self, loops: asyncio.TaskGroup) -> None:
+        """Repeat the evaluation that the previous process did not finish, and begin those that it had not begun because
+        a policy was due before the others."""
+        versions, training = self._versions(), self._in_training()
+        due = [policy for policy, version in versions.items() if _is_due(version.step, self.plan.evaluate_every)]
+        if self.evaluator.was_cut(versions, is_due=len(due) == len(versions)):
+            evaluation = self.evaluator.beside_training(self.board.trainable, self._is_stopping)
+            loops.create_task(evaluation, name="evaluate again")
+            return
+        for policy in due:
+            if policy in training and any(versions[other].step < versions[policy].step for other in training):
+                self._evaluate(policy, loops)
+
+    def _in_training(self) -> set[str]:
+        """Return the policies that take further steps in this phase."""
+        phases = self.scheduler.phases
+        frozen_policies = phases.frozen()
+        return {name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies}
 
     def _evaluations_left(self, version: PolicyVersion) -> int:
         """Return the number of evaluations from that of a version to the last one."""
@@ -520,9 +534,7 @@ class Orchestrator:
 
     def _evaluate(self, policy: str, loops: asyncio.TaskGroup) -> None:
         """Evaluate the current version of a policy beside training, once the others that train are as far."""
-        phases = self.scheduler.phases
-        frozen_policies = phases.frozen()
-        training = {name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies}
+        training = self._in_training()
         evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
         loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
 
@@ -712,8 +724,7 @@ class Orchestrator:
                     measured,
                     self.opponents.drawn_from(),
                 )
-            self.best.record_checkpoint(measured, self.board)
-            self.opponents.record_checkpoint()
+                await self.retention.keep_for(self.checkpoints, self.board)
             self._checkpoint_steps = steps
         self.journal_retention.start_pruning(self.stopping.fail)
 
@@ -723,8 +734,8 @@ class Orchestrator:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
     def _needed_versions(self) -> set[PolicyVersion]:
-        """Return the older versions whose files must stay for now."""
-        return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed(self.board)}
+        """Return the older versions that this process needs; `VersionRetention` knows those of checkpoints."""
+        return {*self.versions.pinned(), *self.best.needed(self.board)}
 
     def _weights_of_checkpoint(self) -> list[WeightsRef]:
         """Return the published versions that a resumed run may load besides its checkpoint: the best ones and

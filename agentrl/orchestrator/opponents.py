@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -111,13 +110,6 @@ class OpponentPools:
     pinned: Callable[[], Collection[PolicyVersion]]
     """Returns the versions to which episodes in flight are pinned."""
     counts: EpisodeTotals
-    checkpoints: int
-    """Number of newest checkpoints from which a run may resume."""
-    _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
-    """Pools at the newest checkpoints."""
-
-    def __post_init__(self) -> None:
-        self._saved = deque([self.drawn_from()], maxlen=self.checkpoints)
 
     def restore(self, past: PastRun) -> None:
         """Count the results of the committed episodes against past versions."""
@@ -164,15 +156,6 @@ class OpponentPools:
         """Return the versions from which opponents are drawn, by pool. Checkpoints store them, because they depend on
         stragglers."""
         return {name: pool.drawn_from() for name, pool in self.pools.items()}
-
-    def record_checkpoint(self) -> None:
-        """Record that a checkpoint was written with the current pools."""
-        self._saved.append(self.drawn_from())
-
-    def needed(self) -> set[PolicyVersion]:
-        """Return the versions besides the pinned ones whose files must stay: a resumed run loads those of its
-        checkpoints."""
-        return {version for pools in self._saved for versions in pools.values() for version in versions}
 
     def _unpin_unneeded(self) -> None:
         """Unpin versions that have left their pool, once no episode in flight is pinned to them."""

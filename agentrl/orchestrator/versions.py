@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +73,16 @@ class PolicyBoard:
             lineage = parent.lineage
         return PolicyVersion(policy, lineage, step)
 
+    def at_versions(self, versions: Mapping[str, PolicyVersion]) -> PolicyBoard:
+        """Return a board of the same lineages with other current versions, such as those of a checkpoint."""
+        return PolicyBoard(versions, self.trainable, self._parents)
+
+    def recent(self, lags: Mapping[str, int]) -> Iterator[PolicyVersion]:
+        """Yield the versions up to the current one, from `lags[policy]` steps behind it, for each policy in `lags`."""
+        for policy, lag in lags.items():
+            for step in range(max(self.step(policy) - lag, 0), self.step(policy) + 1):
+                yield self.at(policy, step)
+
     def survives(self, version: PolicyVersion) -> bool:
         """Whether the weights of `version` are ancestors of the current ones."""
         current = self._current[version.policy]
@@ -93,7 +103,8 @@ class PolicyBoard:
         fork, lineage = version.step, current.lineage
         while lineage > version.lineage:
             parent = self._parents.get((version.policy, lineage))
-            if parent is None:
+            if parent is None:  # the lineage began with the initial weights, which all lineages share
+                fork = 0
                 break
             fork, lineage = min(fork, parent.step), parent.lineage
         return max(current.step - fork, version.step - fork)
@@ -347,7 +358,7 @@ class BestCheckpointTracker:
     best ones (`evaluation.stop = "decided"`) has a verdict, which counts instead of the mean.
 
     The measurements are in the manifests of checkpoints, so a resumed run chooses as if it had never stopped. The files
-    of the best versions stay on disk, including those of checkpoints from which a run may resume.
+    of the best versions stay on disk.
 
     Example:
         >>> best = BestCheckpointTracker(metric="reward/mean", policy="solver", window=2, stop_fall=0.25)
@@ -373,20 +384,15 @@ class BestCheckpointTracker:
     """Mean at which the run ends."""
     stop_fall: float | None = None
     """Distance from the best mean, in the bad direction, at which the run ends."""
-    checkpoints: int = 1
-    """Number of newest checkpoints that a run may resume from."""
     lags: Mapping[str, int] = field(default_factory=dict)
     """For each learning policy, the number of steps by which a measured version may be behind the current one; empty if
     evaluations measure."""
     measured: BestRunningMean = NOT_MEASURED
-    _saved: deque[set[PolicyVersion]] = field(init=False)
-    """Versions needed by each of the newest checkpoints."""
 
     def __post_init__(self) -> None:
         description = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
         if self.measured.what != description:
             self.measured = BestRunningMean(what=description)
-        self._saved = deque([set(self.measured.needed())], maxlen=self.checkpoints)
 
     def record_metrics(self, policy: str, metrics: Mapping[str, float], versions: Mapping[str, PolicyVersion]) -> None:
         """Record metrics of a policy; `versions` are the measured ones of all learning policies."""
@@ -457,25 +463,14 @@ class BestCheckpointTracker:
                 if version.policy in steps:
                     oldest[version.policy] = min(version.step, oldest.get(version.policy, version.step))
             for policy, step in oldest.items():
-                steps[policy][min(max(step, self._oldest(board, policy)), board.step(policy))] += 1
+                # older ones count as the oldest whose files stay, see `needed`
+                oldest_kept = max(board.step(policy) - self.lags.get(policy, 0), 0)
+                steps[policy][min(max(step, oldest_kept), board.step(policy))] += 1
         return {
             policy: board.at(policy, max(counts, key=lambda step: (counts[step], step), default=board.step(policy)))
             for policy, counts in steps.items()
         }
 
-    def _oldest(self, board: PolicyBoard, policy: str) -> int:
-        """Return the step of the oldest version that counts as measured by the policy's next step."""
-        return max(board.step(policy) - self.lags.get(policy, 0), 0)
-
-    def record_checkpoint(self, measured: BestRunningMean, board: PolicyBoard) -> None:
-        """Record that a checkpoint with these measurements was written."""
-        self._saved.append({*measured.needed(), *self._measurable(board)})
-
     def needed(self, board: PolicyBoard) -> set[PolicyVersion]:
-        """Return the versions whose files must stay, so that a later step or resume can choose them."""
-        return {*self.measured.needed(), *self._measurable(board)}.union(*self._saved)
-
-    def _measurable(self, board: PolicyBoard) -> Iterator[PolicyVersion]:
-        for policy in self.lags:
-            for step in range(self._oldest(board, policy), board.step(policy) + 1):
-                yield board.at(policy, step)
+        """Return the versions whose files must stay, so that a later step can choose them."""
+        return {*self.measured.needed(), *board.recent(self.lags)}

@@ -102,6 +102,8 @@ class Seen:
     evaluations: list[dict[str, dict[str, float]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     """Largest step of the versions of each evaluation."""
+    evaluated_steps: list[dict[str, int]] = field(default_factory=list)
+    """Step of each policy's version in each evaluation."""
 
     def scores(self) -> list[dict[str, dict[str, float]]]:
         """Evaluations without how long they took, which depends on what goes on beside them."""
@@ -117,6 +119,7 @@ class Seen:
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         self.evaluations.append({policy: dict(values) for policy, values in metrics.items()})
         self.evaluated.append(max(version.step for version in versions.values()))
+        self.evaluated_steps.append({policy: version.step for policy, version in versions.items()})
 
 
 @dataclass(kw_only=True)

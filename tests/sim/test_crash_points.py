@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
 
 import agentrl
 from agentrl.core.errors import StorageError
-from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.checkpoints import CheckpointWriter
+from agentrl.orchestrator.checkpoints import CheckpointWriter, Manifest
 from tests.sim import MANY_SEEDS
 from tests.sim.crash_cases import (
     MUTANTS,
@@ -153,7 +151,7 @@ def test_a_run_that_dies_while_it_prunes_has_all_it_needs(where: str) -> None:
 class NewestAlone(CheckpointWriter):
     """Takes the newest checkpoint for the only one."""
 
-    def sealed(self) -> list[Mapping[str, PolicyVersion]]:
+    def sealed(self) -> list[Manifest]:
         return super().sealed()[:1]
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import agentrl
+from agentrl.core.errors import EngineError
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.port import StepRow
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
-from tests.sim.small_run import SmallRun, config_for
+from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.sim.test_several_policies import Propose, Solve
+from tests.support.crash_oracle import finished
+from tests.support.crash_scenario import CrashScenario, Machine
+from tests.support.sim_disk import SimulatedCrashError
 
 pytestmark = pytest.mark.sim
 STEPS = 7
@@ -129,3 +134,43 @@ def test_a_wave_that_gives_a_policy_nothing_is_a_step_of_nothing(simulated_loop:
     assert len(steps) == 6
     assert 0 in steps
     assert max(steps) > 0
+
+
+class DiesAfterSteps(CrashScenario):
+    """Each process dies when its engine is given the version of a step; an engine refuses versions without files."""
+
+    dies_at = 7
+    lives = 3
+
+    async def serves(self, machine: Machine, weights: WeightsRef) -> None:
+        if not machine.disk.files(Path(weights.path)):
+            raise EngineError(f"the files of {weights.version} are missing")
+        if machine.life < self.lives and weights.version.step == self.dies_at:
+            machine.disk.crash()
+
+
+@pytest.mark.parametrize("every", [4, 0])
+def test_every_resume_finds_the_adapters_that_its_batches_are_pinned_to(every: int) -> None:
+    scenario = DiesAfterSteps(
+        Guess,
+        tasks=TASKS,
+        script=guess,
+        changes={
+            "steps": 9,
+            "deterministic": True,
+            "policies": {"guesser": {"step_size": 4, "lora": {"rank": 2}}},
+            "checkpoint": {"every": 4, "versions": 2},
+        },
+    )
+    machine = scenario.new_machine()
+    for life in range(scenario.lives + 1):
+        ended = scenario.run(machine, seed=life)
+        if ended is None:
+            break
+        assert isinstance(ended, SimulatedCrashError), f"life {life}: {ended!r}"
+        machine = machine.after_crash("kill")
+        scenario.config = scenario.config.model_copy(
+            update={"checkpoint": scenario.config.checkpoint.model_copy(update={"every": every})}
+        )
+    assert life == scenario.lives
+    assert finished(machine, steps=9, trainable=scenario.trainable).violations == ()

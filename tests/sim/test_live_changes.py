@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_the_number_of_episodes_is_adjusted_from_now_on_and_set_again(simulated_
 
 
 def test_checkpoints_and_evaluations_take_another_interval(
-    simulated_loop: SeededSimulation, monkeypatch: pytest.MonkeyPatch
+    simulated_loop: SeededSimulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def write(self: CheckpointWriter, trainer: Trainer, versions: Mapping[str, Any], *others: object) -> None:
         del trainer, others
@@ -147,7 +148,7 @@ def test_checkpoints_and_evaluations_take_another_interval(
         }
         run = ChangedRun(config=config, held_out=list(TASKS), changes=changes)
         monkeypatch.setattr(CheckpointWriter, "write", write)
-        run.during = lambda orchestrator: setattr(orchestrator, "checkpoints", CheckpointWriter(None))  # type: ignore[arg-type]
+        run.during = lambda orchestrator: setattr(orchestrator, "checkpoints", CheckpointWriter(tmp_path))
         async with asyncio.timeout(10_000):
             await run.run()
         assert written == [4, 6, 9], "the last is the one at the end"

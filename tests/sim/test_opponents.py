@@ -192,7 +192,6 @@ def test_a_lost_version_of_one_pool_leaves_the_others_as_they_are() -> None:
         run_seed=0,
         pinned=set,
         counts=EpisodeTotals(),
-        checkpoints=2,
     )
     seats = {"x": SeatBinding("player", None), "o": SeatBinding("past", lost)}
     spec = replace(SPEC, seats=seats, pins={"past": lost, "other": served})
@@ -279,31 +278,6 @@ def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: SeededSi
         assert begun == [pool]
         known = second.orchestrator.opponents.pools["past"].tallies
         assert known[pool[1]].episodes > 0, "how it did is known"
-
-    simulated_loop.run(main)
-
-
-def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop: SeededSimulation) -> None:
-    async def main() -> None:
-        def version(step: int) -> PolicyVersion:
-            return PolicyVersion("player", 0, step)
-
-        def weights(step: int) -> WeightsRef:
-            return WeightsRef(version=version(step), path=f"weights/{step}", kind="adapter", sha256="")
-
-        versions = ServedVersions(ScriptedEngine([[1]], versions={"player": version(0)}))
-        pool = OpponentPool(name="past", of="player", every=1, size=1, choose="latest", served=[version(0)])
-        await versions.pin(pool.holder, weights(0))
-        opponents = OpponentPools(
-            pools={"past": pool}, versions=versions, run_seed=0, pinned=set, counts=EpisodeTotals(), checkpoints=2
-        )
-        needed = []
-        for step in range(1, 7):
-            await opponents.add_version(weights(step))
-            if step % 2 == 0:
-                opponents.record_checkpoint()
-            needed.append({found.step for found in opponents.needed() | versions.pinned()})
-        assert needed == [{0, 1}, {0, 2}, {0, 2, 3}, {2, 4}, {2, 4, 5}, {4, 6}]
 
     simulated_loop.run(main)
 

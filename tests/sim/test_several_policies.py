@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,8 @@ from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import MetricRow
+from agentrl.orchestrator.evaluation import Evaluator
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
@@ -181,6 +184,68 @@ def test_policies_are_evaluated_at_the_same_steps(simulated_loop: SeededSimulati
     for steps in simulated_loop.run(main):
         assert steps["asker"] == steps["guesser"]
         assert len(steps["asker"]) > 2
+
+
+@pytest.mark.parametrize("at", [{"asker": 2, "guesser": 1}, {"asker": 1, "guesser": 2}, {"asker": 3, "guesser": 2}])
+def test_policies_that_resume_between_their_evaluations_are_evaluated_at_the_same_steps(
+    simulated_loop: SeededSimulation, at: dict[str, int]
+) -> None:
+    async def main() -> list[dict[str, int]]:
+        config = config_for(policies=policies(asker=8, guesser=8), evaluation={"tasks": 2, "every": 2}, steps=8, seed=3)
+        resumed_at = {name: PolicyVersion(name, 0, step) for name, step in at.items()}
+        run = SmallRun(config=config, environment=Duel, held_out=TASKS[:2], resumed_at=resumed_at)
+        await run.run()
+        return run.seen.evaluated_steps
+
+    for evaluated in simulated_loop.run(main):
+        assert evaluated[-1] == {"asker": 8, "guesser": 8}
+        assert all(steps["asker"] == steps["guesser"] for steps in evaluated), evaluated
+        first = min(evaluated[0].values())
+        assert first == (2 if min(at.values()) == 1 else 4)
+
+
+class Arrivals(Evaluator):
+    """Its evaluations are kept, and take as long as it is told."""
+
+    evaluated: ClassVar[list[dict[str, int]]] = []
+    seconds = 0.0
+
+    async def now(self, versions: Mapping[str, PolicyVersion], *others: Any, **options: Any) -> None:
+        self.evaluated.append({name: version.step for name, version in versions.items()})
+        await asyncio.sleep(self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "arrivals", "evaluated"),
+    [
+        pytest.param(0.0, "a2 b2 b4 a4", [(2, 2), (4, 4)], id="in-either-order"),
+        pytest.param(1.5, "a2 b2 a4 b4 a6 b6", [(2, 2), (6, 6)], id="one-is-skipped-and-its-partner-not"),
+        pytest.param(0.0, "a2 b1 a4 b2 b3 b4 a6 b6", [(4, 1), (6, 6)], id="one-comes-again-before-the-other"),
+        pytest.param(0.0, "b2 a4 b4 a6 b6", [(4, 4), (6, 6)], id="one-was-evaluated-before-the-resume"),
+    ],
+)
+def test_a_policy_waits_only_for_others_that_still_come_to_its_step(
+    simulated_loop: SeededSimulation, seconds: float, arrivals: str, evaluated: list[tuple[int, int]]
+) -> None:
+    """An arrival is a policy and its step, one a second; even steps are due."""
+
+    async def main() -> None:
+        Arrivals.evaluated, Arrivals.seconds = [], seconds
+        served = ServedVersions(ScriptedEngine([[1]], versions={name: PolicyVersion(name, 0, 0) for name in "ab"}))
+        parts: Any = dict.fromkeys(("dispatcher", "store", "observer", "changed", "best", "clock", "tell"))
+        evaluator = Arrivals(held_out=(), versions=served, **parts)
+        async with asyncio.TaskGroup() as tasks:
+            for arrival in ["a0", "b0", *arrivals.split()]:
+                policy, step = arrival[0], int(arrival[1:])
+                version = PolicyVersion(policy, 0, step)
+                await served.make_current(WeightsRef(version=version, path=arrival, kind="adapter", sha256=""))
+                if step and step % 2 == 0:
+                    tasks.create_task(evaluator.in_background(policy, "ab", {"a", "b"}, lambda: False))
+                await asyncio.sleep(1.0)
+        assert [(each["a"], each["b"]) for each in Arrivals.evaluated] == evaluated
+        assert not served.pinned()
+
+    simulated_loop.run(main)
 
 
 def test_a_policy_nobody_holds_is_refused(simulated_loop: SeededSimulation) -> None:

@@ -61,13 +61,15 @@ async def _write(
     await journal.close()
 
 
-async def play(journal: SqliteJournal, number: int, task: str, reward: float, version: PolicyVersion) -> None:
-    """Commit a held-out episode of a version."""
+async def play(
+    journal: SqliteJournal, number: int, task: str, reward: float, version: PolicyVersion, *, seed: int | None = None
+) -> None:
+    """Commit a held-out episode of a version; its seed is `number` by default."""
     spec = EpisodeSpec(
         episode_id=f"e{number}",
         environment="calculator",
         task=Task(id=task, data={"question": task}),
-        seed=number,
+        seed=number if seed is None else seed,
         seats={"solver": SeatBinding("solver", version)},
         group_id=f"g{number}",
         purpose="evaluate",

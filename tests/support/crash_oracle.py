@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceCallEntry, TurnEntry
 from agentrl.journal.port import Admission, EpisodeEnd, UnitDropped, VersionPublication
-from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_versions
+from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_manifests
 from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.support.crash_scenario import CHECKPOINTS
 
@@ -71,7 +71,8 @@ def lost(acknowledged: Iterable[tuple[str, int]], survivor: Machine) -> list[str
 def needed(machine: Machine) -> list[str]:
     """Entries that were pruned and that a checkpoint makes ready again: it may be the one the run goes on from."""
     violations = []
-    for versions in resumable_versions(CHECKPOINTS, disk=machine.disk):
+    for manifest in resumable_manifests(CHECKPOINTS, disk=machine.disk):
+        versions = manifest.versions
         for _, header in machine.journal.ready_units(versions):
             entries, _ = machine.journal.recorded(header.episode_id, header.attempt)
             if header.location is not None and len(entries) < header.location.entries:

@@ -144,6 +144,9 @@ class CrashScenario:
         """What a policy says."""
         return self.script(request, policy, version)
 
+    async def serves(self, machine: Machine, weights: WeightsRef) -> None:
+        """An engine is given a version."""
+
     def rewired(self, orchestrator: Orchestrator, machine: Machine) -> None:
         """The loop is assembled and about to run."""
 
@@ -174,7 +177,7 @@ class CrashScenario:
         await trainer.start(recovery.start_from)
         versions = recovery.first_versions(plan, journal, VERSIONS, disk=disk)
         engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
-        engine.machine = machine
+        engine.machine, engine.scenario = machine, self
         first = {name: versions[name] for name in self.trainable}
         served = ServedVersions(
             engine, batches=pinned_policy_step_lags(self.config.trained, deterministic=self.config.deterministic)
@@ -240,6 +243,7 @@ class _WitnessedEngine(ScriptedEngine):
     """A scripted engine that looks at the disk when it is given a version."""
 
     machine: Machine
+    scenario: CrashScenario
 
     async def load(self, weights: WeightsRef) -> None:
         """See `ScriptedEngine.load`."""
@@ -252,6 +256,7 @@ class _WitnessedEngine(ScriptedEngine):
         made = any(isinstance(record, StepRow) and record.version == version for record in on_disk)
         is_known = version.step in lineage and (made or version.step == min(lineage))
         self.machine.served.append((version, is_known))
+        await self.scenario.serves(self.machine, weights)
 
 
 class _Unheard:

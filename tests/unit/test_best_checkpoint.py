@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,15 +149,6 @@ def test_an_altered_verdict_leaves_no_error_to_spend(errors: list[Any]) -> None:
     assert best.measured.spent == 0.05
 
 
-def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
-    best = tracker(window=1, checkpoints=2)
-    for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
-        hear(best, [value], first=step)
-        if step != 3:
-            best.record_checkpoint(best.measured, board(step))
-    assert {version.step for version in best.needed(board(4)) if version.policy == "solver"} == {2, 4}
-
-
 @pytest.mark.parametrize(
     ("values", "window", "step"),
     [
@@ -205,6 +197,26 @@ def test_a_step_measures_the_version_with_which_most_of_its_units_began() -> Non
         "solver": PolicyVersion("solver", 0, 1)
     }
     assert {version.step for version in best.needed(board(5))} == {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("current", "parents", "version", "staleness"),
+    [
+        ((1, 0), {}, (0, 5), 5),  # the resume began with the initial weights
+        ((2, 3), {}, (0, 5), 5),
+        ((2, 3), {}, (0, 0), 3),
+        ((3, 4), {3: (2, 2)}, (0, 5), 5),
+        ((1, 3), {1: (0, 2)}, (0, 5), 3),
+        ((1, 9), {1: (0, 2)}, (0, 5), 7),
+        ((1, 3), {1: (0, 2)}, (0, 1), 2),
+    ],
+)
+def test_weights_that_a_resume_undid_are_as_far_as_the_version_both_came_from(
+    current: tuple[int, int], parents: dict[int, tuple[int, int]], version: tuple[int, int], staleness: int
+) -> None:
+    solver = partial(PolicyVersion, "solver")
+    tree = {("solver", lineage): solver(*parent) for lineage, parent in parents.items()}
+    assert PolicyBoard({"solver": solver(*current)}, ["solver"], tree).staleness(solver(*version)) == staleness
 
 
 def test_a_checkpoint_that_lacks_the_measured_versions_fills_its_window_again() -> None:

@@ -328,6 +328,10 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
     [(trained,)] = reader.log.rows("SELECT count(*) FROM step_units")
     assert sum(sum(policy.staleness.values()) + policy.before_resume for policy in figures.policies) == trained
     assert any(policy.before_resume for policy in figures.policies)
+    newest = dict(reader.log.rows("SELECT policy, max(step) FROM steps WHERE lineage = 1 GROUP BY policy"))
+    assert {policy.policy: policy.steps for policy in figures.policies if policy.steps} == newest
+    [(taken,)] = reader.log.rows("SELECT count(*) FROM steps")
+    assert taken > sum(newest.values()), "some steps were undone"
     assert figures.repeated == reader.count("attempt > 0") == reader.count("status = repeated")
     assert "policies" in shown(statistics_page(figures))
 

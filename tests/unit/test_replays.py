@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import re
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from agentrl.app.forks import fork
 from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tasks
 from agentrl.app.replays import ReplayResult, replay, replay_step
 from agentrl.cli.main import main
+from agentrl.config.scorers import ScorerConfig
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.environment.registry import name_of
@@ -25,6 +28,8 @@ from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.steps import step_list
+from agentrl.journal.run_log import RunStart, SettingChange
+from agentrl.journal.store import SqliteJournal
 from agentrl.rollout import runner
 from agentrl.testing import sample_environment
 from agentrl.testing.sample_run import sample_run_factories
@@ -69,6 +74,22 @@ def test_every_episode_of_the_sample_run_is_executed_again_identically(sample_ru
         assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
         ended = {each.episode: each for each in found}
         assert all(ended[line.episode].calls == ended[line.episode].recorded for line in lines if line.stop_reason)
+
+
+def test_episodes_are_executed_with_the_settings_of_the_start_in_which_they_ended(copied: Path) -> None:
+    """A scorer that a later start of the run added makes no request."""
+    scorer = ScorerConfig(function="elsewhere:brevity", per="turn").model_dump(mode="json")
+
+    async def resume() -> None:
+        log = SqliteJournal(copied / "journal")
+        change = SettingChange(("scorers",), {}, {"brief": scorer})
+        log.record_start(RunStart(lineage=9, began_at=time.time(), changed=(change,)))
+        await log.close()
+
+    asyncio.run(resume())
+    lines = [line for line in episodes(copied) if line.stop_reason]
+    found = replay(copied, [(line.episode, line.attempt) for line in lines], factories=sample_run_factories())
+    assert {each.outcome for each in found} == {"identical"}
 
 
 @pytest.mark.parametrize(

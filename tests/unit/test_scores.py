@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.app.evaluation import with_frozen_policies
 from agentrl.app.forks import fork
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
@@ -20,10 +21,11 @@ from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged, load
 from agentrl.config.plans import EnginePlan, TrainerPlan
+from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import scorer_caveats
@@ -172,6 +174,19 @@ def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answe
     assert with_scorers(config.rollout_plan, ["first"]).scorers.keys() == {"first", "second"}
     assert with_scorers(config.rollout_plan, ["second"]).scorers.keys() == {"second"}
     assert config.scorers.keys() == scorers.keys()
+
+
+def test_evaluations_and_forks_score_the_turns_that_the_run_scored() -> None:
+    weights = WeightsRef(version=PolicyVersion("opponent", 0, 3), path="elsewhere", kind="full", sha256="")
+    policies: Any = {"guesser": {"step_size": 8}, "opponent": {"kind": "frozen"}}
+    config = with_frozen_policies(config_for(policies=policies), ())
+    recorded = RunConfig.model_validate_json(config.model_dump_json())
+    again = with_frozen_policies(recorded, [weights])
+    for each in (config, recorded, again):
+        assert not each.trained
+        assert each.rollout_plan.scored == {"guesser"}
+    frozen = config_for(policies={"guesser": {"kind": "frozen"}, "opponent": {"kind": "frozen"}})
+    assert with_frozen_policies(frozen, [weights]).rollout_plan.scored == {"guesser", "opponent"}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import (
     AgentRLError,
     ConfigError,
+    EngineError,
     InputError,
     JournalError,
     RunDirectoryError,
@@ -312,6 +313,32 @@ def test_a_run_that_its_metric_ended_is_over_when_it_is_resumed(tmp_path: Path) 
     again = Lives([])
     assert (again.run(tmp_path, best=best, resume=True).metrics, again.trainers[0].batches) == ([], [])
     assert Lives([]).run(tmp_path, best={**best, "stop_at": None}, resume=True).summary["steps"] == 6
+
+
+def test_links_to_versions_last_from_the_end_of_a_run_to_its_resume(tmp_path: Path) -> None:
+    """What a resumed run trains would make them links to older versions, or to none."""
+    best, run, seen = {"metric": "episodes/trained", "window": 1, "stop_at": 16.0}, tmp_path / "run", list[object]()
+
+    def links(folder: str) -> list[str]:
+        return [path.resolve().name for path in (run / folder).iterdir()]
+
+    Lives([]).run(tmp_path, best=best)
+    assert (links("policies"), links("best")) == (["0.2"], ["0.0"])
+    with pytest.raises(EngineError):
+        Lives([], starting=fail_to_start).run(tmp_path, best={**best, "stop_at": None}, resume=True)
+    assert (links("policies"), links("best")) == (["0.2"], ["0.0"]), "nothing was trained"
+    Lives([]).run(
+        tmp_path,
+        best={**best, "stop_at": None},
+        resume=True,
+        assembled=lambda orchestrator: seen.append([*links("policies"), *links("best")]),
+    )
+    assert seen == [[]]
+    assert links("policies") == ["1.6"]
+
+
+def fail_to_start() -> None:
+    raise EngineError("no GPU answers")
 
 
 def test_a_run_killed_before_its_journal_was_made_can_be_resumed_or_made_again(tmp_path: Path) -> None:

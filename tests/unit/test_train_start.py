@@ -19,12 +19,14 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.plans import EnginePlan
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import ModelConfig
+from agentrl.config.sections import ModelConfig, RecordedTurnsConfig
 from agentrl.core.errors import EngineError, RunDirectoryError
 from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
+from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.journal.run_process import RunLock
+from agentrl.observe.run_directory import RECORDED_TURNS
 from agentrl.testing.execution import PlayResult
 from agentrl.testing.sample_environment import Propose
 from agentrl.testing.sample_run import sample_run_config, sample_run_factories
@@ -102,6 +104,21 @@ def test_a_start_that_fails_does_not_block_the_next(tmp_path: Path, error: Excep
     assert asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True)).summary["steps"]
     with pytest.raises(RunDirectoryError):
         asyncio.run(run_training(config, Propose, factories=sample_run_factories(), quiet=True))
+
+
+def test_a_start_from_recorded_turns_that_fails_does_not_block_the_next(tmp_path: Path, sample_run: Path) -> None:
+    async def broken(*_: object) -> Engine:
+        raise EngineError("no GPU answers")
+
+    config = sample_run_config(tmp_path, "run")
+    start_from = RecordedTurnsConfig(run=str(sample_run), where=f"environment = '{name_of(Propose)}'", at=0)
+    config = config.model_copy(update={"environment": config.environment.model_copy(update={"start_from": start_from})})
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no GPU answers"):
+            asyncio.run(
+                run_training(config, Propose, factories=replace(sample_run_factories(), engine=broken), quiet=True)
+            )
+    assert (tmp_path / "run" / RECORDED_TURNS).exists()
 
 
 def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_there(tmp_path: Path) -> None:

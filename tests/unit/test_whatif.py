@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections import Counter
@@ -11,12 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agentrl.app.whatif import whatif
+from agentrl.app.whatif import newest_evaluation, whatif
 from agentrl.core.errors import InputError
+from agentrl.core.records import PolicyVersion
 from agentrl.inspection.comparisons import compare_episodes
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.port import VersionPublication
+from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import weights
 from tests.support import changed_shop as shop
+from tests.support.compared_runs import play, write_compared_run
 
 if TYPE_CHECKING:
     from agentrl.inspection.comparisons import WhatIfEpisode, WhatIfResult
@@ -41,6 +47,34 @@ def turns(run: Path, episode: str) -> list[TurnEntry]:
 def asked(run: Path, episodes: list[WhatIfEpisode]) -> set[str]:
     """The episodes that called the tool."""
     return {episode.episode for episode in episodes if len(turns(run, episode.episode)) > 1}
+
+
+@pytest.mark.damages_journal  # it has held-out episodes, and nothing else
+def test_an_evaluation_that_a_resume_continued_is_judged_whole(tmp_path: Path) -> None:
+    """A resumed run plays the rest under another id of the same weights, or all tasks again if the reward changed."""
+    path = write_compared_run(tmp_path / "run", {f"t{number}": 0.5 for number in range(10)}, curve=[0.1])
+
+    async def resume(lineage: int, parent: PolicyVersion, numbers: range) -> None:
+        journal = SqliteJournal(path / "journal")
+        resumed = PolicyVersion("solver", lineage, parent.step)
+        journal.record(VersionPublication(weights(*resumed), parent))
+        for number in numbers:
+            episode = 100 * lineage + number
+            await play(journal, episode, f"t{number}", 0.5, resumed, seed=number)
+        await journal.close()
+
+    def newest() -> set[str]:
+        with contextlib.closing(RunReader(path)) as reader:
+            return {episode for episode, _ in newest_evaluation(reader)}
+
+    whole = {f"e{number}" for number in range(10)}
+    assert newest() == whole
+    asyncio.run(resume(1, PolicyVersion("solver", 0, 1), range(10, 14)))
+    assert newest() == whole | {f"e{number}" for number in range(110, 114)}
+    asyncio.run(resume(2, PolicyVersion("solver", 1, 1), range(8, 14)))
+    assert newest() == {f"e{number}" for number in range(8)} | {f"e{number}" for number in range(208, 214)}
+    asyncio.run(resume(3, PolicyVersion("solver", 0, 0), range(3)))
+    assert newest() == {"e300", "e301", "e302"}, "other weights"
 
 
 def test_unchanged_code_samples_nothing_and_changes_nothing(run: Path) -> None:
