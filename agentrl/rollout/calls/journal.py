@@ -306,6 +306,17 @@ class CallJournal:
         entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
         return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
 
+    def next_recorded(self) -> EntryBody | None:
+        """Return the recorded body of the calling strand's next call, whatever it asks."""
+        strand = current_strand()
+        entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
+        return None if entry is None else self._recorded.body(entry)
+
+    async def reach_next(self) -> None:
+        """Wait until the calling strand's next call, which is recorded, is due; raises as `reach`."""
+        strand = current_strand()
+        await self._order.wait(strand, strand.calls)
+
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of the calling strand's next call; usually none."""
         strand = current_strand()
@@ -638,6 +649,11 @@ class CallJournal:
     def happened_inside(self, call: JournaledCall) -> bool:
         """Whether recorded calls happened inside a call that was reached: they were appended before it."""
         return self._order.next_id not in (None, call.call_id)
+
+    @property
+    def has_strands(self) -> bool:
+        """Whether several strands are open."""
+        return len(self._order.strands) > 1
 
     @property
     def is_replaying(self) -> bool:
