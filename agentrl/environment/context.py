@@ -380,7 +380,7 @@ class Agent(ABC):
         """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
 
         Rewards of several names, such as `agent.reward({"correct": 1.0, "format": 0.5})`, are shown separately. The
-        total is their sum weighted by `credit.reward_weights` (1 if that is empty).
+        total is their sum weighted by `credit.reward_weights` (1 if that is empty, or for a reward without a name).
 
         By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
         a turn counts for the tokens of that turn and of the turns before it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import agentrl
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -54,6 +55,7 @@ class Setting:
     attempts: int
     seed: int
     gateway_sampling: GatewaySampling
+    reward_weights: Mapping[str, float]
 
 
 def play(
@@ -69,6 +71,7 @@ def play(
     attempts: int = 1,
     seed: int = 1,
     gateway_sampling: GatewaySampling = "agent",
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Played:
     """Run one episode in which the policy says `replies`, turn by turn: text, or tokens, which are bytes."""
     setting = Setting(
@@ -81,6 +84,7 @@ def play(
         attempts=attempts,
         seed=seed,
         gateway_sampling=gateway_sampling,
+        reward_weights=reward_weights,
     )
     return asyncio.run(_play(environment, list(replies), setting))
 
@@ -107,7 +111,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         tool_timeout_s=setting.tool_timeout_s,
         episode_timeout_s=setting.episode_timeout_s,
     )
-    settings = replace(settings, gateway_sampling=setting.gateway_sampling)
+    settings = replace(settings, gateway_sampling=setting.gateway_sampling, reward_weights=setting.reward_weights)
     failures: list[BaseException] = []
     dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
     worker = dispatcher.worker

@@ -8,8 +8,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import agentrl
 from agentrl.core.errors import RewardError
 from agentrl.environment.rewards import LARGEST_REWARD, finite_reward
+from tests.unit.episodes import play
 
 
 class Converts:
@@ -55,3 +57,32 @@ def test_a_reward_that_is_a_long_text_is_not_quoted_whole() -> None:
 )
 def test_real_numbers_are_rewards(value: object) -> None:
     assert 0.0 <= finite_reward(value, "here") <= 1.0
+
+
+class Counted(agentrl.Environment):
+    """Rewards each turn by name until a limit ends it, or the first turn is refused."""
+
+    seats = ("agent",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for turn in range(9):
+            text = (await agent.act(agentrl.user("?"))).text
+            if not agent.gate("bad" not in text, penalty=-3.0):
+                return
+            if turn or "silent" not in text:
+                agent.reward({"correct": 1.0, "short": 0.1}, turn=turn)
+
+
+class Fined(Counted):
+    truncated_reward = -1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "reply", "reward"), [(Counted, "silent", 0.0), (Counted, "bad", -3.0), (Fined, "silent", -1.0)]
+)
+def test_rewards_that_agentrl_gives_need_no_weight(environment: type[Counted], reply: str, reward: float) -> None:
+    """Dropping those episodes would leave out the worst ones."""
+    played = play(environment, [reply], max_turns=1, reward_weights={"correct": 1.0, "short": 0.2})
+    assert played.header.drop_reason is None, played.told
+    assert played.header.trajectories[0].reward == reward

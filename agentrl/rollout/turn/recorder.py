@@ -152,10 +152,10 @@ class TurnRecorder(Agent):
 
     def weight_of(self, name: str, where: str) -> float:
         """Return the weight of a reward that is given now; raise `RewardError` if the configuration gives weights to
-        others but not to this one."""
+        other names but not to this one. Rewards without a name, such as those of truncated agents, weigh 1."""
         check_reward_name(name, where)
         weights = self._episode.services.settings.reward_weights
-        if weights and name not in weights:
+        if weights and name not in weights and name != REWARD:
             raise RewardError(
                 f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
                 f"{', '.join(sorted(weights))}"
