@@ -10,6 +10,8 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import RewardError
+from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.to_go import advantages_to_go
 from agentrl.environment.rewards import LARGEST_REWARD, finite_reward
 from tests.unit.episodes import play
 
@@ -86,3 +88,13 @@ def test_rewards_that_agentrl_gives_need_no_weight(environment: type[Counted], r
     played = play(environment, [reply], max_turns=1, reward_weights={"correct": 1.0, "short": 0.2})
     assert played.header.drop_reason is None, played.told
     assert played.header.trajectories[0].reward == reward
+
+
+def test_a_truncated_reward_replaces_those_of_each_turn_and_name() -> None:
+    played = play(Fined, ["a", "b", "c"], max_turns=3, reward_weights={"correct": 1.0, "short": 0.2, "reward": 5.0})
+    trajectory = played.header.trajectories[0]
+    assert trajectory.reward == -1.0
+    assert dict(trajectory.turn_rewards) == {0: 0.0, 1: 0.0, 2: 0.0}
+    assert dict(trajectory.named_rewards) == {"correct": 0.0, "short": 0.0, "reward": -1.0}
+    to_go = advantages_to_go(leave_one_out, [-1.0, 0.0], [trajectory.turn_rewards, ()], ["a", "b"])
+    assert to_go[0] == (-1.0, -1.0, -1.0, -1.0)

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from agentrl.core.errors import RewardError
 from agentrl.core.records import REWARD, Message, PolicyVersion, TrajectoryHeader, Turn
 from agentrl.core.tokens import Completion
@@ -125,14 +127,10 @@ class TurnRecorder(Agent):
         self.rewards = (*self.rewards, recorded)
 
     def replace_rewards(self, value: float) -> None:
-        """Journal the reward with which the agent's rewards add up to `value`."""
-        if not self.rewards:
-            self.reward(value)
-            return
-        weight = self._episode.roulette_weight
-        difference = value - math.fsum(given.weighted for given in self.rewards) / weight
-        if difference:
-            entry = RewardEntry(self.seat, self.index, difference, None, REWARD, weight)
+        """Journal the opposite of each of the agent's rewards, for the same turn and name, and `value`."""
+        total = RewardEntry(self.seat, self.index, value, None, REWARD, self._episode.roulette_weight)
+        opposites = [msgspec.structs.replace(given, value=-given.value) for given in self.rewards if given.value]
+        for entry in (*opposites, total):
             self.rewards = (*self.rewards, self._episode.journal.reward(entry))
 
     def cut_by(self) -> StopReason | None:
