@@ -159,6 +159,7 @@ class LiveEpisodeContext(EpisodeContext):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
         at_once: bool = False,
+        may_repeat: bool = False,
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self.episode.journal, self.episode.services.clock
@@ -178,7 +179,9 @@ class LiveEpisodeContext(EpisodeContext):
         act_name = f"tool {name!r}"
         started = clock.monotonic()
         with CallExecution(journal, opened, act_name if external else None):
-            if external and not await may_perform_effect(self.episode, opened, act_name, guarantee):
+            if external and not await may_perform_effect(
+                self.episode, opened, act_name, guarantee, may_repeat=may_repeat
+            ):
                 raise_unknown_outcome(self.episode, opened, act_name)
             if external:
                 observation, outcome, location = await self._observe_external(call, timeout_s, guarantee)

@@ -473,12 +473,12 @@ class CallJournal:
         self.own_random = begin.own_random
         return begin
 
-    def intend(self, call: JournaledCall, name: str) -> bool:
+    def intend(self, call: JournaledCall, name: str, *, may_repeat: bool) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._open_unnumbered(f"{call.call_id}!")
         if self.recall(intent, EffectIntentEntry) is not None:
             return False
-        self.record(intent, EffectIntentEntry(name))
+        self.record(intent, EffectIntentEntry(name, may_repeat))
         return True
 
     def patched(self, name: str) -> bool:
