@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import aiohttp
@@ -19,16 +20,17 @@ import pytest
 import agentrl
 from agentrl.core.errors import EpisodeError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Score, ScoreRequest, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
+from agentrl.orchestrator.group_scores import conversations
 from agentrl.rollout.calls.journal import CallJournal
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.external.agent import cut_at_text
 from agentrl.testing.check import check_environment
-from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
+from agentrl.testing.execution import PARTITION, POLICY, StandInScorer, plain_rollout_settings, wire_dispatcher
 from tests.markdown_pages import ROOT, python_of
 from tests.support.builders import make_completion
 from tests.unit.episodes import Played, play
@@ -136,6 +138,49 @@ def test_rows_of_an_episode_are_one_trajectory_with_one_reward() -> None:
         "rows/conversation": 1.0,
         "rows/branch": 1.0,
     }
+
+
+class Compared(Branching):
+    """Two replies to one request besides, and the first row again."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        await super().loop(client, endpoint)
+        _, replies = await ask(client, endpoint, [user("d")], n=2)
+        first = replies["choices"][0]["message"]
+        await ask(client, endpoint, [user("sub-agent"), {"role": "assistant", "content": "two"}, user("e")])
+        await ask(client, endpoint, [user("d"), first, user("f"), {"role": "assistant", "content": "?"}, user("g")])
+
+
+def test_scorers_see_the_conversation_of_each_request() -> None:
+    seen: dict[tuple[str, int], list[str]] = {}
+
+    class Seeing(StandInScorer):
+        async def score(self, request: ScoreRequest) -> Score:
+            seen[self.per, request.scored.number] = [message.content for message in request.scored.messages]
+            return await super().score(request)
+
+    played = play(
+        Compared,
+        ["one", "two", "three", "four", "five", "six", "seven", "eight"],
+        scorers=[Seeing("each"), Seeing("last", per="episode")],
+    )
+    expected = [
+        ["a", "one"],
+        ["sub-agent", "two"],
+        ["a", "one", "b", "three"],
+        ["a", "one", "c", "four"],
+        ["d", "five"],
+        ["d", "six"],
+        ["sub-agent", "two", "e", "seven"],
+        ["d", "five", "f", "?", "g", "eight"],
+    ]
+    assert [seen["turn", number] for number in range(8)] == expected
+    assert seen["episode", 7] == expected[-1]
+    bodies = turns(played)
+    for number in range(8):  # as scorers of groups see them
+        entries: list[Any] = [SimpleNamespace(decode=lambda body=body: body) for body in bodies[: number + 1]]
+        found = conversations(entries, outside_spec(Compared), [POLICY], lambda _: PlainChatFormat())
+        assert [message.content for message in found["main", 0].messages] == expected[number]
 
 
 class Durable(Loop):

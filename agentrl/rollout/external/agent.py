@@ -104,6 +104,7 @@ class ExternalAgent(TurnRecorder):
 
     __slots__ = (
         "_answered_one",
+        "_conversation",
         "_ignored_parameters",
         "_in_progress",
         "_request_counts",
@@ -130,6 +131,7 @@ class ExternalAgent(TurnRecorder):
         """Number of tokens of the row that the last turn continued."""
         self._ignored_parameters = ignored_parameters
         self._in_progress = 0
+        self._conversation: Sequence[Message] = ()
         self.limit_reached: LimitReachedError | None = None
         """First limit that refused a request."""
         self._answered_one = asyncio.Event()
@@ -155,6 +157,11 @@ class ExternalAgent(TurnRecorder):
             f"the rows of seat {self.seat!r} are determined by its client through ctx.endpoint(); restart() is not "
             "available"
         )
+
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The messages of the newest request and its reply; `messages` has those of all rows."""
+        return self._conversation
 
     def count_tokens(self, request: ChatRequest) -> int:
         request = self._as_answered(request)
@@ -430,6 +437,7 @@ class ExternalAgent(TurnRecorder):
             self._episode.metric(CALLS_OUTSIDE, float(len(read.tool_calls)), self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
+        self._conversation = (*request.messages, message)
         self._append(call, _new(request, placement), message, completion)
         self._answered_one.set()
         if refusal is not None:

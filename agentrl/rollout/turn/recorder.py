@@ -109,6 +109,11 @@ class TurnRecorder(Agent):
         """The conversation so far."""
         return self._messages
 
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The conversation of the newest turn, for scorers."""
+        return self._messages
+
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Journal a reward with the weight of its name."""
         self._episode.check_not_stopped("reward()")
