@@ -646,10 +646,6 @@ class CallJournal:
         self._ended = True
         self._order.close()
 
-    def happened_inside(self, call: JournaledCall) -> bool:
-        """Whether recorded calls happened inside a call that was reached: they were appended before it."""
-        return self._order.next_id not in (None, call.call_id)
-
     @property
     def has_strands(self) -> bool:
         """Whether several strands are open."""
