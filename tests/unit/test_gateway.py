@@ -695,6 +695,32 @@ def test_a_fork_of_parallel_conversations_takes_them_in_the_order_of_its_parent(
     assert [(turn.turn, turn.row, turn.text) for turn in own] == [(3, 3, "5<|stop|>")]
 
 
+class Reviews(Stable):
+    """Parallel sub-agents whose requests differ in volatile text alone, in another order after a kill."""
+
+    orders: ClassVar[list[str]] = []
+    replies: ClassVar[list[dict[str, str]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        self.replies.append({})
+        for name in self.orders.pop(0):
+            _, reply = await ask(client, endpoint, [user(f"Review /tmp/{name}.py")])
+            self.replies[-1][name] = reply["choices"][0]["message"]["content"]
+        if self.orders:
+            raise EpisodeError("killed", reason="harness_killed", begin_again=True)
+
+
+def test_a_request_gets_the_reply_to_the_same_text_even_if_it_is_volatile() -> None:
+    Reviews.orders, Reviews.replies = ["ab", "cba"], []
+    played = play(Reviews, ["good", "bad", "new"])
+    assert Reviews.replies == [{"a": "good", "b": "bad"}, {"c": "good", "b": "bad", "a": "new"}]
+    Reviews.orders, Reviews.replies = ["ab", "ba", "abb"], []
+    played = play(Reviews, ["good", "bad", "third"])
+    assert Reviews.replies[:2] == [{"a": "good", "b": "bad"}] * 2
+    assert Reviews.replies[2] == {"a": "good", "b": "third"}
+    assert played.header.turns == 3
+
+
 class Refusing(Stable):
     """Ends in an error, then kills itself, then goes on; the journal of an episode is kept."""
 

@@ -255,6 +255,10 @@ class CallJournal:
         body = None if answer is None or answer.request_hash != digest else answer.decode()
         return JournaledCall(call_id, digest, body, waits=False)
 
+    def recorded_named(self, prefix: str) -> list[JournalEntry]:
+        """Return the recorded calls named by their content that `open_named` would find under a prefix."""
+        return self._recorded.named(prefix)
+
     def take_inherited(self, call: JournaledCall) -> None:
         """Consume an inherited call."""
         self._recorded.remove(call.call_id)
@@ -985,6 +989,11 @@ class RecordedCalls:
     def inherited_turns(self, seat: str) -> list[JournalEntry]:
         """Return the inherited turns of a seat's external agent that have not been replayed yet."""
         return [entry for call_id, entry in self._entries.items() if call_id.startswith(f"{seat}:")]
+
+    def named(self, prefix: str) -> list[JournalEntry]:
+        """Return inherited entries and unused answers whose ids have a prefix."""
+        named = self._answers | self._entries
+        return [entry for call_id, entry in named.items() if call_id.startswith(prefix)]
 
     def forget_answers(self) -> None:
         """Forget unused answers."""
