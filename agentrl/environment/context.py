@@ -196,8 +196,9 @@ class EpisodeContext(ABC):
                 call `function` again (a read changes nothing, an idempotent act may happen twice; a `ctx.uuid()` drawn
                 before it is a stable key). `once`: never call it again; the intent is on disk before the act, and an
                 act without a result ends the episode as `unknown_outcome_error`, unless `reconcile` finds the outcome.
+                Without `reconcile`, an episode that would start over after the act is dropped.
             reconcile: for `once`: asks the outside world what happened. Returns `(True, result)`, or `(False, None)` if
-                nothing happened and the act may be tried again.
+                nothing happened and the act may be tried again. An episode that starts over asks it before the act.
 
         Raises:
             EffectError: the function raised; re-execution raises the same.
@@ -285,12 +286,14 @@ class EpisodeContext(ABC):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
         at_once: bool = False,
+        may_repeat: bool = False,
     ) -> str:
         """Run a tool and journal its observation, for environments with their own tool loop.
 
         `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
         tool, which counts as a format error. `at_once` begins the call without waiting for other branches, as if all
         coroutines of a `gather` had begun together: also on re-execution, where calls end in their recorded order.
+        `may_repeat` lets an episode with this `once` call start over, and make it again.
         """
 
     @abstractmethod
@@ -380,7 +383,7 @@ class Agent(ABC):
         """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
 
         Rewards of several names, such as `agent.reward({"correct": 1.0, "format": 0.5})`, are shown separately. The
-        total is their sum weighted by `credit.reward_weights` (1 if that is empty).
+        total is their sum weighted by `credit.reward_weights` (1 if that is empty, or for a reward without a name).
 
         By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
         a turn counts for the tokens of that turn and of the turns before it.

@@ -195,7 +195,7 @@ class MCPConnection:
 
         Raises:
             MCPToolError: the server reports that the call failed, or cannot answer it.
-            EpisodeError: the server's state after earlier calls is lost.
+            EpisodeError: the server's state after earlier calls is lost, or it cannot start, as after a resume.
         """
         from mcp import types
 
@@ -206,10 +206,17 @@ class MCPConnection:
                 begin_again=True,
             )
         try:
+            async with asyncio.timeout(START_S):
+                session = await self._open()
+        except TimeoutError:
+            raise self._unusable(f"it has not started within {START_S:g} s") from None
+        except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
+            raise self._unusable(self._end_reason or format_foreign_error(_cause(error))[:1000]) from None
+        try:
             params = types.CallToolRequestParams(name=name, arguments=dict(arguments))
             # Not `call_tool`, which validates results against the server's schema, and a hostile schema could take
             # forever.
-            result = await (await self._open()).send_request(types.CallToolRequest(params=params), types.CallToolResult)
+            result = await session.send_request(types.CallToolRequest(params=params), types.CallToolResult)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it

@@ -425,7 +425,13 @@ async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, argu
 
     server = connection.server
     text = await ctx.call_tool(
-        call.name, call.arguments, invoke, external=True, timeout_s=server.timeout_s, guarantee=server.guarantee
+        call.name,
+        call.arguments,
+        invoke,
+        external=True,
+        timeout_s=server.timeout_s,
+        guarantee=server.guarantee,
+        may_repeat=True,
     )
     connection.has_recalled |= not is_called
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)

@@ -226,6 +226,8 @@ class EffectIntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="inten
     followed by `!`."""
 
     name: str
+    may_repeat: bool = False
+    """Whether a further attempt may begin: it asks what happened, or calls a server of its own."""
 
 
 class ResourceCallEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):

@@ -286,15 +286,16 @@ def conversations(
     chat_format_of: Callable[[str], ChatFormat],
 ) -> dict[tuple[str, int], Scored]:
     """Return the conversation of each agent of the `scored` policies, keyed by seat and number, as scorers see it: from
-    its beginning, or from the last `Agent.restart`. Other policies' turns may hold refusals of an endpoint, which have
+    its beginning, or from the last `Agent.restart`; of an external agent, the conversation of its last request. Other
+    policies' turns may hold refusals of an endpoint, which have
     no message.
 
     Raises:
         JournalError: an entry is damaged.
     """
     turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry) and body.policy in scored]
-    messages: dict[tuple[str, int], list[Message]] = {}
-    rows: dict[tuple[str, int], int] = {}
+    rows: dict[tuple[str, int], dict[int, _Row]] = {}
+    newest: dict[tuple[str, int], _Row] = {}
     found: dict[tuple[str, int], Scored] = {}
     for entry in sorted(turns, key=lambda turn: (turn.seat, turn.index, turn.turn)):
         completion = completion_from_entry(entry)
@@ -307,18 +308,51 @@ def conversations(
             offered = [ToolSpec(name=str(call["name"]), description="", parameters={}) for call in entry.reply.calls]
             reply = chat_format.parse(completion.token_ids.tolist(), offered, context=context)
         agent = entry.seat, entry.index
-        conversation = messages.setdefault(agent, [])
-        if entry.row != rows.setdefault(agent, entry.row) and _restarted(entry, conversation, chat_format):
-            conversation.clear()
-        rows[agent] = entry.row
-        conversation += [*map(decode_message, entry.messages), reply]
+        new_messages = [*map(decode_message, entry.messages)]
+        row = rows.setdefault(agent, {}).get(entry.row)
+        if row is None:
+            earlier: Sequence[Message] = ()
+            if entry.request is not None:
+                earlier = _shared_messages(entry, new_messages, rows[agent].values())
+            elif agent in newest and not _restarted(entry, newest[agent].messages, chat_format):
+                earlier = newest[agent].messages
+            row = rows[agent][entry.row] = _Row([*earlier])
+        newest[agent] = row
+        row.messages += [*new_messages, reply]
+        row.tokens = row.tokens[: 4 * entry.parent_context] + entry.context_ids + completion.token_ids.tobytes()
+        row.ends.append((len(row.tokens), len(row.messages)))
         text = chat_format.decode(completion.token_ids.tolist())
         completion = ended_by_text(completion, text, () if entry.request is None else entry.request.stop)
         turn = Turn(text=reply.content, message=reply, completion=completion)
         found[agent] = Scored(
-            task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(conversation)
+            task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(row.messages)
         )
     return found
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of an agent's conversations."""
+
+    messages: list[Message]
+    tokens: bytes = b""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes of `tokens` and number of messages up to the end of each turn."""
+
+
+def _shared_messages(entry: TurnEntry, new_messages: Sequence[Message], rows: Iterable[_Row]) -> Sequence[Message]:
+    """Return the messages before those of a turn that begins a row of an external agent: those of the longest known
+    history with the same tokens, unless the turn repeats them."""
+    places = [
+        (end, row.messages[:number])
+        for row in rows
+        for end, number in row.ends
+        if row.tokens[:end] == entry.context_ids[:end]
+    ]
+    _, messages = max(places, key=lambda place: place[0], default=(0, []))
+    replies = [message.content.strip() for message in messages if message.role == "assistant"]
+    repeated = [message.content.strip() for message in new_messages if message.role == "assistant"]
+    return () if replies == repeated[: len(replies)] else messages
 
 
 def _restarted(entry: TurnEntry, conversation: Sequence[Message], chat_format: ChatFormat) -> bool:

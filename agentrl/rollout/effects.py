@@ -140,7 +140,9 @@ async def _outcome(
     """Return the journaled value, or the error's type and message; and the location that raised the error."""
     act_name = f"effect {name!r}"
     has_happened, value = False, None
-    if not await may_perform_effect(episode, call, act_name, guarantee):
+    may_perform = await may_perform_effect(episode, call, act_name, guarantee, may_repeat=reconcile is not None)
+    may_have_happened = guarantee == "once" and reconcile is not None and episode.spec.attempt > 0
+    if may_have_happened or not may_perform:
         if reconcile is None:
             raise_unknown_outcome(episode, call, act_name)
         has_happened, value = await _await_value(reconcile())
@@ -184,11 +186,16 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
             episode.limit.restart()
 
 
-async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, act_name: str, guarantee: Guarantee) -> bool:
-    """Whether an effect may be performed now; False for a `once` effect that an earlier execution began."""
+async def may_perform_effect(
+    episode: LiveEpisode, call: JournaledCall, act_name: str, guarantee: Guarantee, *, may_repeat: bool
+) -> bool:
+    """Whether an effect may be performed now; False for a `once` effect that an earlier execution began.
+
+    `may_repeat` states whether a further attempt of the episode may perform it too.
+    """
     if guarantee != "once":
         return True
-    if not episode.journal.intend(call, act_name):
+    if not episode.journal.intend(call, act_name, may_repeat=may_repeat):
         return False
     await episode.journal.flush()
     return True

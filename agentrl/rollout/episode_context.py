@@ -159,6 +159,7 @@ class LiveEpisodeContext(EpisodeContext):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
         at_once: bool = False,
+        may_repeat: bool = False,
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self.episode.journal, self.episode.services.clock
@@ -166,19 +167,19 @@ class LiveEpisodeContext(EpisodeContext):
         opened = journal.open(
             request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(call_arguments)})"
         )
-        # Other tools are run again, because they may change `self`; one that timed out would take its time again, which
-        # is necessary if its own calls are recorded.
         result = opened.recorded if isinstance(opened.recorded, ToolEntry) else None
-        recalled = result if result and (external or result.outcome == "timeout") else None
-        begins_early = at_once and not external and recalled is None and result is opened.recorded
+        begins_early = at_once and not external and result is opened.recorded
         if opened.waits and not begins_early:
             await journal.reach(opened)
-        if recalled is not None and (external or not journal.happened_inside(opened)):
-            return self._observed(opened, journal.recall(opened, ToolEntry) or recalled)
+        # Other tools run again, because they may change `self`: also those that timed out.
+        if external and (recalled := journal.recall(opened, ToolEntry)) is not None:
+            return self._observed(opened, recalled)
         act_name = f"tool {name!r}"
         started = clock.monotonic()
         with CallExecution(journal, opened, act_name if external else None):
-            if external and not await may_perform_effect(self.episode, opened, act_name, guarantee):
+            if external and not await may_perform_effect(
+                self.episode, opened, act_name, guarantee, may_repeat=may_repeat
+            ):
                 raise_unknown_outcome(self.episode, opened, act_name)
             if external:
                 observation, outcome, location = await self._observe_external(call, timeout_s, guarantee)
@@ -195,7 +196,7 @@ class LiveEpisodeContext(EpisodeContext):
         await journal.reach(opened)  # the tool may have made journaled calls
         recorded = journal.recall(opened, ToolEntry)
         assert recorded is not None
-        if recorded.observation != observation:
+        if recorded.observation != observation and not recorded.outcome == outcome == "timeout":
             journal.mismatch(
                 opened.call_id,
                 f"tool {name!r} returned {shortened_repr(recorded.observation)} when it was recorded",

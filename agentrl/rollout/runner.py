@@ -37,7 +37,14 @@ from agentrl.environment.context import LimitReachedError
 from agentrl.environment.environment import Environment
 from agentrl.environment.task_contents import answer_of
 from agentrl.gateway.server import Gateway
-from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
+from agentrl.journal.entries import (
+    REQUEST_VERSION,
+    BeginEntry,
+    EffectIntentEntry,
+    JournalEntry,
+    SeatSettings,
+    code_digest,
+)
 from agentrl.journal.port import CommitLog, TurnLog
 from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.calls.journal import CallJournal, begin_strand, current_strand
@@ -300,6 +307,18 @@ class EpisodeRunner:
                 since, turns = begin.recalls_from, {}
             turns.update({entry.call_id: entry for entry in external_turns_with_context(entries)})
         return since, tuple(turns.values())
+
+    async def once_effect(self, spec: EpisodeSpec) -> str | None:
+        """Return which `once` effect of an attempt a further attempt would repeat, as the end of a message; None if
+        there is none."""
+        await self._log.flush()
+        try:
+            entries = await self.recorded(spec)
+        except EpisodeError as error:
+            return f"; starting over could repeat an effect: {error}"
+        intents = [entry.decode() for entry in entries if entry.call_id.endswith("!")]
+        names = [intent.name for intent in intents if isinstance(intent, EffectIntentEntry) and not intent.may_repeat]
+        return f"; starting over could repeat {names[0]}; give it reconcile=" if names else None
 
     def forget(self, spec: EpisodeSpec) -> None:
         """Discard the partial turns of a failed attempt."""

@@ -217,7 +217,10 @@ class AsyncioWorker:
             self._runner.forget(spec)
             if task not in self._tasks:
                 return
-            if not tries.may_restart(spec, reason, restart, self._data_attempts):
+            restarts = tries.may_restart(spec, reason, restart, self._data_attempts)
+            obstacle = await self._runner.once_effect(spec) if restarts else ""
+            if obstacle is not None:
+                detail = _with_note(detail, obstacle)
                 header = await self._drop(spec, reason, detail, self._runner.clock.monotonic() - started)
                 break
             spec = dataclasses.replace(spec, attempt=spec.attempt + 1)
@@ -297,5 +300,9 @@ class _Tries(RetryBudget):
 def _located(text: str, error: Exception, place: str) -> str:
     """Append to an error's first line its place in the code, and the one in its episode that the runner noted."""
     notes = getattr(error, "__notes__", None)
+    return _with_note(text, f"{place}{f' ({notes[-1]})' if notes else ''}")
+
+
+def _with_note(text: str, note: str) -> str:
     first, newline, rest = text.partition("\n")
-    return f"{first}{place}{f' ({notes[-1]})' if notes else ''}{newline}{rest}"
+    return f"{first}{note}{newline}{rest}"

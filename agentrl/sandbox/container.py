@@ -241,7 +241,8 @@ class ContainerLease:
         if refused := await prepare(self, argv, files or {}, variables, seconds, directory=self.limits.directory):
             return refused
         name = f"{self._driver.directory.name}-{self._name}-{next(self._numbers)}"
-        limit, started = min(seconds or self.limits.seconds, self.limits.seconds), _clock.monotonic()
+        limit = min(self.limits.seconds if seconds is None else seconds, self.limits.seconds)
+        started = _clock.monotonic()
         variables = {"PATH": SEARCH_PATH, "HOME": "/box", "LANG": "C.UTF-8", **variables}
         options = ["--name", name, *(["--interactive"] if stdin else [])]
         if self._driver.program == "podman":

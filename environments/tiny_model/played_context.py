@@ -245,6 +245,7 @@ class PlayedContext(EpisodeContext):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
         at_once: bool = False,
+        may_repeat: bool = False,
     ) -> str:
         """Run a tool; an exception becomes its observation."""
         try:

@@ -253,6 +253,12 @@ PAIRS = [
     Pair("turn: messages of a restart", restarted(USER("a")), restarted(USER("b"))),
     Pair("gather: seats", gathered(turn("alice"), turn("bob")), gathered(turn("bob"), turn("alice")), "r/2.0#0"),
     Pair("gather: index", gathered(turn("alice", 1)), gathered(turn("alice", 2)), "r/2.0#0"),
+    Pair(
+        "gather: seat while another branch waits",
+        gathered(in_turn(sleep(1), turn("alice")), in_turn(sleep(2), sleep(3))),
+        gathered(in_turn(sleep(1), turn("bob")), in_turn(sleep(2), sleep(3))),
+        "r/2.0#1",
+    ),
     Pair("gather: seat of a reward", gathered(reward(seat="alice")), gathered(reward(seat="bob")), "r/2.0#0"),
     Pair("gather: number of branches", gathered(sleep(0)), gathered(sleep(0), in_turn())),
     Pair("reward: value", reward(1.0), reward(2.0)),

@@ -261,6 +261,35 @@ class TimedOut(agentrl.Environment):
         agent.reward(1.0)
 
 
+class TimedOutAfterItCounted(agentrl.Environment):
+    """A tool that counts its calls, and then hangs in the first one."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        uses = 0
+
+        async def count() -> str:
+            nonlocal uses
+            uses += 1
+            if uses == 1:
+                await asyncio.Event().wait()
+            return f"use {uses}"
+
+        agent = ctx.agent("agent")
+        for _ in range(2):
+            await agent.act(agentrl.user("hello"))
+            await ctx.call_tool("count", {}, count, external=False, timeout_s=0.05)
+        agent.reward(float(uses))
+
+
+def test_a_tool_that_timed_out_leaves_the_same_state_on_self() -> None:
+    whole = Stage(environment=TimedOutAfterItCounted).play()
+    assert whole.error is None
+    for cut in range(1, len(whole.entries) + 1):
+        again = Stage(environment=TimedOutAfterItCounted).play(whole.entries[:cut])
+        assert again.error is None, again.error
+        assert again.transcript == whole.transcript
+
+
 def test_a_tool_that_timed_out_after_calls_of_its_own_makes_them_again() -> None:
     whole = Stage(environment=TimedOut).play()
     assert whole.error is None

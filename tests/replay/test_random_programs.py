@@ -82,7 +82,8 @@ class Program(agentrl.Environment):
         self.log.append(f"{what} after {len(self.log)}")
 
     async def act(self, seat: str) -> None:
-        agent = self.ctx.agent(seat, zlib.crc32(current_strand().path.encode()))  # one conversation per branch
+        # One conversation per branch, and one that all branches share.
+        agent = self.ctx.agent(seat, 0 if seat == "other" else zlib.crc32(current_strand().path.encode()))
         self.saw((await agent.act(agentrl.user(self.log[-1] if self.log else "begin"))).text)
 
     async def effect(self, guarantee: str, pause: float, fails: bool) -> None:

@@ -17,7 +17,8 @@ Each check returns sentences, one for each violation; the word in front of the c
 * `trained`: where the same episodes were admitted as in that run, the same units were trained.
 
 Excused, as declared: an act that must happen `once` may end its episode as `unknown_outcome_error`; an episode that has
-called a `pinned` resource may begin again, and is then another one.
+called a `pinned` resource may begin again, and is then another one; one that has done both is dropped instead, as
+`resource_lost`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.journal.entries import ResourceCallEntry, TurnEntry
+from agentrl.journal.entries import EffectIntentEntry, ResourceCallEntry, TurnEntry
 from agentrl.journal.port import Admission, EpisodeEnd, UnitDropped, VersionPublication
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_manifests
 from agentrl.testing.recording_trainer import TRAINED_FILE
@@ -59,6 +60,8 @@ class Finished:
     admitted: frozenset[str]
     pinned: frozenset[str]
     """Episodes that have called a pinned resource."""
+    once: frozenset[str]
+    """Episodes that have begun an act that must happen once."""
     violations: tuple[str, ...]
 
 
@@ -133,13 +136,14 @@ def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finis
         trained=trained,
         admitted=frozenset(admission.spec.episode_id for admission in _on_disk(journal, Admission)),
         pinned=_pinned(machine),
+        once=_began_once(machine),
         violations=tuple(violations),
     )
 
 
 def compared(found: Finished, undisturbed: Finished) -> list[str]:
     """What went otherwise than in the run nothing happened to, and should not have."""
-    excused = {"run_ended", "unknown_outcome_error"}
+    excused = {"run_ended", "unknown_outcome_error"} | ({"resource_lost"} if found.pinned & found.once else set())
     violations = [
         f"dropped: something, because of {reason}" for reason in sorted(found.drops - undisturbed.drops - excused)
     ]
@@ -162,6 +166,15 @@ def _pinned(machine: Machine) -> frozenset[str]:
         for log in machine.journal.turn_logs.values()
         for entry in log.entries[: log.on_disk]
         if isinstance(body := entry.decode(), ResourceCallEntry) and body.level == "pinned"
+    )
+
+
+def _began_once(machine: Machine) -> frozenset[str]:
+    return frozenset(
+        entry.episode_id
+        for log in machine.journal.turn_logs.values()
+        for entry in log.entries[: log.on_disk]
+        if isinstance(entry.decode(), EffectIntentEntry)
     )
 
 

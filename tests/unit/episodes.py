@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import agentrl
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import GenerateRequest, SamplingParams, Scorer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
@@ -54,6 +55,8 @@ class Setting:
     attempts: int
     seed: int
     gateway_sampling: GatewaySampling
+    reward_weights: Mapping[str, float]
+    scorers: Sequence[Scorer]
 
 
 def play(
@@ -69,6 +72,8 @@ def play(
     attempts: int = 1,
     seed: int = 1,
     gateway_sampling: GatewaySampling = "agent",
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
+    scorers: Sequence[Scorer] = (),
 ) -> Played:
     """Run one episode in which the policy says `replies`, turn by turn: text, or tokens, which are bytes."""
     setting = Setting(
@@ -81,6 +86,8 @@ def play(
         attempts=attempts,
         seed=seed,
         gateway_sampling=gateway_sampling,
+        reward_weights=reward_weights,
+        scorers=scorers,
     )
     return asyncio.run(_play(environment, list(replies), setting))
 
@@ -107,7 +114,8 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         tool_timeout_s=setting.tool_timeout_s,
         episode_timeout_s=setting.episode_timeout_s,
     )
-    settings = replace(settings, gateway_sampling=setting.gateway_sampling)
+    settings = replace(settings, gateway_sampling=setting.gateway_sampling, reward_weights=setting.reward_weights)
+    settings = replace(settings, scorers={scorer.name: scorer for scorer in setting.scorers}, scored=[POLICY])
     failures: list[BaseException] = []
     dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
     worker = dispatcher.worker

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import aiohttp
@@ -19,16 +20,17 @@ import pytest
 import agentrl
 from agentrl.core.errors import EpisodeError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Score, ScoreRequest, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
+from agentrl.orchestrator.group_scores import conversations
 from agentrl.rollout.calls.journal import CallJournal
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.external.agent import cut_at_text
 from agentrl.testing.check import check_environment
-from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
+from agentrl.testing.execution import PARTITION, POLICY, StandInScorer, plain_rollout_settings, wire_dispatcher
 from tests.markdown_pages import ROOT, python_of
 from tests.support.builders import make_completion
 from tests.unit.episodes import Played, play
@@ -136,6 +138,49 @@ def test_rows_of_an_episode_are_one_trajectory_with_one_reward() -> None:
         "rows/conversation": 1.0,
         "rows/branch": 1.0,
     }
+
+
+class Compared(Branching):
+    """Two replies to one request besides, and the first row again."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        await super().loop(client, endpoint)
+        _, replies = await ask(client, endpoint, [user("d")], n=2)
+        first = replies["choices"][0]["message"]
+        await ask(client, endpoint, [user("sub-agent"), {"role": "assistant", "content": "two"}, user("e")])
+        await ask(client, endpoint, [user("d"), first, user("f"), {"role": "assistant", "content": "?"}, user("g")])
+
+
+def test_scorers_see_the_conversation_of_each_request() -> None:
+    seen: dict[tuple[str, int], list[str]] = {}
+
+    class Seeing(StandInScorer):
+        async def score(self, request: ScoreRequest) -> Score:
+            seen[self.per, request.scored.number] = [message.content for message in request.scored.messages]
+            return await super().score(request)
+
+    played = play(
+        Compared,
+        ["one", "two", "three", "four", "five", "six", "seven", "eight"],
+        scorers=[Seeing("each"), Seeing("last", per="episode")],
+    )
+    expected = [
+        ["a", "one"],
+        ["sub-agent", "two"],
+        ["a", "one", "b", "three"],
+        ["a", "one", "c", "four"],
+        ["d", "five"],
+        ["d", "six"],
+        ["sub-agent", "two", "e", "seven"],
+        ["d", "five", "f", "?", "g", "eight"],
+    ]
+    assert [seen["turn", number] for number in range(8)] == expected
+    assert seen["episode", 7] == expected[-1]
+    bodies = turns(played)
+    for number in range(8):  # as scorers of groups see them
+        entries: list[Any] = [SimpleNamespace(decode=lambda body=body: body) for body in bodies[: number + 1]]
+        found = conversations(entries, outside_spec(Compared), [POLICY], lambda _: PlainChatFormat())
+        assert [message.content for message in found["main", 0].messages] == expected[number]
 
 
 class Durable(Loop):
@@ -648,6 +693,32 @@ def test_a_fork_of_parallel_conversations_takes_them_in_the_order_of_its_parent(
     assert (header.drop_reason, header.turns, len(seen)) == (None, 4, 5)
     assert seen[4] == seen[3]
     assert [(turn.turn, turn.row, turn.text) for turn in own] == [(3, 3, "5<|stop|>")]
+
+
+class Reviews(Stable):
+    """Parallel sub-agents whose requests differ in volatile text alone, in another order after a kill."""
+
+    orders: ClassVar[list[str]] = []
+    replies: ClassVar[list[dict[str, str]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        self.replies.append({})
+        for name in self.orders.pop(0):
+            _, reply = await ask(client, endpoint, [user(f"Review /tmp/{name}.py")])
+            self.replies[-1][name] = reply["choices"][0]["message"]["content"]
+        if self.orders:
+            raise EpisodeError("killed", reason="harness_killed", begin_again=True)
+
+
+def test_a_request_gets_the_reply_to_the_same_text_even_if_it_is_volatile() -> None:
+    Reviews.orders, Reviews.replies = ["ab", "cba"], []
+    played = play(Reviews, ["good", "bad", "new"])
+    assert Reviews.replies == [{"a": "good", "b": "bad"}, {"c": "good", "b": "bad", "a": "new"}]
+    Reviews.orders, Reviews.replies = ["ab", "ba", "abb"], []
+    played = play(Reviews, ["good", "bad", "third"])
+    assert Reviews.replies[:2] == [{"a": "good", "b": "bad"}] * 2
+    assert Reviews.replies[2] == {"a": "good", "b": "third"}
+    assert played.header.turns == 3
 
 
 class Refusing(Stable):

@@ -417,6 +417,25 @@ def test_the_state_of_a_server_that_is_lost_begins_the_episode_again() -> None:
     assert lost.value.begin_again
 
 
+@pytest.mark.parametrize(("program", "told"), [("pass", "ended"), ("import time; time.sleep(1000)", "within 1 s")])
+def test_a_server_that_cannot_start_for_a_call_drops_the_episode(
+    program: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a resume, the list of tools is recalled, and the first call starts the server."""
+    monkeypatch.setattr(mcp_module, "START_S", 1.0 if "sleep" in program else 20.0)
+
+    async def call() -> None:
+        connection = MCPConnection(MCPServer(command=[sys.executable, "-c", program]))
+        try:
+            await connection.call("a", {})
+        finally:
+            await connection.close()
+
+    with pytest.raises(EpisodeError, match=told) as error:
+        asyncio.run(call())
+    assert error.value.reason == "environment_error"
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "pattern": {"properties": {"a": {"type": "array", "items": {"pattern": "(a+)+$"}}}},
     "pattern that takes minutes to compile": {"properties": {"b": {"pattern": "(?i)" + "[\u0100-\uffff]" * 4_000}}},

@@ -8,8 +8,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import agentrl
 from agentrl.core.errors import RewardError
+from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.to_go import advantages_to_go
 from agentrl.environment.rewards import LARGEST_REWARD, finite_reward
+from tests.unit.episodes import play
 
 
 class Converts:
@@ -55,3 +59,42 @@ def test_a_reward_that_is_a_long_text_is_not_quoted_whole() -> None:
 )
 def test_real_numbers_are_rewards(value: object) -> None:
     assert 0.0 <= finite_reward(value, "here") <= 1.0
+
+
+class Counted(agentrl.Environment):
+    """Rewards each turn by name until a limit ends it, or the first turn is refused."""
+
+    seats = ("agent",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        for turn in range(9):
+            text = (await agent.act(agentrl.user("?"))).text
+            if not agent.gate("bad" not in text, penalty=-3.0):
+                return
+            if turn or "silent" not in text:
+                agent.reward({"correct": 1.0, "short": 0.1}, turn=turn)
+
+
+class Fined(Counted):
+    truncated_reward = -1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "reply", "reward"), [(Counted, "silent", 0.0), (Counted, "bad", -3.0), (Fined, "silent", -1.0)]
+)
+def test_rewards_that_agentrl_gives_need_no_weight(environment: type[Counted], reply: str, reward: float) -> None:
+    """Dropping those episodes would leave out the worst ones."""
+    played = play(environment, [reply], max_turns=1, reward_weights={"correct": 1.0, "short": 0.2})
+    assert played.header.drop_reason is None, played.told
+    assert played.header.trajectories[0].reward == reward
+
+
+def test_a_truncated_reward_replaces_those_of_each_turn_and_name() -> None:
+    played = play(Fined, ["a", "b", "c"], max_turns=3, reward_weights={"correct": 1.0, "short": 0.2, "reward": 5.0})
+    trajectory = played.header.trajectories[0]
+    assert trajectory.reward == -1.0
+    assert dict(trajectory.turn_rewards) == {0: 0.0, 1: 0.0, 2: 0.0}
+    assert dict(trajectory.named_rewards) == {"correct": 0.0, "short": 0.0, "reward": -1.0}
+    to_go = advantages_to_go(leave_one_out, [-1.0, 0.0], [trajectory.turn_rewards, ()], ["a", "b"])
+    assert to_go[0] == (-1.0, -1.0, -1.0, -1.0)

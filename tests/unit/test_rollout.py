@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from typing import ClassVar
 
 import numpy as np
@@ -169,6 +170,57 @@ def test_an_environment_that_raises_is_tried_again() -> None:
 class Cancelling(agentrl.Environment):
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         raise asyncio.CancelledError
+
+
+class Orders(agentrl.Environment):
+    """Orders once, then fails in its first attempt."""
+
+    seats = ("agent",)
+    orders: ClassVar[int] = 0
+    failure: ClassVar[str] = ""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent")
+        await agent.act(agentrl.user("?"))
+        await self.order(ctx)
+        if type(self).failure == "raises":
+            type(self).failure = ""
+            raise ValueError("bad luck")
+        if type(self).failure == "draws":
+            random.random()
+        agent.reward(1.0)
+
+    async def order(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.effect("order", self.send, guarantee="once")
+
+    def send(self) -> str:
+        Orders.orders += 1
+        return "ok"
+
+
+class OrdersByTool(Orders):
+    async def order(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.call_tool("order", {}, self.send, external=True, timeout_s=None, guarantee="once")
+
+
+class AsksBeforeItOrders(Orders):
+    async def order(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.effect("order", self.send, guarantee="once", reconcile=lambda: (Orders.orders > 0, "ok"))
+
+
+@pytest.mark.parametrize(("failure", "reason"), [("raises", "environment_error"), ("draws", "global_random")])
+@pytest.mark.parametrize("environment", [Orders, OrdersByTool, AsksBeforeItOrders])
+def test_no_attempt_repeats_a_once_effect(environment: type[Orders], failure: str, reason: str) -> None:
+    fresh = type("Fresh", (environment,), {"failure": failure, "__module__": __name__})
+    Orders.orders = 0
+    played = play(fresh, ["a", "b"], attempts=2)
+    assert Orders.orders == 1
+    if environment is AsksBeforeItOrders:
+        assert (played.header.drop_reason, played.header.attempt) == (None, 1)
+    else:
+        assert (played.header.drop_reason, played.header.attempt) == (reason, 0)
+        assert "'order'" in played.told
+        assert "reconcile" in played.told
 
 
 def test_a_program_that_raises_a_cancellation_of_its_own_is_dropped() -> None:

@@ -356,6 +356,7 @@ def test_variables_that_no_process_can_have_are_refused(variables: dict[str, str
 def test_a_time_limit_that_is_no_number_is_refused() -> None:
     with pytest.raises(InputError, match="seconds = nan"):
         in_lease(lambda lease: lease.run(["true"], seconds=float("nan")))
+    assert in_lease(lambda lease: lease.run(["sleep", "2"], seconds=0)).killed == "time"
 
 
 @pytest.mark.parametrize("name", ["shared mappings", "shared mappings of a device", "page tables"])

@@ -100,6 +100,7 @@ class _GatherGroup:
         if running:
             self._journal.dismiss(self._strands)
             self._is_ending = self._strand.is_blocked = True
+            self._journal.look()  # a strand that waits for the calls of one that differs ends too
         while not all(task.done() for task in running):
             try:
                 await asyncio.wait(running)

@@ -255,6 +255,10 @@ class CallJournal:
         body = None if answer is None or answer.request_hash != digest else answer.decode()
         return JournaledCall(call_id, digest, body, waits=False)
 
+    def recorded_named(self, prefix: str) -> list[JournalEntry]:
+        """Return the recorded calls named by their content that `open_named` would find under a prefix."""
+        return self._recorded.named(prefix)
+
     def take_inherited(self, call: JournaledCall) -> None:
         """Consume an inherited call."""
         self._recorded.remove(call.call_id)
@@ -305,6 +309,17 @@ class CallJournal:
         strand = current_strand()
         entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
         return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
+
+    def next_recorded(self) -> EntryBody | None:
+        """Return the recorded body of the calling strand's next call, whatever it asks."""
+        strand = current_strand()
+        entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
+        return None if entry is None else self._recorded.body(entry)
+
+    async def reach_next(self) -> None:
+        """Wait until the calling strand's next call, which is recorded, is due; raises as `reach`."""
+        strand = current_strand()
+        await self._order.wait(strand, strand.calls)
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of the calling strand's next call; usually none."""
@@ -462,12 +477,12 @@ class CallJournal:
         self.own_random = begin.own_random
         return begin
 
-    def intend(self, call: JournaledCall, name: str) -> bool:
+    def intend(self, call: JournaledCall, name: str, *, may_repeat: bool) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._open_unnumbered(f"{call.call_id}!")
         if self.recall(intent, EffectIntentEntry) is not None:
             return False
-        self.record(intent, EffectIntentEntry(name))
+        self.record(intent, EffectIntentEntry(name, may_repeat))
         return True
 
     def patched(self, name: str) -> bool:
@@ -635,9 +650,10 @@ class CallJournal:
         self._ended = True
         self._order.close()
 
-    def happened_inside(self, call: JournaledCall) -> bool:
-        """Whether recorded calls happened inside a call that was reached: they were appended before it."""
-        return self._order.next_id not in (None, call.call_id)
+    @property
+    def has_strands(self) -> bool:
+        """Whether several strands are open."""
+        return len(self._order.strands) > 1
 
     @property
     def is_replaying(self) -> bool:
@@ -973,6 +989,11 @@ class RecordedCalls:
     def inherited_turns(self, seat: str) -> list[JournalEntry]:
         """Return the inherited turns of a seat's external agent that have not been replayed yet."""
         return [entry for call_id, entry in self._entries.items() if call_id.startswith(f"{seat}:")]
+
+    def named(self, prefix: str) -> list[JournalEntry]:
+        """Return inherited entries and unused answers whose ids have a prefix."""
+        named = self._answers | self._entries
+        return [entry for call_id, entry in named.items() if call_id.startswith(prefix)]
 
     def forget_answers(self) -> None:
         """Forget unused answers."""

@@ -5,7 +5,7 @@ and records the turn. Calls run concurrently, each row with its own engine sessi
 
 Invariants
 1. The seat is one agent with one reward, however many rows its client's conversations become: they are one unit.
-2. A call is named by its content, and by the number of equal calls before it in the attempt. So a restarted attempt
+2. A call is named by its content, without volatile text, and by a number among equal calls. So a restarted attempt
    recalls the replies of earlier attempts in any order of requests; replies that are not requested again
    are not part of it.
 3. A recalled reply is written with the context it was sampled from, to the token.
@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -58,6 +59,7 @@ from agentrl.gateway.calls import (
 from agentrl.gateway.options import SAMPLING_FIELDS, ignored_fields_line, instructions, unsupported_reason
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.observe.metrics import CALLS_OUTSIDE, PROGRAM_FAILED, PROGRAM_OK
+from agentrl.rollout.calls.journal_data import encode
 from agentrl.rollout.calls.mismatch import FORK_REMEDY, REPLAY_REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.effects import count_call, perform_effect
@@ -104,12 +106,13 @@ class ExternalAgent(TurnRecorder):
 
     __slots__ = (
         "_answered_one",
+        "_conversation",
         "_ignored_parameters",
         "_in_progress",
-        "_request_counts",
         "_row_of_last_turn",
         "_row_samplers",
         "_tree",
+        "_used_ids",
         "difference",
         "edited_calls",
         "limit_reached",
@@ -125,11 +128,13 @@ class ExternalAgent(TurnRecorder):
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._row_samplers: dict[int, TurnSampler] = {}
-        self._request_counts: Counter[bytes] = Counter()
+        self._used_ids: dict[bytes, set[str]] = {}
+        """Ids of the calls so far, keyed by the digest of their requests."""
         self._row_of_last_turn = 0
         """Number of tokens of the row that the last turn continued."""
         self._ignored_parameters = ignored_parameters
         self._in_progress = 0
+        self._conversation: Sequence[Message] = ()
         self.limit_reached: LimitReachedError | None = None
         """First limit that refused a request."""
         self._answered_one = asyncio.Event()
@@ -156,6 +161,11 @@ class ExternalAgent(TurnRecorder):
             "available"
         )
 
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The messages of the newest request and its reply; `messages` has those of all rows."""
+        return self._conversation
+
     def count_tokens(self, request: ChatRequest) -> int:
         request = self._as_answered(request)
         self._check_length(request)
@@ -178,9 +188,7 @@ class ExternalAgent(TurnRecorder):
         if sampling != run_sampling or request.tool_choice.mode == "none":
             differences = json.dumps([dict(request.sampling), request.tool_choice.mode], sort_keys=True)
             digest = request_hash(digest, differences.encode())
-        call_id = f"{self.seat}:{digest.hex()}.{self._request_counts[digest]}"
-        self._request_counts[digest] += 1
-        call = self._episode.journal.open_named(call_id, digest)
+        call = self._episode.journal.open_named(self._name_call(request, digest), digest)
         self._in_progress += 1
         try:
             await self._wait_for_inherited(call)
@@ -191,6 +199,17 @@ class ExternalAgent(TurnRecorder):
             self._in_progress -= 1
         await self._episode.journal.flush()
         return reply
+
+    def _name_call(self, request: ChatRequest, digest: bytes) -> str:
+        """Return the id of a request's call: the one recorded with the same messages, else the next in order of
+        arrival. Requests with equal digests may differ in volatile text."""
+        journal, prefix = self._episode.journal, f"{self.seat}:{digest.hex()}."
+        used = self._used_ids.setdefault(digest, set())
+        recorded = () if journal.is_new else journal.recorded_named(prefix)
+        same = (each.call_id for each in recorded if each.call_id not in used and _asks(each, request))
+        call_id = next(same, "") or next(name for n in count() if (name := f"{prefix}{n}") not in used)
+        used.add(call_id)
+        return call_id
 
     async def _wait_for_inherited(self, call: JournaledCall) -> None:
         """Wait until the turns that a fork inherits and that precede a call were requested.
@@ -430,6 +449,7 @@ class ExternalAgent(TurnRecorder):
             self._episode.metric(CALLS_OUTSIDE, float(len(read.tool_calls)), self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
+        self._conversation = (*request.messages, message)
         self._append(call, _new(request, placement), message, completion)
         self._answered_one.set()
         if refusal is not None:
@@ -871,6 +891,15 @@ def _characters(message: Message) -> int:
     """Characters of a message and its calls, or about that."""
     calls = sum(len(call.id) + len(call.name) + len(str(call.arguments)) for call in message.tool_calls)
     return len(message.content) + len(message.name or "") + len(message.tool_call_id or "") + calls
+
+
+def _asks(entry: JournalEntry, request: ChatRequest) -> bool:
+    """Whether a recorded turn has the last messages of a request, volatile text included."""
+    turn = entry.decode()
+    if not isinstance(turn, TurnEntry):
+        return False
+    messages = [encode_message(message) for message in request.messages[-len(turn.messages) :]]
+    return encode(messages) == encode(turn.messages)
 
 
 def _new(request: ChatRequest, placement: RequestPlacement) -> Sequence[Message]:

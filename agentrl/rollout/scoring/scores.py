@@ -75,7 +75,7 @@ class LiveScores:
                 seat=agent.seat,
                 turn=agent.turns[number],
                 number=number,
-                messages=tuple(agent.messages),
+                messages=tuple(agent.conversation),
             )
             spec = self._episode.spec
             request = ScoreRequest(

@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from agentrl.core.records import Message, Role, SampledTurn, ToolSpec, Turn, is_
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import LimitReachedError
-from agentrl.journal.entries import TurnEntry, request_hash
+from agentrl.journal.entries import CancelEntry, EffectEntry, TimeLimitEntry, TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
 from agentrl.rollout.calls.journal import CallExecution
 from agentrl.rollout.calls.journal_data import encode, encode_arguments
@@ -54,13 +55,17 @@ class TurnRequest(NamedTuple):
 class LiveAgent(TurnRecorder):
     """One conversation that the program leads."""
 
-    __slots__ = ("_number", "_pending", "_rows", "_sampler")
+    __slots__ = ("_is_acting", "_number", "_pending", "_queue", "_rows", "_sampler")
 
     def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
         super().__init__(episode, seat, index)
         self._sampler = TurnSampler(episode, seat, f"{seat}.{index}")
         self._rows = AgentTokenRows(self._settings.chat_format, tools)
         self._pending: tuple[Message, ...] = ()
+        self._is_acting = False
+        """Whether a new turn is in progress that other strands must wait for."""
+        self._queue: tuple[asyncio.Future[None], ...] = ()
+        """Strands that wait for it, in the order of their arrival."""
         self._number = len(episode.agents)
         """Index in `LiveEpisode.agents`."""
 
@@ -77,27 +82,117 @@ class LiveAgent(TurnRecorder):
         """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
         self._episode.check_not_stopped("act()")
         self._episode.check_seat_acted(self)
-        journal, pending, before = self._episode.journal, self._pending, self._rows.position()
-        request = self._request(messages, max_tokens, reply, state)
-        digest = self._digest(request)
+        journal = self._episode.journal
+        holds = not journal.has_strands or await self._begin_turn(messages, max_tokens, reply, state)
         try:
-            context = self._render(request, digest)
-            call = journal.open(digest, partial(self._describe, request.messages))
-            if call.waits:
-                await journal.reach(call)
-            recorded_turn = journal.recall(call, TurnEntry)
-            if recorded_turn is not None:
-                completion = completion_from_entry(recorded_turn)
-                answer = self._parse(context, completion, self._rows.tools)
-                answer = self._name_foreign_call(answer, context, completion, self._rows.tools, recorded_turn)
-            else:
-                completion, answer, entry = await self._generate(call, request, context)
-                self._record(call, entry)
-        except BaseException:  # the program may catch a timeout or a limit, and ask something else
+            pending, before = self._pending, self._rows.position()
+            request = self._request(messages, max_tokens, reply, state)
+            digest = self._digest(request)
+            try:
+                context = self._render(request, digest)
+                call = journal.open(digest, partial(self._describe, request.messages))
+                if call.waits:
+                    await journal.reach(call)
+                recorded_turn = journal.recall(call, TurnEntry)
+                if recorded_turn is not None:
+                    completion = completion_from_entry(recorded_turn)
+                    answer = self._parse(context, completion, self._rows.tools)
+                    answer = self._name_foreign_call(answer, context, completion, self._rows.tools, recorded_turn)
+                else:
+                    completion, answer, entry = await self._generate(call, request, context)
+                    self._record(call, entry)
+            except BaseException:  # the program may catch a timeout or a limit, and ask something else
+                self._pending = pending
+                if holds:
+                    self._rows.withdraw(before)
+                raise
+            return self._answer(call, request, completion, answer)
+        finally:
+            if holds and self._is_acting:
+                self._end_turn()
+
+    async def _begin_turn(
+        self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: str | None
+    ) -> bool:
+        """Wait until no other strand has a turn of the agent in progress, in the order of arrival. Returns whether the
+        turn is now the one in progress; one that is recorded as cancelled never is.
+
+        A wait is a call of its own, so re-execution asks for the turns in the recorded order. A turn that is recorded,
+        or begins after recorded ones, is rendered only when it is due, because it continues the turns before it.
+        """
+        journal = self._episode.journal
+        digest = request_hash(b"wait", encode((self.seat, self.index)))
+        name = agent_name(self.seat, self.index)
+        recorded = journal.next_recorded()
+        is_wait = journal.peek(digest) is not None
+        if not is_wait and isinstance(recorded, CancelEntry):
+            return False
+        if journal.is_replaying and not is_wait and isinstance(recorded, TurnEntry | TimeLimitEntry | None):
+            if recorded is None:
+                self._check_limits(messages, max_tokens, reply, state)
+            try:
+                await journal.reach_next()
+            except asyncio.CancelledError:
+                if recorded is None:
+                    journal.cancel(journal.open(digest, lambda: f"a wait for another turn of {name}"))
+                raise
+        if is_wait or self._is_acting:
+            call = journal.open(digest, lambda: f"a wait for another turn of {name}")
+            await journal.reach(call)
+            if journal.recall(call, EffectEntry) is None:
+                clock = self._episode.services.clock
+                start_s = clock.monotonic()
+                with CallExecution(journal, call):
+                    await self._wait_for_turn()
+                entry = EffectEntry(f"wait for {name}", "read", None, None, clock.monotonic() - start_s)
+                try:
+                    journal.record(call, entry)
+                except BaseException:
+                    self._end_turn()
+                    raise
+        self._is_acting = True
+        return True
+
+    def _check_limits(
+        self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: str | None
+    ) -> None:
+        """Raise the error of a turn that a limit refuses before the turns that it waits for.
+
+        Raises:
+            LimitReachedError: the agent has no turn left, or the messages do not fit.
+        """
+        pending, before = self._pending, self._rows.position()
+        try:
+            self._append_within(
+                self._request(messages, max_tokens, reply, state).messages, self._settings.limits.max_context
+            )
+        finally:
             self._pending = pending
             self._rows.withdraw(before)
-            raise
-        return self._answer(call, request, completion, answer)
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until the turn in progress, and those that waited before, have ended."""
+        if self._is_acting:
+            place = asyncio.get_running_loop().create_future()
+            self._queue = (*self._queue, place)
+            try:
+                await place
+            except BaseException:
+                if place.cancelled():
+                    self._queue = tuple(other for other in self._queue if other is not place)
+                else:
+                    self._end_turn()
+                raise
+
+    def _end_turn(self) -> None:
+        """Let the strand continue that has waited longest, if one waits."""
+        while self._queue:
+            place, *others = self._queue
+            self._queue = tuple(others)
+            if not place.done():
+                place.set_result(None)
+                return
+        self._is_acting = False
 
     def _describe(self, messages: Sequence[Message]) -> str:
         text = " / ".join(message.content for message in messages)
@@ -151,7 +246,7 @@ class LiveAgent(TurnRecorder):
             self._rows.ask_again(entry.context_ids, request.messages, entry.row)
             return entry.context_ids
         if entry is not None:
-            return self._rows.ask(request.messages)
+            return b""  # the turn was cancelled, or refused for time
         return self._ask(request.messages, self._settings.limits.max_context)
 
     async def _generate(
@@ -229,6 +324,13 @@ class LiveAgent(TurnRecorder):
         return Completion.of(Tokens.of_version(tokens, completion.spans[0].version), "stop")
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
+        """Convert new messages to tokens, check that they fit, and count rewrites of the conversation."""
+        context = self._append_within(messages, max_context)
+        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
+            self._episode.metric(f"history/{cause}", 1.0, self)
+        return context
+
+    def _append_within(self, messages: Sequence[Message], max_context: int) -> bytes:
         """Convert new messages to tokens, and check that they fit."""
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
@@ -236,8 +338,6 @@ class LiveAgent(TurnRecorder):
         context = self._rows.ask(messages)
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
-        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
-            self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
     def _full(self, tokens: int) -> NoReturn:
@@ -262,7 +362,20 @@ class LiveAgent(TurnRecorder):
         self._sampler.keep_version(version)
 
     def restart(self, *messages: Message) -> None:
-        """Begin a new row; the messages are sent with the next `act`."""
+        """Begin a new row; the messages are sent with the next `act`.
+
+        Raises:
+            EpisodeError: another strand has a turn of the agent in progress.
+        """
+        if self._is_acting:
+            error = EpisodeError(
+                f"{self._episode.name}:{self.seat}.{self.index}: restart() during a turn that another coroutine of "
+                "ctx.gather, or another tool call of the same turn, asked for. Give each its own agent: "
+                f"ctx.agent({self.seat!r}, index)",
+                reason="environment_error",
+            )
+            self._episode.journal.fail(error)
+            raise error
         self._rows.restart()
         self._messages = []
         self._pending = messages

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from agentrl.core.errors import RewardError
 from agentrl.core.records import REWARD, Message, PolicyVersion, TrajectoryHeader, Turn
 from agentrl.core.tokens import Completion
@@ -107,6 +109,11 @@ class TurnRecorder(Agent):
         """The conversation so far."""
         return self._messages
 
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The conversation of the newest turn, for scorers."""
+        return self._messages
+
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Journal a reward with the weight of its name."""
         self._episode.check_not_stopped("reward()")
@@ -125,14 +132,10 @@ class TurnRecorder(Agent):
         self.rewards = (*self.rewards, recorded)
 
     def replace_rewards(self, value: float) -> None:
-        """Journal the reward with which the agent's rewards add up to `value`."""
-        if not self.rewards:
-            self.reward(value)
-            return
-        weight = self._episode.roulette_weight
-        difference = value - math.fsum(given.weighted for given in self.rewards) / weight
-        if difference:
-            entry = RewardEntry(self.seat, self.index, difference, None, REWARD, weight)
+        """Journal the opposite of each of the agent's rewards, for the same turn and name, and `value`."""
+        total = RewardEntry(self.seat, self.index, value, None, REWARD, self._episode.roulette_weight)
+        opposites = [msgspec.structs.replace(given, value=-given.value) for given in self.rewards if given.value]
+        for entry in (*opposites, total):
             self.rewards = (*self.rewards, self._episode.journal.reward(entry))
 
     def cut_by(self) -> StopReason | None:
@@ -152,10 +155,10 @@ class TurnRecorder(Agent):
 
     def weight_of(self, name: str, where: str) -> float:
         """Return the weight of a reward that is given now; raise `RewardError` if the configuration gives weights to
-        others but not to this one."""
+        other names but not to this one. Rewards without a name, such as those of truncated agents, weigh 1."""
         check_reward_name(name, where)
         weights = self._episode.services.settings.reward_weights
-        if weights and name not in weights:
+        if weights and name not in weights and name != REWARD:
             raise RewardError(
                 f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
                 f"{', '.join(sorted(weights))}"
