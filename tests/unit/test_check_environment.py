@@ -25,7 +25,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
-from agentrl.testing import check, malformed_reply_check, play
+from agentrl.testing import check, play
 from agentrl.testing.check import Subject, check_environment, replay_from_every_entry
 from agentrl.testing.report import CheckResult, EnvironmentReport
 
@@ -870,7 +870,7 @@ def test_slow_episodes_are_killed_at_fewer_entries_and_the_report_says_so(monkey
     assert (quick.figures["untried_kills"], quick.figures["unplayed_tasks"]) == (0, 0)
     calls, Slow.calls = Slow.calls, 0
     monkeypatch.setattr(check, "PLAYING_S", 0.0)
-    monkeypatch.setattr(malformed_reply_check, "BUDGET_S", 0.0)
+    monkeypatch.setattr(check, "FORMAT_S", 0.0)
     report = agentrl.check_environment(Slow)
     assert report.passed, report.text
     assert (report.figures["resumptions"], report.figures["unplayed_tasks"]) == (1, 3)

@@ -11,10 +11,12 @@ import pytest
 
 import agentrl
 from agentrl import check_environment
+from agentrl.core.clock import SystemClock
 from agentrl.environments.calculator.env import Calculator
 from agentrl.environments.frozen_lake.env import FrozenLake
 from agentrl.environments.propose_and_solve.env import ProposeAndSolve
 from agentrl.environments.tictactoe.env import TicTacToe
+from agentrl.testing import load_clock
 
 EASY, NO_WIN = " of 8 tasks: the reply", "earn no more than an empty reply"
 
@@ -425,6 +427,35 @@ def test_sound(environment: type[agentrl.Environment]) -> None:
     assert report.passed, report.text
     assert EASY not in report.text
     assert NO_WIN not in report.text
+
+
+class Slow(Substring):
+    """Each episode takes a while, in seconds of an idle machine."""
+
+    episode_s: ClassVar[float]
+    now_s: ClassVar[float] = 0.0
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        Slow.now_s += self.episode_s
+        return super().reward(task, episode)
+
+
+@pytest.mark.parametrize(
+    ("episode_s", "expected"),
+    [
+        (0.6, "a list of all answers wins 4 of 4 tasks: the reply"),
+        (1.0, "plays for about 10 s of an idle machine: replies that should not win."),
+        (2.0, "plays for about 10 s of an idle machine: answers of tasks, and replies that should not win."),
+    ],
+)
+def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expected: str) -> None:
+    class EpisodeClock(SystemClock):
+        monotonic = staticmethod(lambda: Slow.now_s)
+
+    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
+    monkeypatch.setattr(Slow, "episode_s", episode_s, raising=False)
+    report = check_environment(Slow)
+    assert expected in report.text
 
 
 def test_none_is_missing() -> None:
