@@ -194,10 +194,10 @@ def _replies(
     listed = list(answers)
     for texts in (" ".join(listed), ", ".join(listed), "\n".join(listed), json.dumps(listed)):
         yield "a list of all answers", _always(form(texts))
-    if all(answer.strip().lstrip("-").isdecimal() for answer in listed):
-        numbers = range(min(map(int, listed)), max(map(int, listed)) + 1)
-        if len(numbers) <= 10 * MAX_ANSWERS:
-            yield "a list of numbers", _always(form(" ".join(map(str, numbers))))
+    if all(answer.strip().removeprefix("-").isdecimal() for answer in listed):
+        least, greatest = min(map(int, listed)), max(map(int, listed))
+        if greatest - least < 10 * MAX_ANSWERS:
+            yield "a list of numbers", _always(form(" ".join(map(str, range(least, greatest + 1)))))
     for answer in listed[:2]:
         yield "the answer of another task", _always(form(answer))
     yield "a list of the task's choices", lambda task: form(choices) if (choices := _choices(task, prompt)) else ""

@@ -398,6 +398,17 @@ class Aliases(Doubling):
         return float(bool(words) and set(words) <= set(task.data["aliases"]))
 
 
+class LongNumbers(Doubling):
+    """Answers of more digits than a range can count."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [
+            agentrl.Task(id=f"{n}", data={"question": f"{n} times 10^20?", "answer": str(n * 10**20)}) for n in numbers
+        ]
+
+
 PLANTED: dict[type[agentrl.Environment], str] = {
     **dict.fromkeys((Substring, AnyNumber, AnyBoxed, AnyTask, BackDoor), EASY),
     **dict.fromkeys((AnyLine, AnyItem, AnyColumn, AnyTagged, Roughly, Keyword, Choices, Echo), EASY),
@@ -410,7 +421,7 @@ PLANTED: dict[type[agentrl.Environment], str] = {
 SOUND = [
     *(Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers),
     *(IgnoringCase, Numeric, Json, LastLine, Tagged, SharedWords, Penalized, ChosenLetter, WrittenAnswer),
-    *(WorkedSolution, Larger, Aliases),
+    *(WorkedSolution, Larger, Aliases, LongNumbers),
     *(Calculator, FrozenLake, TicTacToe, ProposeAndSolve),
 ]
 """Environments whose rewards are as they should be, the bundled ones among them."""
@@ -459,4 +470,4 @@ def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expect
 
 
 def test_none_is_missing() -> None:
-    assert (len(PLANTED), len(SOUND)) == (20, 23)
+    assert (len(PLANTED), len(SOUND)) == (20, 24)
