@@ -54,6 +54,7 @@ from agentrl.tinker.tables import (
     IMMEDIATE,
     RECORDED,
     SAMPLER_WEIGHTS,
+    SAVES,
     BaseModel,
     ClientModel,
     ClientTables,
@@ -147,6 +148,7 @@ class TinkerService:
             if result.kind != "error":
                 self.tables.fold(request, json.loads(result.body))
         self.tables.remove_leftovers()
+        self.tables.remove_expired(*self.tables.models.values())
         for model in self.tables.models.values():
             self.tables.remove_old_versions(model)  # only now are all names known
             model.next_sequence = self._log.finished_through(model.id) + 1
@@ -411,6 +413,8 @@ class TinkerService:
             await self._fail(request, error)
         else:
             await self._finish(request, outcome.kind, outcome.body)
+            if request.route in SAVES:
+                self.tables.remove_expired(*self.tables.models.values())
             if outcome.weights is not None:
                 self.tables.remove_old_versions(model)
             await self._training.keep_checkpoint(model, request)

@@ -362,6 +362,36 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
     run(work)
 
 
+def test_expired_weights_are_removed_without_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next save, and at a start; their names can be used again before that."""
+    saved = tmp_path / "server" / "checkpoints" / "saved" / "1"
+    wall, later_s = SystemClock().wall, 0.0
+    monkeypatch.setattr(SystemClock, "wall", lambda clock: wall() + later_s)
+
+    def there() -> list[str]:
+        return sorted(directory.name for directory in saved.iterdir())
+
+    async def work() -> None:
+        nonlocal later_s
+        config = server_config(tmp_path)
+        async with serving(config) as (address, _), Client(address) as client:
+            model = await client.model()
+            await client.result(await client.submit("save_weights", model, path="a", ttl_seconds=60))
+            with pytest.raises(Refused, match="there are weights 'a' already"):
+                await client.submit("save_weights", model, path="a")
+            later_s = 61.0
+            await client.result(await client.submit("save_weights", model, path="a", ttl_seconds=60))
+            assert there() == ["3"]
+            later_s = 122.0
+            await client.result(await client.submit("save_weights", model, path="b", ttl_seconds=60))
+            assert there() == ["4"]
+        later_s = 183.0
+        async with serving(config):
+            assert there() == []
+
+    run(work)
+
+
 def test_a_request_whose_client_leaves_is_executed(tmp_path: Path) -> None:
     """It is in the journal, so it must not hold up what comes after it, or stay in memory."""
 
