@@ -425,7 +425,7 @@ class ClientTables:
         if self.sessions.get(session_id) != owner:
             raise RequestRefusedError(f"there is no session {session_id[:100]!r}", "model")
         if session_id in self.finished:
-            raise RequestRefusedError(f"the session {session_id} has finished; create another")
+            raise RequestRefusedError(finished_line(session_id))
         return session_id
 
     def model_of(self, owner: str, model_id: str) -> ClientModel:
@@ -488,6 +488,11 @@ class ClientTables:
     def saved_directory(self, model: ClientModel, sequence: int) -> Path:
         """Return the directory of weights with optimizer state, by the request that saved them."""
         return self._directory.checkpoints / "saved" / str(model.number) / str(sequence)
+
+
+def finished_line(session_id: str) -> str:
+    """Return why a finished session gets no more models and samplers."""
+    return f"the session {session_id} has finished; create another"
 
 
 def metadata_bytes(metadata: Mapping[str, Any] | None) -> int:

@@ -356,6 +356,9 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
                 await client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
             with pytest.raises(Refused, match="has finished; create another"):
                 await client.model(5)
+            with pytest.raises(Refused, match="has finished; create another"):
+                await client.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=9)
+            await client.result(await client.post("save_weights_for_sampler", model_id=model, seq_id=6, path="last"))
             assert (await client.get("sessions"))["sessions"] == [client.session]
             assert (await client.get(f"sessions/{client.session}"))["training_run_ids"] == [model]
 
