@@ -7,9 +7,9 @@ on it, or a copy of it of which all weights are trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -26,10 +26,18 @@ from agentrl.config.fields import (
     expand_paths,
     resolve_package_directory,
 )
-from agentrl.config.load import parse_value, read_toml, resolve_path, split_override, validate_section
+from agentrl.config.load import (
+    parse_value,
+    read_toml,
+    resolve_path,
+    setting_differences,
+    split_override,
+    validate_section,
+)
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CheckpointConfig, EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
+from agentrl.core.errors import ConfigError
 from agentrl.core.files import expand_path
 from agentrl.core.ids import is_safe_name
 from agentrl.core.setting_paths import set_value
@@ -40,6 +48,14 @@ ENVIRONMENT = "tinker"
 
 _TRAINER_SETTINGS = frozenset({"micro_batch_tokens", "recompute", "sharding"})
 """Settings of `[trainer]` that a server reads."""
+
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "seed": ("seed",),
+    "dtype": ("model", "dtype"),
+    "models.NAME.path": ("policies", "NAME", "model"),
+    "models.NAME.weights": ("policies", "NAME", "lora"),
+}
+"""The server's settings that are marked `Fixed`, and where the configuration of its run holds them."""
 
 
 class ServedModelConfig(Section):
@@ -109,6 +125,35 @@ class ServerConfig(Section):
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"models: two base models would both be recorded as {repeated[0]!r}; rename one")
         _ = self.run  # checks the engine and the models as a run does
+
+    def check_unchanged(self, before: Mapping[str, Any], run: RunConfig) -> None:
+        """Refuse fixed settings that differ from those of the earlier starts; base models may be added or removed.
+
+        Args:
+            before: the configuration of the server's run, as data.
+            run: the configuration of the run now, with what was chosen.
+
+        Raises:
+            ConfigError: the message names the settings, both values, and what to do.
+        """
+        keys = {
+            tuple(self.policies_of(model)[0] if part == "NAME" else part for part in place): key.replace("NAME", model)
+            for model in self.models
+            for key, place in FIXED.items()
+        }
+        changed = []
+        for difference in setting_differences(before, run):
+            key = keys.get(difference.path, "")
+            values = [difference.before, difference.now]
+            if key.endswith(".weights"):
+                values = ["full" if lora is None else "adapter" for lora in values]
+            if key:
+                changed.append(f"{key} was {values[0]!r} and is {values[1]!r}")
+        if changed:
+            raise ConfigError(
+                f"{'; '.join(changed)}: the models in the server's run directory were trained as before. Restore the "
+                "setting, or set another `name` of the server, which begins empty"
+            )
 
     @staticmethod
     def policies_of(model: str) -> tuple[str, str]:

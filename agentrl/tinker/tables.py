@@ -19,7 +19,7 @@ import msgspec
 
 from agentrl.config.policies import LoraConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import ConfigError, InputError, JournalError
+from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import remove_staging_directories, remove_whole
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.gateway.calls import RequestRefusedError
@@ -256,12 +256,6 @@ class ClientTables:
             if shape is not None and shape.rank:
                 layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
                 lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
-        if (lora is None) != base.trains_all_weights:
-            kinds = ("an adapter", "all weights")
-            raise ConfigError(
-                f"models.{base.name}.weights: a model of the server's run directory trains {kinds[lora is None]} of "
-                f"{base.name}, not {kinds[lora is not None]}; set `weights` as it was, or another `name` of the server"
-            )
         self._counts[request.owner, "models"] += 1
         self._counts[request.owner, "bytes of user_metadata"] += metadata_bytes(content.user_metadata)
         self.models[request.subject] = ClientModel(

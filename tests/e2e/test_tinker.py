@@ -29,14 +29,15 @@ import transformers
 from safetensors.numpy import load_file
 
 from agentrl.cli.main import main
+from agentrl.config.fields import ResumeRule
 from agentrl.config.sections import CheckpointConfig, EngineConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ConfigError, StorageError
+from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.gateway import bodies
 from agentrl.journal.requests import _checksum
 from agentrl.tinker import messages
-from agentrl.tinker.config import ServedModelConfig
+from agentrl.tinker.config import FIXED, ServedModelConfig, ServerConfig
 from agentrl.tinker.http_server import _tar
 from agentrl.tinker.service import read_keys
 from tests.support.likeliest import check_likeliest
@@ -195,6 +196,47 @@ def test_a_base_model_without_a_chat_template_is_served(tmp_path: Path, capsys: 
     run(work)
     assert main(["episode", "tokens", str(tmp_path / "server"), "e0"]) == 0
     assert "calc@1.0" in capsys.readouterr().out
+
+
+def test_fixed_settings_of_a_server_stay(tmp_path: Path) -> None:
+    """Acknowledged models belong to their base model's files, the seed and the dtype; base models may be added."""
+
+    async def start(config: ServerConfig) -> None:
+        async with serving(config):
+            pass
+
+    shutil.copytree(server_config(tmp_path).models[MODEL].path, tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "sibling")
+    base, sibling = (ServedModelConfig(path=str(tmp_path / name), max_rank=8) for name in ("base", "sibling"))
+    shutil.copytree(tmp_path / "base", tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    broken = base.model_copy(update={"path": str(tmp_path / "broken")})
+    with pytest.raises(InputError, match=r"tokenizer.json"):
+        run(start, server_config(tmp_path, models={MODEL: broken}))
+    run(start, server_config(tmp_path, models={MODEL: base}))  # nothing was served yet
+    for setting, changed in (
+        (f"models.{MODEL}.path", {"models": {MODEL: sibling}}),
+        ("seed", {"models": {MODEL: base}, "seed": 1}),
+        ("dtype", {"models": {MODEL: base}, "dtype": "bfloat16"}),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{setting} was .* and is "):
+            run(start, server_config(tmp_path, **changed))
+    run(start, server_config(tmp_path, models={MODEL: base, "other": sibling}))
+    (tmp_path / "sibling" / "generation_config.json").write_text("{}")
+    run(start, server_config(tmp_path, models={MODEL: base.model_copy(update={"max_rank": 4})}))
+    with pytest.raises(ConfigError, match=r"^models.other.path: .*generation_config.json is not what the run began"):
+        run(start, server_config(tmp_path, models={MODEL: base, "other": sibling}))
+
+
+def test_all_fixed_settings_of_a_server_are_compared() -> None:
+    kinds = {"": ServerConfig, "models.NAME.": ServedModelConfig}
+    fixed = {
+        f"{prefix}{name}"
+        for prefix, kind in kinds.items()
+        for name, field in kind.model_fields.items()
+        if ResumeRule("refused") in field.metadata
+    }
+    assert fixed == FIXED.keys()
 
 
 def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> None:
