@@ -48,6 +48,12 @@ ENVIRONMENT = "tinker"
 
 _TRAINER_SETTINGS = frozenset({"micro_batch_tokens", "recompute", "sharding"})
 """Settings of `[trainer]` that a server reads."""
+_IGNORED_ENGINE_SETTINGS = {
+    "capture_routing": "whose trainer replays no experts",
+    "publish": "whose versions are always whole",
+    "refresh": "whose requests each sample from one version",
+}
+"""Settings of `[engine]` that a server does not read, and why."""
 
 FIXED: Mapping[str, tuple[str, ...]] = {
     "seed": ("seed",),
@@ -109,17 +115,13 @@ class ServerConfig(Section):
                     f"losses and optimizer settings of its clients' requests; remove it (read: "
                     f"{', '.join(sorted(_TRAINER_SETTINGS))})"
                 )
-        if self.engine.publish == "delta":
-            raise ValueError("engine.publish changes nothing in a server, whose versions are always whole; remove it")
+        for setting, reason in _IGNORED_ENGINE_SETTINGS.items():
+            if getattr(self.engine, setting) != getattr(EngineConfig(), setting):
+                raise ValueError(f"engine.{setting} changes nothing in a server, {reason}; remove it")
         for name, model in self.models.items():
             if model.weights == "full" and "max_rank" in model.model_fields_set:
                 raise ValueError(
                     f"models.{name}.max_rank changes nothing with weights = 'full', which allows no adapters; remove it"
-                )
-            if model.weights == "full" and self.engine.refresh in ("episode", "lazy"):
-                raise ValueError(
-                    f"engine.refresh = {self.engine.refresh!r} needs adapters, because an engine holds one version of "
-                    f"full weights, and models.{name}.weights = 'full'; set refresh = 'auto'"
                 )
         names = [name for model in self.models for name in self.policies_of(model)]
         if repeated := [name for name in names if names.count(name) > 1]:

@@ -333,8 +333,6 @@ def test_settings_that_do_not_fit_all_weights_are_refused(tmp_path: Path) -> Non
     path = "agentrl.environments:calculator/model"
     with pytest.raises(ValidationError, match="max_rank changes nothing with weights = 'full'"):
         server_config(tmp_path, models={MODEL: ServedModelConfig(path=path, weights="full", max_rank=8)})
-    with pytest.raises(ValidationError, match=r"engine.refresh = 'lazy' needs adapters"):
-        full_config(tmp_path, engine=EngineConfig(refresh="lazy"))
 
     async def create(config: ServerConfig, rank: int) -> None:
         async with serving(config) as (address, _), Client(address) as client:

@@ -410,6 +410,8 @@ def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
         "trainer.entropy_bonus=0.1",
         "trainer.optimizer.max_grad_norm=2",
         "engine.publish=delta",
+        "engine.capture_routing=true",
+        "engine.refresh=token",
     ],
 )
 def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting: str) -> None:
