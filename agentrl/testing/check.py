@@ -118,6 +118,8 @@ FORMAT_S = 15.0
 """Seconds after which no further reply in a broken format is played."""
 ANSWERS_S = 10.0
 """Seconds after which the answers of tasks are no longer played, because episodes may be slow."""
+WRONG_CALLS_S = 20.0
+"""Seconds after which no further kind of wrong tool call is played."""
 COMPARED_S = 10.0
 """Seconds after which no further tasks of a split are compared, because reading one may be slow."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
@@ -1320,7 +1322,9 @@ def check_wrong_calls(subject: Subject, result: CheckResult) -> None:
         return outcome if isinstance(outcome, Failure) else bool(outcome.metrics.get(PROGRAM_FAILED))
 
     num_tasks = min(len(subject.tasks), 1 if subject.is_external else WRONG_CALL_TASKS)
-    outcomes = play_wrong_calls(play, subject.tasks[:num_tasks])
+    outcomes = play_wrong_calls(play, subject.tasks[:num_tasks], TimeLimit(WRONG_CALLS_S))
+    if outcomes.left_out:
+        result.leave_out(f"wrong tool calls ({', '.join(outcomes.left_out)})", WRONG_CALLS_S)
     result.figures["wrong_calls"] = {"kinds": outcomes.kinds, "episodes": outcomes.episodes}
     failed_reward = _failed_reward(environment)
     if outcomes.episodes and not outcomes.errors:
