@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from agentrl.core.ids import random_stream
@@ -95,16 +96,18 @@ def find_format_reward_faults(
             garbage[text].append(outcome.reward)
         elif not outcome.broken:
             valid_rewards.append(outcome.reward)
-    text, rewards = max(garbage.items(), key=lambda item: _mean(item[1]))
-    if len(valid_rewards) < MIN_REWARDS or len(rewards) < MIN_REWARDS:
+    compared = [(fmean(rewards), text) for text, rewards in garbage.items() if len(rewards) >= MIN_REWARDS]
+    if len(valid_rewards) < MIN_REWARDS or not compared:
         return FormatFaults([], played, len(rounds))
-    error = math.sqrt(_variance(valid_rewards) / len(valid_rewards) + _variance(rewards) / len(rewards))
-    if _mean(rewards) <= _mean(valid_rewards) + 2 * error + 1e-9:
+    mean, text = max(compared, key=lambda item: item[0])
+    rewards = garbage[text]
+    error = math.sqrt(variance(valid_rewards) / len(valid_rewards) + variance(rewards) / len(rewards))
+    if mean <= fmean(valid_rewards) + 2 * error + 1e-9:
         return FormatFaults([], played, len(rounds))
     return FormatFaults(
         [
-            f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
-            f"well-formed chance {_mean(valid_rewards):.3f} ({len(rewards)} and {len(valid_rewards)} episodes), so the "
+            f"breaking the format pays: a policy whose every turn says {text!r} earns {mean:.3f} on average, "
+            f"well-formed chance {fmean(valid_rewards):.3f} ({len(rewards)} and {len(valid_rewards)} episodes), so the "
             "policy would learn to break it; reward a broken format below every legal end (including "
             "`truncated_reward`, if it runs into a limit)"
         ]
@@ -140,12 +143,3 @@ def _one_of(texts: Sequence[str]) -> Script:
         return [*random_stream("format", request.seed).choice(texts).encode(), STOP_TOKEN]
 
     return script
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else -math.inf
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
