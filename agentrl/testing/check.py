@@ -1374,10 +1374,12 @@ def check_hash_order(subject: Subject, result: CheckResult) -> None:
             return play_in_new_process(play, hash_seed=seed)
         return None
 
+    num_silent = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = pool.map(played_with, HASH_SEEDS)
         for seed, played in zip(HASH_SEEDS, outcomes, strict=True):
             if played is None:  # hash order kills no process
+                num_silent += 1
                 continue
             second = played.outcomes[0]
             problem = second.failure.text if second.failure else differing_call(first.entries, second.entries)
@@ -1390,6 +1392,9 @@ def check_hash_order(subject: Subject, result: CheckResult) -> None:
                 )
                 pool.shutdown(cancel_futures=True)
                 break
+    if num_silent:
+        processes = plural(len(HASH_SEEDS), "process", "processes")
+        result.remarks.append(f"Not compared: {num_silent} of {processes} with other string hashes did not answer.")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
