@@ -167,13 +167,15 @@ class ServerConfig(Section):
     def run(self) -> RunConfig:
         """The configuration of the run that holds the server's records.
 
-        Clients' models of a base model are a policy, of whose adapters an engine serves as many as are in memory.
+        Clients' models of a base model are a policy, of whose adapters an engine serves as many as are in memory. Its
+        staleness is a number: with "auto", the threads of engine and trainer would depend on the time, and with them
+        what a request computes when it is executed again after a kill.
         """
         policies: dict[str, AnyPolicy] = {}
         for name, model in self.models.items():
             trained, base = self.policies_of(name)
             if model.weights == "full":
-                policies[trained] = PolicyConfig(model=model.path)
+                policies[trained] = PolicyConfig(model=model.path, max_staleness=1)
             else:
                 lora = LoraConfig(rank=model.max_rank)
                 policies[trained] = PolicyConfig(model=model.path, lora=lora, max_staleness=self.max_models)

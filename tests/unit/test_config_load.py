@@ -422,6 +422,13 @@ def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting
     assert load_server(path, ["trainer.recompute=true", "trainer.ranks=1"]).trainer.recompute
 
 
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_a_server_computes_with_a_constant_number_of_threads(tmp_path: Path, weights: str) -> None:
+    model = f'path = "agentrl.environments:calculator/model"\nweights = "{weights}"\n'
+    config = load_server(write(tmp_path, f"[models.calc]\n{model}"))
+    assert config.run.trained["calc"].max_staleness != "auto"
+
+
 def test_code_that_does_not_exist_is_named_with_the_line_that_asks_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
