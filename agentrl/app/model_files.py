@@ -187,7 +187,7 @@ def record_models(
     """
     known = {
         (name, file.size, file.modified_ns, file.inode): file.sha256
-        for model in _decode(before)
+        for model in decode_models(before)
         for name, file in model.files.items()
     }
     used = {".".join(setting): path for setting, path in paths.items()}
@@ -218,7 +218,8 @@ def _files_of(directory: Path) -> Iterator[Path]:
         yield from (file for file in directory.glob(pattern) if file.is_file())
 
 
-def _decode(data: object) -> list[ModelRecord]:
+def decode_models(data: object) -> list[ModelRecord]:
+    """Return the result of `record_models` from data; empty if it cannot be read."""
     try:
         return msgspec.convert(data, list[ModelRecord])
     except msgspec.ValidationError:
@@ -237,7 +238,7 @@ def check_models_unchanged(paths: Mapping[Setting, str], before: object, *, igno
         ConfigError: a directory holds another model; the message has the setting and both digests.
         InputError: a file cannot be read.
     """
-    models = {(model.setting, model.path): model for model in _decode(before)}
+    models = {(model.setting, model.path): model for model in decode_models(before)}
     for model in record_models(paths, before, ignored=ignored) if models else ():
         then = models.get((model.setting, model.path))
         if then is None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.forked_child import run_in_forked_child
+from agentrl.cli.forked_child import report_progress, run_in_forked_child
 from agentrl.cli.output import print_json
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
 from agentrl.core.files import expand_path, temporary_directory
@@ -103,11 +103,15 @@ def _check_environment(options: argparse.Namespace) -> dict[str, Any]:
         environment, settings = config.environment.id, {"options": config.environment.options, "sampling": limits}
         settings["gateway_sampling"] = config.gateway.sampling
 
+    def on_progress(phase: str, part: str) -> None:
+        progress.phase(phase, part)
+        report_progress()
+
     def check() -> dict[str, Any]:
         with contextlib.closing(progress):
             if config is not None and (refused := _refused_settings(config)) is not None:
                 return refused
-            report = check_environment(environment, **settings, on_progress=progress.phase, hash_order=True)
+            report = check_environment(environment, **settings, on_progress=on_progress, hash_order=True)
         if config is not None:
             learners = report.begin("learners")
             for seat, task_id in report.figures.get("unrewarded_seats", {}).items():

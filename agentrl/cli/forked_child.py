@@ -19,11 +19,24 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import is_user_code
 
 LONGEST_S = 600.0
-"""Time limit of an answer, in seconds."""
+"""Time limit of an answer, in seconds since the last one or the last progress."""
 _POLL_S = 0.2
 _FRAME = re.compile(rb'File "(.*)", line (\d+) in (.*)')
 _END = b"end"
 """Line after the last answer."""
+_PROGRESS = b""
+"""Line that restarts the time limit."""
+_send: Callable[[bytes], None] | None = None
+"""Sends a line to the parent; None if this is no child."""
+
+
+def report_progress() -> None:
+    """Restart the time limit of the next answer, from the code in a child; in other processes, do nothing.
+
+    Only its main thread can: other threads may run while code blocks it without end.
+    """
+    if _send is not None and threading.current_thread() is threading.main_thread():
+        _send(_PROGRESS)
 
 
 def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
@@ -51,7 +64,7 @@ def answers_from_forked_child(
 
     Args:
         answers: returns JSON data, one by one.
-        longest_s: seconds without an answer after which the child is killed.
+        longest_s: seconds without an answer or `report_progress` after which the child is killed.
 
     Yields:
         An answer and ""; or, once and as the last, None and the reason why there are no more.
@@ -74,9 +87,11 @@ def answers_from_forked_child(
             line, newline, content = content.partition(b"\n")
             if line == _END and newline:
                 return
+            if line == _PROGRESS and newline:
+                continue
             if not newline:
                 if code is None:
-                    yield None, f"it did not end within {longest_s:g} s{_whereabouts(child, read_end)}"
+                    yield None, f"it made no progress within {longest_s:g} s{_whereabouts(child, read_end)}"
                 else:
                     yield None, f"its process ended ({_exit_words(code)}) before it could answer"
                 return
@@ -105,6 +120,8 @@ def _answer(answers: Callable[[], Iterable[Any]], write_end: int, life: int) -> 
         while content and os.getpid() == me:  # a process that the code forked must not answer
             content = content[os.write(write_end, content) :]
 
+    global _send
+    _send = send
     try:
         for value in answers():
             send(encode((value, "")).encode())

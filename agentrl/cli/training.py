@@ -235,6 +235,7 @@ def evaluate(options: argparse.Namespace) -> int:
             f"--against writes its episodes to {compared_journal}, which has a journal: remove it, or set --journal"
         )
     from agentrl.app.evaluation import evaluate as run_evaluation
+    from agentrl.observe.metrics import interval_metric
 
     with (
         _warnings_as_lines(),
@@ -260,10 +261,10 @@ def evaluate(options: argparse.Namespace) -> int:
         print_json({**metrics, **({"verdict": verdict} if verdict else {}), "path": str(journal)})
         return 0
     width = max(map(len, metrics), default=0)
-    intervals = {_error_of(name) for name in metrics}
+    intervals = {interval_metric(name) for name in metrics}
     for name, value in metrics.items():
         if name not in intervals:
-            error = metrics.get(_error_of(name))
+            error = metrics.get(interval_metric(name))
             interval = "" if error is None else f" ± {error:.4g}"
             sys.stdout.write(f"{escape_line(name):<{width}}  {value:.4g}{interval}\n")
     if verdict:
@@ -290,13 +291,6 @@ def _warnings_as_lines() -> Iterator[None]:
         warnings.filterwarnings("always", module=r"agentrl\.")  # a line, also where Python makes warnings errors
         warnings.showwarning = show  # type: ignore[assignment]
         yield
-
-
-def _error_of(metric: str) -> str:
-    """Return the name of the half width of a metric's interval, such as `evaluation/pass_at_error/1`."""
-    group, _, suffix = metric.partition("/")
-    kind, slash, label = suffix.partition("/")
-    return f"{group}/{kind}_error{slash}{label}"
 
 
 def _is_address(model: str | None) -> bool:

@@ -480,8 +480,7 @@ def check_settings_unchanged(
     Raises:
         ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
     """
-    found = _differences(now, now.model_dump(mode="json"), before) if before else ()
-    differences = [difference for difference in found if not is_open(difference)]
+    differences = [difference for difference in setting_differences(before, now) if not is_open(difference)]
     violations = [
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
@@ -499,6 +498,11 @@ def check_settings_unchanged(
             f"Restore the original ({restore}), or start a new run with --name"
         )
     return differences
+
+
+def setting_differences(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
+    """Return the settings that differ from those of an earlier start, as data; none if they are unknown."""
+    return [*_differences(now, now.model_dump(mode="json"), before)] if before else []
 
 
 def _differences(

@@ -13,12 +13,17 @@ from agentrl.inspection.run_comparison import (
     LINEAGE_METRIC,
     axis_places,
     changed_settings,
-    interval_metric,
 )
 from agentrl.inspection.statistics import run_state
 from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
-from agentrl.observe.metrics import VERDICT_METRICS, find_registered_metric, own_metrics, verdict_text
+from agentrl.observe.metrics import (
+    VERDICT_METRICS,
+    find_registered_metric,
+    interval_metric,
+    own_metrics,
+    verdict_text,
+)
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
@@ -166,8 +171,6 @@ def evaluation_answers(reader: RunReader, metric: str) -> dict[str, dict[int, Ev
     """Return the intervals of a metric, if it is an estimate, by policy and step, with the verdicts of evaluations that
     end when they are decided."""
     error_name = interval_metric(metric)
-    if error_name is None:
-        return {}
     recorded = reader.metrics([metric, error_name, *(VERDICT_METRICS if metric == "evaluation/reward" else ())])
     answers: dict[str, dict[int, EvaluationAnswer]] = {}
     for policy, points in recorded.get(metric, {}).items():
@@ -190,13 +193,13 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
         InputError: the run did not record a metric.
     """
     intervals = {name: interval_metric(name) for name in names}
-    values = reader.metrics([*names, *(name for name in intervals.values() if name is not None)])
+    values = reader.metrics([*names, *intervals.values()])
     breaks = reader.evaluation_breaks()
     series = {}
     for name in names:
         if name not in values:
             raise InputError(f"{reader.path}: no metric {name!r} was recorded")
-        errors = values.get(intervals[name] or "", {})
+        errors = values.get(intervals[name], {})
         policies: dict[str, list[Point]] = {}
         for policy, points in values[name].items():
             by_step = dict(errors.get(policy, []))

@@ -24,7 +24,7 @@ from agentrl.core.intervals import confidence_half_width, difference_interval, h
 from agentrl.core.masking import mask_secrets
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
-from agentrl.observe.metrics import TASK_DIGEST
+from agentrl.observe.metrics import TASK_DIGEST, interval_metric
 from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ StepValues = Sequence[tuple[int, float | None]]
 """Values of a metric by step; None: not finite."""
 CURVES = ("reward/mean", "evaluation/reward")
 """Metrics whose curves a comparison has unless others are named."""
-ERRORS = {"evaluation/reward": "evaluation/reward_error"}
-"""Metrics that are estimates, each with the metric that is half the width of its 95 % interval."""
-ERROR_GROUPS = ("evaluation/metric/", "evaluation/pass_at/", "evaluation/split_reward/")
-"""Groups of estimates; the interval of `evaluation/pass_at/1` is `evaluation/pass_at_error/1`."""
 _IGNORED_SETTINGS = frozenset({"name", "directory"})
 _NEWEST = ("evaluation/", "run/", "episodes/trained", "episodes/dropped", "episodes/superseded")
 """Starts of the names of evaluations, clocks and totals, of which the newest value is compared."""
@@ -247,14 +243,6 @@ def _on_newest_tasks(runs: Sequence[_Run]) -> tuple[list[_Run], list[str]]:
     return kept_runs, notes
 
 
-def interval_metric(metric: str) -> str | None:
-    """Return the metric that is half the width of a metric's 95 % interval; None if the metric is no estimate."""
-    for group in ERROR_GROUPS:
-        if metric.startswith(group):
-            return f"{group[:-1]}_error/{metric.removeprefix(group)}"
-    return ERRORS.get(metric)
-
-
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -414,8 +402,7 @@ def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[Co
 
 def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:
     place = _places(run, policy, axis)
-    name = interval_metric(metric)
-    errors = dict(run.values.get(name, {}).get(policy, [])) if name else {}
+    errors = dict(run.values.get(interval_metric(metric), {}).get(policy, []))
     points = []
     for step, value in run.values.get(metric, {}).get(policy, []):
         x = place(step)

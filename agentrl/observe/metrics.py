@@ -593,6 +593,18 @@ GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+def interval_metric(metric: str) -> str:
+    """Return the name of half the width of a metric's 95% interval, which only estimates have.
+
+    Example:
+        >>> interval_metric("evaluation/reward"), interval_metric("evaluation/split_pass_at/train/1")
+        ('evaluation/reward_error', 'evaluation/split_pass_at_error/train/1')
+    """
+    group, _, suffix = metric.partition("/")
+    kind, slash, label = suffix.partition("/")
+    return f"{group}/{kind}_error{slash}{label}" if metric != VERDICT else ""
+
+
 @lru_cache(4096)
 def find_registered_metric(name: str) -> Metric | None:
     """Return the metric registered under a name; None if there is none (an environment's own `ctx.metric`).

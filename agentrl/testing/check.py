@@ -77,7 +77,7 @@ from agentrl.testing.execution import (
     spec_of,
 )
 from agentrl.testing.hash_order import may_depend_on_hash_order
-from agentrl.testing.load_clock import LoadClock
+from agentrl.testing.load_clock import LoadClock, TimeLimit
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
 from agentrl.testing.new_process import (
@@ -94,7 +94,7 @@ from agentrl.testing.new_process import (
 from agentrl.testing.program_calls import ProgramCall, offered_schemas, program_calls
 from agentrl.testing.report import CheckResult, EnvironmentReport, Finding
 from agentrl.testing.resumption import MAX_CUTS, Resumptions, resume_at_every_entry, resume_over_replies
-from agentrl.testing.reward_check import RewardFaults, find_reward_faults
+from agentrl.testing.reward_check import find_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
 from agentrl.testing.wrong_calls import play_wrong_calls, shown_tools
@@ -114,8 +114,12 @@ MIN_FORMAT_REWARDS = 4
 """Minimum number of episodes with readable and unreadable replies for a statement about a constant reward."""
 MIN_REFUSED = 3
 """Number of refused calls of a tool, or illegal actions of a game, that show a fault if none was accepted."""
+FORMAT_S = 15.0
+"""Seconds after which no further reply in a broken format is played."""
 ANSWERS_S = 10.0
 """Seconds after which the answers of tasks are no longer played, because episodes may be slow."""
+WRONG_CALLS_S = 20.0
+"""Seconds after which no further kind of wrong tool call is played."""
 COMPARED_S = 10.0
 """Seconds after which no further tasks of a split are compared, because reading one may be slow."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
@@ -487,13 +491,12 @@ def check_splits(subject: Subject, result: CheckResult) -> None:
 def check_episodes(subject: Subject, result: CheckResult) -> None:
     """Play episodes, kill and resume each, until one has a fault or the time is over."""
     tasks = subject.tasks[: subject.num_episodes]
-    clock, totals, unplayed = LoadClock(), Resumptions(), 0
-    end = clock.monotonic() + PLAYING_S
+    limit, totals, unplayed = TimeLimit(PLAYING_S), Resumptions(), 0
     for number, task in _tasks_to_play(subject, tasks):
-        if number and clock.monotonic() > end:
+        if number and limit.left < 0:
             unplayed = max(len(tasks) - number, 0)
             break
-        share_s = (end - clock.monotonic()) / max(len(tasks) - number, 1)  # shared by the tasks not yet played
+        share_s = limit.left / max(len(tasks) - number, 1)  # shared by the tasks not yet played
         loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
         with missing_awaits(loop_problems):
             subject.run(_check_episode(subject, task, number, result, loop_problems, totals, share_s=share_s))
@@ -510,10 +513,7 @@ def check_episodes(subject: Subject, result: CheckResult) -> None:
     left_out = [plural(totals.untried_kills, "kill")] * bool(totals.untried_kills)
     left_out += [plural(unplayed, "task")] * bool(unplayed)
     if left_out:
-        result.remarks.append(
-            f"Left out, because the check plays for about {PLAYING_S:g} s of an idle machine, and kills an episode at "
-            f"most {MAX_CUTS} times: {' and '.join(left_out)}."
-        )
+        result.leave_out(" and ".join(left_out), PLAYING_S, f", and kills an episode at most {MAX_CUTS} times")
     if totals.untried_kills and not subject.is_external:
         result.remarks.append(
             "Each resume repeats the episode's tool calls, also in training, except those of "
@@ -1110,9 +1110,20 @@ def check_format(subject: Subject, result: CheckResult) -> None:
         broken = outcome.counts.of_all_policies("broken turns") > 0
         return EpisodeFormatReward(reward=outcome.header.reward or 0.0, broken=broken)
 
-    has_tools = issubclass(environment, ToolEnvironment)
-    for text in find_format_reward_faults(play, subject.tasks, random_policy(environment), has_tools=has_tools):
+    faults = find_format_reward_faults(
+        play,
+        subject.tasks,
+        random_policy(environment),
+        has_tools=issubclass(environment, ToolEnvironment),
+        limit=TimeLimit(FORMAT_S),
+    )
+    for text in faults.texts:
         result.fault(text)
+    if faults.played < faults.planned:
+        left_out = faults.planned - faults.played
+        result.leave_out(
+            f"{left_out} of {plural(faults.planned, 'episode')} that compare unreadable with readable replies", FORMAT_S
+        )
     if subject.constant_reward is not None:
         episodes = plural(len(subject.played) + len(subject.format_episodes), "episode")
         result.warn(
@@ -1191,13 +1202,13 @@ def _run_watched(subject: Subject, result: CheckResult, executing: Coroutine[Any
 
 def check_demonstrations(subject: Subject, result: CheckResult) -> None:
     """Demonstrations end, and win: they reach code that only runs after a success, which chance rarely does."""
-    clock = LoadClock()
-    end = clock.monotonic() + DEMONSTRATED_S
+    clock, limit = LoadClock(), TimeLimit(DEMONSTRATED_S)
     rewards, unrewarded = list[float](), list[str]()
     calls = list[ToolEntry]()
     for number, task in enumerate(subject.tasks):
         began = clock.monotonic()
-        if began > end:
+        if limit.left < 0:
+            result.leave_out(plural(len(subject.tasks) - number, "demonstration"), DEMONSTRATED_S)
             break
         subject.on_progress("playing demonstrations", f"task {task.id!r}")
         spec = spec_of(subject.environment, task, number, subject.seed)
@@ -1253,12 +1264,8 @@ def _check_demonstrated_calls(calls: Sequence[ToolEntry], result: CheckResult) -
 def check_answers(subject: Subject, result: CheckResult) -> None:
     """Play replies that should not win, and the answers in the tasks' data, which should."""
     environment = subject.environment
-    clock = LoadClock()
-    end = clock.monotonic() + ANSWERS_S
 
     def play(task: Task, text: str) -> float | None:
-        if clock.monotonic() > end:
-            raise TimeoutError
         subject.on_progress("playing answers", f"task {task.id!r}")
         script, size = always(text), len(text.encode())
         executing = execute_episode(
@@ -1277,20 +1284,24 @@ def check_answers(subject: Subject, result: CheckResult) -> None:
     prompts: dict[str, str] = {}
     tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
     other_rewards = [*subject.rewards, *(episode.header.reward or 0.0 for episode in subject.format_episodes)]
-    faults = RewardFaults()
-    with contextlib.suppress(TimeoutError):
-        faults = find_reward_faults(
-            play,
-            subject.tasks,
-            prompt=lambda task: prompts.get(task.id, ""),
-            reward_code=getattr(environment, "reward", None),
-            tools=[tool.spec for tool in tools],
-            best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),
-            demonstrates=not subject.is_external,
-        )
+    faults = find_reward_faults(
+        play,
+        subject.tasks,
+        limit=TimeLimit(ANSWERS_S),
+        prompt=lambda task: prompts.get(task.id, ""),
+        reward_code=getattr(environment, "reward", None),
+        tools=[tool.spec for tool in tools],
+        best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),
+        demonstrates=not subject.is_external,
+    )
     if faults.easy_win:
         result.fault(faults.easy_win)
-    if faults.no_win and subject.constant_reward is None:
+    if faults.is_cut and not faults.has_won:
+        result.leave_out("answers of tasks, and replies that should not win", ANSWERS_S)
+    elif faults.is_cut:
+        tried = f" (played without a win: {', '.join(faults.tried)})" if faults.tried else ""
+        result.leave_out(f"replies that should not win{tried}", ANSWERS_S)
+    elif faults.no_win and subject.constant_reward is None:
         result.warn(faults.no_win)
     elif subject.is_external and not faults.has_won and len(set(subject.rewards)) == 1 < len(subject.rewards):
         result.remarks.append(
@@ -1311,7 +1322,9 @@ def check_wrong_calls(subject: Subject, result: CheckResult) -> None:
         return outcome if isinstance(outcome, Failure) else bool(outcome.metrics.get(PROGRAM_FAILED))
 
     num_tasks = min(len(subject.tasks), 1 if subject.is_external else WRONG_CALL_TASKS)
-    outcomes = play_wrong_calls(play, subject.tasks[:num_tasks])
+    outcomes = play_wrong_calls(play, subject.tasks[:num_tasks], TimeLimit(WRONG_CALLS_S))
+    if outcomes.left_out:
+        result.leave_out(f"wrong tool calls ({', '.join(outcomes.left_out)})", WRONG_CALLS_S)
     result.figures["wrong_calls"] = {"kinds": outcomes.kinds, "episodes": outcomes.episodes}
     failed_reward = _failed_reward(environment)
     if outcomes.episodes and not outcomes.errors:
@@ -1361,10 +1374,12 @@ def check_hash_order(subject: Subject, result: CheckResult) -> None:
             return play_in_new_process(play, hash_seed=seed)
         return None
 
+    num_silent = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = pool.map(played_with, HASH_SEEDS)
         for seed, played in zip(HASH_SEEDS, outcomes, strict=True):
             if played is None:  # hash order kills no process
+                num_silent += 1
                 continue
             second = played.outcomes[0]
             problem = second.failure.text if second.failure else differing_call(first.entries, second.entries)
@@ -1377,6 +1392,9 @@ def check_hash_order(subject: Subject, result: CheckResult) -> None:
                 )
                 pool.shutdown(cancel_futures=True)
                 break
+    if num_silent:
+        processes = plural(len(HASH_SEEDS), "process", "processes")
+        result.remarks.append(f"Not compared: {num_silent} of {processes} with other string hashes did not answer.")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

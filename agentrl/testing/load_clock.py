@@ -11,6 +11,20 @@ _TOLERANCE_NS = 1_000_000
 _RESOLUTION_S = 0.01
 
 
+class TimeLimit:
+    """The time for a part of a check, in seconds of a `LoadClock`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._clock = LoadClock()
+        self._end = self._clock.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; negative after the end."""
+        return self._end - self._clock.monotonic()
+
+
 class LoadClock:
     """Counts seconds as on a machine without other load.
 

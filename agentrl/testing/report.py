@@ -46,6 +46,18 @@ class CheckResult:
         """Report a warning."""
         self.findings.append(Finding("warning", problem, advice))
 
+    def leave_out(self, parts: str, seconds: float, reason: str = "") -> None:
+        """Say what a time limit, and another reason, left out.
+
+        Args:
+            parts: what was not played.
+            seconds: the limit.
+            reason: a clause with the other reason.
+        """
+        self.remarks.append(
+            f"Left out, because the check plays for about {seconds:g} s of an idle machine{reason}: {parts}."
+        )
+
 
 @dataclass(slots=True)
 class EnvironmentReport:

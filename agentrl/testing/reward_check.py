@@ -15,13 +15,15 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentrl.core.records import Task, ToolSpec
 from agentrl.core.text import plural
 from agentrl.environment.demonstrations import format_reply
 from agentrl.environment.task_contents import answer_of
+from agentrl.testing.load_clock import TimeLimit
 
 ANSWER_FORMS = (
     "{}",
@@ -35,7 +37,8 @@ ANSWER_FORMS = (
 """Forms in which rewards usually read an answer."""
 TASKS = 8
 MIN_TASKS = 4
-"""Minimum number of tasks with different answers for a statement about one reply to all of them."""
+"""Minimum number of tasks with different answers for a statement about one reply to all of them; as many are played if
+episodes are slow."""
 MAX_ANSWERS = 200
 """Maximum number of answers in one reply."""
 MAX_LITERALS = 8
@@ -51,7 +54,8 @@ Play = Callable[[Task, str], float | None]
 """Plays a task with a policy whose every turn is a text; returns the reward, None if the episode failed."""
 
 
-class RewardFaults(NamedTuple):
+@dataclass(slots=True)
+class RewardFaults:
     """Sentences for the user; each is empty if there is nothing to say, or the tasks show no answers."""
 
     easy_win: str = ""
@@ -60,12 +64,17 @@ class RewardFaults(NamedTuple):
     """No reply earned more than an empty one."""
     has_won: bool = False
     """Whether an answer earned more than an empty reply."""
+    tried: list[str] = field(default_factory=list)
+    """Kinds of replies that should not win, and were played."""
+    is_cut: bool = False
+    """Whether the time ended before all replies were played."""
 
 
 def find_reward_faults(
     play: Play,
     tasks: Sequence[Task],
     *,
+    limit: TimeLimit,
     prompt: Callable[[Task], str] = lambda task: "",
     reward_code: Callable[..., Any] | None = None,
     tools: Sequence[ToolSpec] = (),
@@ -77,6 +86,7 @@ def find_reward_faults(
     Args:
         play: plays one episode.
         tasks: tasks to play; only those whose data has an answer count, the first 8 of them with different answers.
+        limit: the time after which nothing more is played.
         prompt: returns the text that a played task shows first; "" if it shows none.
         reward_code: the function that computes rewards, whose texts are tried as replies; None if it is not known.
         tools: tools of the environment; those with one required parameter are called with the answer.
@@ -87,42 +97,72 @@ def find_reward_faults(
     for task in tasks:
         if (answer := answer_of(task.data)) and len(answers) < MAX_ANSWERS:
             answers.setdefault(answer, task)
-    played = dict(list(answers.items())[:TASKS])
-    if len(played) < MIN_TASKS:
-        return RewardFaults()
-    blank = [play(task, "") or 0.0 for task in played.values()]
-    forms = [*(form.format for form in ANSWER_FORMS), *_submissions(tools)]
-    form, right = max(
-        ((form, [play(task, form(answer)) or 0.0 for answer, task in played.items()]) for form in forms),
-        key=lambda item: sum(item[1]),
-    )
-    best = max(right)
-    if best <= max(blank):
-        text = _no_win_text(*next(iter(played.items())), best, demonstrates=demonstrates)
-        return RewardFaults(no_win="" if best_random > best else text)
-    rightly = [(answer, task) for (answer, task), reward in zip(played.items(), right, strict=True) if reward >= best]
-    for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
-        won = _won(play, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
-        if won:
-            shown = reply(won[0])
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
-            return RewardFaults(
-                f"{name} wins {len(won)} of {plural(len(played), 'task')}: the reply {shown!r} earns {best:g}, as much "
-                "as the right answer. Compare the whole answer with the task's",
-                has_won=True,
-            )
-    return RewardFaults(has_won=True)
+    faults = RewardFaults()
+    if len(answers) < MIN_TASKS:
+        return faults
+
+    def play_timed(task: Task, text: str) -> float:
+        if limit.left < 0:
+            raise TimeoutError
+        return play(task, text) or 0.0
+
+    try:
+        played = list(answers.items())[:TASKS]
+        form, best = _winning_form(play_timed, played, [*(form.format for form in ANSWER_FORMS), *_submissions(tools)])
+        if form is None:
+            text = _no_win_text(*played[0], best, demonstrates=demonstrates)
+            return RewardFaults(no_win="" if best_random > best else text)
+        faults.has_won = True
+        if limit.left < 0.75 * limit.seconds:
+            del played[MIN_TASKS:]
+        right = [play_timed(task, form(answer)) for answer, task in played]
+        best = max(right)
+        rightly = [each for each, reward in zip(played, right, strict=True) if reward >= best]
+        for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
+            won = _won(play_timed, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
+            if won:
+                faults.easy_win = _easy_win_text(name, reply(won[0]), len(won), len(played), best)
+                break
+            if name not in faults.tried:
+                faults.tried.append(name)
+    except TimeoutError:
+        faults.is_cut = True
+    return faults
 
 
-def _won(play: Play, tasks: Sequence[tuple[str, Task]], reply: Reply, best: float, needed: float) -> list[Task]:
-    """Return the tasks that a reply wins although it is not their answer; none if they are fewer than `needed`."""
+def _winning_form(
+    play: Callable[[Task, str], float], tasks: Sequence[tuple[str, Task]], forms: Sequence[Form]
+) -> tuple[Form | None, float]:
+    """Return the form whose answer earns most of the first task where one earns more than an empty reply, None if there
+    is no such task; and the best reward of an answer so far. The other tasks need not be played in all forms, which
+    leaves time for replies that should not win."""
+    best = -math.inf
+    for answer, task in tasks:
+        blank = play(task, "")
+        form, reward = max(((form, play(task, form(answer))) for form in forms), key=lambda item: item[1])
+        best = max(best, reward)
+        if reward > blank:
+            return form, best
+    return None, best
+
+
+def _won(
+    play: Callable[[Task, str], float], tasks: Sequence[tuple[str, Task]], reply: Reply, best: float, needed: float
+) -> list[Task]:
+    """Return the tasks that a reply wins although it is not their answer; none if they are fewer than `needed`. If the
+    time ends when it has won enough, the others are not played."""
     won: list[Task] = []
     for left, (answer, task) in zip(range(len(tasks), 0, -1), tasks, strict=True):
         if len(won) + left < needed:
             return []
         text = reply(task)
-        if text and answer.strip() != text.strip() and (play(task, text) or 0.0) >= best:
-            won.append(task)
+        try:
+            if text and answer.strip() != text.strip() and play(task, text) >= best:
+                won.append(task)
+        except TimeoutError:
+            if len(won) < needed:
+                raise
+            break
     return won if len(won) >= needed else []
 
 
@@ -154,10 +194,10 @@ def _replies(
     listed = list(answers)
     for texts in (" ".join(listed), ", ".join(listed), "\n".join(listed), json.dumps(listed)):
         yield "a list of all answers", _always(form(texts))
-    if all(answer.strip().lstrip("-").isdecimal() for answer in listed):
-        numbers = range(min(map(int, listed)), max(map(int, listed)) + 1)
-        if len(numbers) <= 10 * MAX_ANSWERS:
-            yield "a list of numbers", _always(form(" ".join(map(str, numbers))))
+    if all(answer.strip().removeprefix("-").isdecimal() for answer in listed):
+        least, greatest = min(map(int, listed)), max(map(int, listed))
+        if greatest - least < 10 * MAX_ANSWERS:
+            yield "a list of numbers", _always(form(" ".join(map(str, range(least, greatest + 1)))))
     for answer in listed[:2]:
         yield "the answer of another task", _always(form(answer))
     yield "a list of the task's choices", lambda task: form(choices) if (choices := _choices(task, prompt)) else ""
@@ -220,6 +260,14 @@ def _literals(reward_code: Callable[..., Any] | None) -> list[str]:
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [text for text in dict.fromkeys(texts) if text not in docstrings and text.strip()][:MAX_LITERALS]
+
+
+def _easy_win_text(name: str, reply: str, won: int, played: int, reward: float) -> str:
+    shown = reply if len(reply) <= 60 else f"{reply[:57]}…"
+    return (
+        f"{name} wins {won} of {plural(played, 'task')}: the reply {shown!r} earns {reward:g}, as much as the right "
+        "answer. Compare the whole answer with the task's"
+    )
 
 
 def _no_win_text(answer: str, task: Task, reward: float, *, demonstrates: bool) -> str:

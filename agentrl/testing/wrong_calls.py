@@ -18,6 +18,7 @@ from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import Failure
+from agentrl.testing.load_clock import TimeLimit
 
 UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
 OTHER_FORM = "a form that the run does not read"
@@ -41,6 +42,8 @@ class WrongCallOutcomes:
     episodes: int = 0
     kinds: list[str] = field(default_factory=list)
     """Kinds of wrong calls that were played."""
+    left_out: list[str] = field(default_factory=list)
+    """Kinds that the time limit left out."""
     errors: list[tuple[str, Task, Failure]] = field(default_factory=list)
     """Kind, task and failure of each episode that ended as an error."""
     ended_programs: int = 0
@@ -67,12 +70,15 @@ class _Seen:
     """Whether a request asks for a call or for JSON."""
 
 
-def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
-    """Play each kind of wrong call on each task."""
+def play_wrong_calls(play: Play, tasks: Sequence[Task], limit: TimeLimit) -> WrongCallOutcomes:
+    """Play each kind of wrong call on each task; after the time limit, no further kind but the first."""
     outcomes = WrongCallOutcomes()
     seen = _Seen()
     for kind in _REPLIES:  # the first kind shows what there is to get wrong
         if (kind in (WRONG_ARGUMENTS, OTHER_FORM) and not seen.tools) or (kind == PLAIN_TEXT and not seen.has_form):
+            continue
+        if outcomes.kinds and limit.left < 0:
+            outcomes.left_out.append(kind)
             continue
         outcomes.kinds.append(kind)
         for number, task in enumerate(tasks):

@@ -8,7 +8,7 @@ from agentrl.core.errors import InputError
 from agentrl.core.ids import is_safe_name
 from agentrl.tinker import messages
 from agentrl.tinker.samples import check_sample
-from agentrl.tinker.tables import WEIGHTS, BaseModel, ClientTables, metadata_bytes
+from agentrl.tinker.tables import WEIGHTS, BaseModel, ClientTables, finished_line, metadata_bytes
 
 MAX_TTL_S = 1 << 32
 """Maximum seconds for which weights are saved with `ttl_seconds`."""
@@ -60,6 +60,8 @@ def check_request(tables: ClientTables, owner: str, request: Any, *, max_context
                 raise InputError("give either a path or a sampling_session_seq_id")
             if request.path is not None:
                 _check_name(request.path)
+            elif (session := request.model_id.rpartition(":train:")[0]) in tables.finished:
+                raise InputError(finished_line(session))
             tables.check_unused(tables.models[request.model_id], request)
             if request.kind not in ("snapshot", "inflight"):
                 raise InputError(f"kind {request.kind[:40]!r} is not served; there are snapshot and inflight")

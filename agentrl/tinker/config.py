@@ -7,9 +7,9 @@ on it, or a copy of it of which all weights are trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -26,10 +26,18 @@ from agentrl.config.fields import (
     expand_paths,
     resolve_package_directory,
 )
-from agentrl.config.load import parse_value, read_toml, resolve_path, split_override, validate_section
+from agentrl.config.load import (
+    parse_value,
+    read_toml,
+    resolve_path,
+    setting_differences,
+    split_override,
+    validate_section,
+)
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import CheckpointConfig, EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
+from agentrl.core.errors import ConfigError
 from agentrl.core.files import expand_path
 from agentrl.core.ids import is_safe_name
 from agentrl.core.setting_paths import set_value
@@ -40,6 +48,20 @@ ENVIRONMENT = "tinker"
 
 _TRAINER_SETTINGS = frozenset({"micro_batch_tokens", "recompute", "sharding"})
 """Settings of `[trainer]` that a server reads."""
+_IGNORED_ENGINE_SETTINGS = {
+    "capture_routing": "whose trainer replays no experts",
+    "publish": "whose versions are always whole",
+    "refresh": "whose requests each sample from one version",
+}
+"""Settings of `[engine]` that a server does not read, and why."""
+
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "seed": ("seed",),
+    "dtype": ("model", "dtype"),
+    "models.NAME.path": ("policies", "NAME", "model"),
+    "models.NAME.weights": ("policies", "NAME", "lora"),
+}
+"""The server's settings that are marked `Fixed`, and where the configuration of its run holds them."""
 
 
 class ServedModelConfig(Section):
@@ -93,22 +115,47 @@ class ServerConfig(Section):
                     f"losses and optimizer settings of its clients' requests; remove it (read: "
                     f"{', '.join(sorted(_TRAINER_SETTINGS))})"
                 )
-        if self.engine.publish == "delta":
-            raise ValueError("engine.publish changes nothing in a server, whose versions are always whole; remove it")
+        for setting, reason in _IGNORED_ENGINE_SETTINGS.items():
+            if getattr(self.engine, setting) != getattr(EngineConfig(), setting):
+                raise ValueError(f"engine.{setting} changes nothing in a server, {reason}; remove it")
         for name, model in self.models.items():
             if model.weights == "full" and "max_rank" in model.model_fields_set:
                 raise ValueError(
                     f"models.{name}.max_rank changes nothing with weights = 'full', which allows no adapters; remove it"
                 )
-            if model.weights == "full" and self.engine.refresh in ("episode", "lazy"):
-                raise ValueError(
-                    f"engine.refresh = {self.engine.refresh!r} needs adapters, because an engine holds one version of "
-                    f"full weights, and models.{name}.weights = 'full'; set refresh = 'auto'"
-                )
         names = [name for model in self.models for name in self.policies_of(model)]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"models: two base models would both be recorded as {repeated[0]!r}; rename one")
         _ = self.run  # checks the engine and the models as a run does
+
+    def check_unchanged(self, before: Mapping[str, Any], run: RunConfig) -> None:
+        """Refuse fixed settings that differ from those of the earlier starts; base models may be added or removed.
+
+        Args:
+            before: the configuration of the server's run, as data.
+            run: the configuration of the run now, with what was chosen.
+
+        Raises:
+            ConfigError: the message names the settings, both values, and what to do.
+        """
+        keys = {
+            tuple(self.policies_of(model)[0] if part == "NAME" else part for part in place): key.replace("NAME", model)
+            for model in self.models
+            for key, place in FIXED.items()
+        }
+        changed = []
+        for difference in setting_differences(before, run):
+            key = keys.get(difference.path, "")
+            values = [difference.before, difference.now]
+            if key.endswith(".weights"):
+                values = ["full" if lora is None else "adapter" for lora in values]
+            if key:
+                changed.append(f"{key} was {values[0]!r} and is {values[1]!r}")
+        if changed:
+            raise ConfigError(
+                f"{'; '.join(changed)}: the models in the server's run directory were trained as before. Restore the "
+                "setting, or set another `name` of the server, which begins empty"
+            )
 
     @staticmethod
     def policies_of(model: str) -> tuple[str, str]:
@@ -120,13 +167,15 @@ class ServerConfig(Section):
     def run(self) -> RunConfig:
         """The configuration of the run that holds the server's records.
 
-        Clients' models of a base model are a policy, of whose adapters an engine serves as many as are in memory.
+        Clients' models of a base model are a policy, of whose adapters an engine serves as many as are in memory. Its
+        staleness is a number: with "auto", the threads of engine and trainer would depend on the time, and with them
+        what a request computes when it is executed again after a kill.
         """
         policies: dict[str, AnyPolicy] = {}
         for name, model in self.models.items():
             trained, base = self.policies_of(name)
             if model.weights == "full":
-                policies[trained] = PolicyConfig(model=model.path)
+                policies[trained] = PolicyConfig(model=model.path, max_staleness=1)
             else:
                 lora = LoraConfig(rank=model.max_rank)
                 policies[trained] = PolicyConfig(model=model.path, lora=lora, max_staleness=self.max_models)

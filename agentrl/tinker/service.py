@@ -27,6 +27,7 @@ import msgspec
 
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import check_local_models
+from agentrl.app.model_files import check_models_unchanged, decode_models, record_models
 from agentrl.app.plan import with_chosen_settings
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import (
@@ -39,7 +40,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.journal.requests import ClientRequest, RequestLog, RequestResult
+from agentrl.journal.requests import REQUESTS_FILE, ClientRequest, RequestLog, RequestResult
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.tinker import messages
 from agentrl.tinker.answers import checkpoint_list, describe_model, describe_session, model_info, page, weights_info
@@ -54,6 +55,7 @@ from agentrl.tinker.tables import (
     IMMEDIATE,
     RECORDED,
     SAMPLER_WEIGHTS,
+    SAVES,
     BaseModel,
     ClientModel,
     ClientTables,
@@ -139,7 +141,7 @@ class TinkerService:
 
         Raises:
             JournalError: a record is damaged.
-            ConfigError: a recorded model needs a base model that is not served.
+            InputError: a recorded model needs a base model that is not served.
         """
         for request in self._log.requests(*CREATES):
             self.tables.admit_model(request)
@@ -147,6 +149,7 @@ class TinkerService:
             if result.kind != "error":
                 self.tables.fold(request, json.loads(result.body))
         self.tables.remove_leftovers()
+        self.tables.remove_expired(*self.tables.models.values())
         for model in self.tables.models.values():
             self.tables.remove_old_versions(model)  # only now are all names known
             model.next_sequence = self._log.finished_through(model.id) + 1
@@ -411,6 +414,8 @@ class TinkerService:
             await self._fail(request, error)
         else:
             await self._finish(request, outcome.kind, outcome.body)
+            if request.route in SAVES:
+                self.tables.remove_expired(*self.tables.models.values())
             if outcome.weights is not None:
                 self.tables.remove_old_versions(model)
             await self._training.keep_checkpoint(model, request)
@@ -604,6 +609,7 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
+        await _check_unchanged(config, plan, store)
         stack.enter_context(recording_process_state(directory.path))
         bases = await asyncio.to_thread(_load_bases, config, plan, directory)
         versions = {policy: PolicyVersion(policy, 0, 0) for policy in plan.policies}
@@ -614,6 +620,28 @@ async def open_service(config: ServerConfig, tell: Callable[[str], None]) -> Asy
         await service.start()
         yield service
         record_process_state(directory.path, "stopped")
+
+
+async def _check_unchanged(config: ServerConfig, plan: RunConfig, store: SqliteJournal) -> None:
+    """Refuse to continue clients' models on another base model or with other fixed settings, and record new bases.
+
+    Raises:
+        ConfigError: a setting or a model's file differs.
+        InputError: a file cannot be read.
+    """
+    before, recorded = store.config(), store.info().get("models")
+    if not (store.directory / REQUESTS_FILE).exists():  # no start has served a client yet
+        before, recorded = plan.model_dump(mode="json"), []
+    config.check_unchanged(before, plan)
+    paths: dict[tuple[str, ...], str] = {("models", name, "path"): model.path for name, model in config.models.items()}
+    await asyncio.to_thread(check_models_unchanged, paths, recorded)
+    known = decode_models(recorded)
+    new = {setting: path for setting, path in paths.items() if ".".join(setting) not in {one.setting for one in known}}
+    if new:
+        models = [*known, *await asyncio.to_thread(record_models, new)]
+        earlier = before.get("policies")
+        policies = {**plan.model_dump(mode="json")["policies"], **(earlier if isinstance(earlier, dict) else {})}
+        await store.describe(config={**before, "policies": policies}, models=msgspec.to_builtins(models))
 
 
 def _load_bases(config: ServerConfig, plan: RunConfig, directory: RunDirectory) -> dict[str, BaseModel]:

@@ -19,7 +19,7 @@ import msgspec
 
 from agentrl.config.policies import LoraConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import ConfigError, InputError, JournalError
+from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import remove_staging_directories, remove_whole
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.gateway.calls import RequestRefusedError
@@ -43,7 +43,8 @@ IMMEDIATE = (
     "set_checkpoint_ttl",
 )
 """Routes whose requests are recorded with their results."""
-RECORDED = (*IMMEDIATE, *CREATES, "save_weights", "save_weights_for_sampler", "save_weights_external")
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+RECORDED = (*IMMEDIATE, *CREATES, *SAVES)
 """Routes that change the tables."""
 
 
@@ -255,12 +256,6 @@ class ClientTables:
             if shape is not None and shape.rank:
                 layers = base.trainer.layers(attention=shape.train_attn, mlp=shape.train_mlp)
                 lora, seed = LoraConfig(rank=shape.rank, target_modules=layers), shape.seed
-        if (lora is None) != base.trains_all_weights:
-            kinds = ("an adapter", "all weights")
-            raise ConfigError(
-                f"models.{base.name}.weights: a model of the server's run directory trains {kinds[lora is None]} of "
-                f"{base.name}, not {kinds[lora is not None]}; set `weights` as it was, or another `name` of the server"
-            )
         self._counts[request.owner, "models"] += 1
         self._counts[request.owner, "bytes of user_metadata"] += metadata_bytes(content.user_metadata)
         self.models[request.subject] = ClientModel(
@@ -363,12 +358,16 @@ class ClientTables:
             if lineage.isdecimal() and step.isdecimal():
                 yield PolicyVersion(base.policy, int(lineage), int(step)), directory
 
-    def remove_expired(self, model: ClientModel) -> None:
-        """Remove saved weights whose time is over."""
-        now = self._clock.wall()
-        for name in [name for name, saved in model.saved.items() if saved.expires is not None and saved.expires < now]:
-            self._forget_saved(model, name)
-            self.remove_old_versions(model)
+    def remove_expired(self, *models: ClientModel) -> None:
+        """Remove saved weights of models whose time is over."""
+        for model in models:
+            if expired := [name for name, saved in model.saved.items() if self._is_expired(saved)]:
+                for name in expired:
+                    self._forget_saved(model, name)
+                self.remove_old_versions(model)
+
+    def _is_expired(self, saved: SavedWeights) -> bool:
+        return saved.expires is not None and saved.expires < self._clock.wall()
 
     def _forget_saved(self, model: ClientModel, name: str) -> None:
         """Forget saved weights, if there are any, with the files that are no version."""
@@ -420,7 +419,7 @@ class ClientTables:
         if self.sessions.get(session_id) != owner:
             raise RequestRefusedError(f"there is no session {session_id[:100]!r}", "model")
         if session_id in self.finished:
-            raise RequestRefusedError(f"the session {session_id} has finished; create another")
+            raise RequestRefusedError(finished_line(session_id))
         return session_id
 
     def model_of(self, owner: str, model_id: str) -> ClientModel:
@@ -469,17 +468,25 @@ class ClientTables:
     def check_unused(self, model: ClientModel, request: messages.SaveWeights | messages.SaveForSampler) -> None:
         """Refuse to replace saved weights or a sampler that the client did not ask to replace.
 
-        Called again when the request is executed: others may have come before it.
+        Called again when the request is executed, in the trainer's thread: others may have come before it. So it
+        removes nothing; a name whose time is over is replaced.
         """
         if isinstance(request, messages.SaveForSampler):
             if request.sampling_session_seq_id is not None and sampler_id_of(model, request) in self.samplers:
                 raise InputError(f"sampling_session_seq_id {request.sampling_session_seq_id} was used by a sampler")
-        elif f"{WEIGHTS}/{request.path}" in model.saved and not request.overwrite:
+            return
+        saved = model.saved.get(f"{WEIGHTS}/{request.path}")
+        if saved is not None and not request.overwrite and not self._is_expired(saved):
             raise InputError(f"there are weights {request.path!r} already; choose another name, or overwrite")
 
     def saved_directory(self, model: ClientModel, sequence: int) -> Path:
         """Return the directory of weights with optimizer state, by the request that saved them."""
         return self._directory.checkpoints / "saved" / str(model.number) / str(sequence)
+
+
+def finished_line(session_id: str) -> str:
+    """Return why a finished session gets no more models and samplers."""
+    return f"the session {session_id} has finished; create another"
 
 
 def metadata_bytes(metadata: Mapping[str, Any] | None) -> int:

@@ -29,14 +29,15 @@ import transformers
 from safetensors.numpy import load_file
 
 from agentrl.cli.main import main
+from agentrl.config.fields import ResumeRule
 from agentrl.config.sections import CheckpointConfig, EngineConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ConfigError, StorageError
+from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.gateway import bodies
 from agentrl.journal.requests import _checksum
 from agentrl.tinker import messages
-from agentrl.tinker.config import ServedModelConfig
+from agentrl.tinker.config import FIXED, ServedModelConfig, ServerConfig
 from agentrl.tinker.http_server import _tar
 from agentrl.tinker.service import read_keys
 from tests.support.likeliest import check_likeliest
@@ -195,6 +196,47 @@ def test_a_base_model_without_a_chat_template_is_served(tmp_path: Path, capsys: 
     run(work)
     assert main(["episode", "tokens", str(tmp_path / "server"), "e0"]) == 0
     assert "calc@1.0" in capsys.readouterr().out
+
+
+def test_fixed_settings_of_a_server_stay(tmp_path: Path) -> None:
+    """Acknowledged models belong to their base model's files, the seed and the dtype; base models may be added."""
+
+    async def start(config: ServerConfig) -> None:
+        async with serving(config):
+            pass
+
+    shutil.copytree(server_config(tmp_path).models[MODEL].path, tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "sibling")
+    base, sibling = (ServedModelConfig(path=str(tmp_path / name), max_rank=8) for name in ("base", "sibling"))
+    shutil.copytree(tmp_path / "base", tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    broken = base.model_copy(update={"path": str(tmp_path / "broken")})
+    with pytest.raises(InputError, match=r"tokenizer.json"):
+        run(start, server_config(tmp_path, models={MODEL: broken}))
+    run(start, server_config(tmp_path, models={MODEL: base}))  # nothing was served yet
+    for setting, changed in (
+        (f"models.{MODEL}.path", {"models": {MODEL: sibling}}),
+        ("seed", {"models": {MODEL: base}, "seed": 1}),
+        ("dtype", {"models": {MODEL: base}, "dtype": "bfloat16"}),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{setting} was .* and is "):
+            run(start, server_config(tmp_path, **changed))
+    run(start, server_config(tmp_path, models={MODEL: base, "other": sibling}))
+    (tmp_path / "sibling" / "generation_config.json").write_text("{}")
+    run(start, server_config(tmp_path, models={MODEL: base.model_copy(update={"max_rank": 4})}))
+    with pytest.raises(ConfigError, match=r"^models.other.path: .*generation_config.json is not what the run began"):
+        run(start, server_config(tmp_path, models={MODEL: base, "other": sibling}))
+
+
+def test_all_fixed_settings_of_a_server_are_compared() -> None:
+    kinds = {"": ServerConfig, "models.NAME.": ServedModelConfig}
+    fixed = {
+        f"{prefix}{name}"
+        for prefix, kind in kinds.items()
+        for name, field in kind.model_fields.items()
+        if ResumeRule("refused") in field.metadata
+    }
+    assert fixed == FIXED.keys()
 
 
 def test_a_stop_text_ends_a_sample_where_its_last_token_does(tmp_path: Path) -> None:
@@ -356,8 +398,41 @@ def test_a_repeated_request_is_the_same_request(tmp_path: Path) -> None:
                 await client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
             with pytest.raises(Refused, match="has finished; create another"):
                 await client.model(5)
+            with pytest.raises(Refused, match="has finished; create another"):
+                await client.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=9)
+            await client.result(await client.post("save_weights_for_sampler", model_id=model, seq_id=6, path="last"))
             assert (await client.get("sessions"))["sessions"] == [client.session]
             assert (await client.get(f"sessions/{client.session}"))["training_run_ids"] == [model]
+
+    run(work)
+
+
+def test_expired_weights_are_removed_without_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next save, and at a start; their names can be used again before that."""
+    saved = tmp_path / "server" / "checkpoints" / "saved" / "1"
+    wall, later_s = SystemClock().wall, 0.0
+    monkeypatch.setattr(SystemClock, "wall", lambda clock: wall() + later_s)
+
+    def there() -> list[str]:
+        return sorted(directory.name for directory in saved.iterdir())
+
+    async def work() -> None:
+        nonlocal later_s
+        config = server_config(tmp_path)
+        async with serving(config) as (address, _), Client(address) as client:
+            model = await client.model()
+            await client.result(await client.submit("save_weights", model, path="a", ttl_seconds=60))
+            with pytest.raises(Refused, match="there are weights 'a' already"):
+                await client.submit("save_weights", model, path="a")
+            later_s = 61.0
+            await client.result(await client.submit("save_weights", model, path="a", ttl_seconds=60))
+            assert there() == ["3"]
+            later_s = 122.0
+            await client.result(await client.submit("save_weights", model, path="b", ttl_seconds=60))
+            assert there() == ["4"]
+        later_s = 183.0
+        async with serving(config):
+            assert there() == []
 
     run(work)
 

@@ -25,7 +25,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
-from agentrl.testing import check, malformed_reply_check, play
+from agentrl.testing import check, play
 from agentrl.testing.check import Subject, check_environment, replay_from_every_entry
 from agentrl.testing.report import CheckResult, EnvironmentReport
 
@@ -822,7 +822,9 @@ def test_another_process_that_ends_while_it_answers_is_no_error_of_the_check(
     monkeypatch.setattr(check, "HASH_SEEDS", check.HASH_SEEDS[:1])  # each is a process
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "half.py").write_text(WRITES_HALF + HASHING)
-    assert check_environment(f"{tmp_path / 'half.py'}:Sorting", hash_order=True).passed
+    report = check_environment(f"{tmp_path / 'half.py'}:Sorting", hash_order=True)
+    assert report.passed
+    assert "Not compared: 1 of 1 process with other string hashes did not answer." in report.text
     assert (tmp_path / "ended").exists()
 
 
@@ -870,7 +872,7 @@ def test_slow_episodes_are_killed_at_fewer_entries_and_the_report_says_so(monkey
     assert (quick.figures["untried_kills"], quick.figures["unplayed_tasks"]) == (0, 0)
     calls, Slow.calls = Slow.calls, 0
     monkeypatch.setattr(check, "PLAYING_S", 0.0)
-    monkeypatch.setattr(malformed_reply_check, "BUDGET_S", 0.0)
+    monkeypatch.setattr(check, "FORMAT_S", 0.0)
     report = agentrl.check_environment(Slow)
     assert report.passed, report.text
     assert (report.figures["resumptions"], report.figures["unplayed_tasks"]) == (1, 3)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
+
+import pytest
 
 import agentrl
+from agentrl.core.clock import SystemClock
 from agentrl.environment.environment import Split, TaskSource
+from agentrl.testing import load_clock
 from agentrl.testing.check import check_environment
 
 TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"{n}?"}) for n in range(8)]
@@ -36,6 +40,20 @@ class PayingLake(Lake):
     """Falling into a hole is worse than saying nonsense: nobody will move."""
 
     broken = 0.25
+
+
+class SlowLake(PayingLake):
+    """Each episode takes a while, in seconds of an idle machine."""
+
+    episode_s: ClassVar[float]
+    now_s: ClassVar[float] = 0.0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("agent").act(agentrl.user("left or right?"))
+        is_legal = turn.text in ("left", "right")
+        ctx.metric("turns/illegal", not is_legal)
+        ctx.agent("agent").reward(-0.5 if is_legal else self.broken)
+        SlowLake.now_s += self.episode_s
 
 
 class Shop(agentrl.ToolEnvironment):
@@ -78,6 +96,22 @@ def test_an_environment_that_pays_for_nonsense_is_named() -> None:
     assert finding.startswith("breaking the format pays")
     assert "earns 0.250 on average" in finding
     assert check_environment(Lake).findings == []
+
+
+@pytest.mark.parametrize(
+    ("episode_s", "expected"),
+    [
+        (0.52, "breaking the format pays"),
+        (2.0, "15 s of an idle machine: 51 of 56 episodes that compare unreadable with readable replies."),
+    ],
+)
+def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expected: str) -> None:
+    class EpisodeClock(SystemClock):
+        monotonic = staticmethod(lambda: SlowLake.now_s)
+
+    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
+    monkeypatch.setattr(SlowLake, "episode_s", episode_s, raising=False)
+    assert expected in check_environment(SlowLake).text
 
 
 class GenerousShop(Shop):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import agentrl
+from agentrl.core.clock import SystemClock
 from agentrl.environment.environment import Split, TaskSource
+from agentrl.testing import load_clock
 from agentrl.testing.check import check_environment
 from agentrl.testing.wrong_calls import BROKEN_JSON, OTHER_FORM, UNKNOWN, WRONG_ARGUMENTS
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Tasks(agentrl.Environment):
@@ -69,6 +74,26 @@ def test_own_code_that_a_wrong_call_breaks_is_found_with_its_line() -> None:
     assert f"tool call with {WRONG_ARGUMENTS}: run() raised TypeError" in wrong_arguments
     assert "no_such_argument" in wrong_arguments
     assert "(in 2 of 2 episodes)" in wrong_arguments
+
+
+class Slow(Adding):
+    """Each episode takes half a minute of an idle machine."""
+
+    now_s: ClassVar[float] = 0.0
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        Slow.now_s += 30.0
+        return 0.0
+
+
+def test_slow_episodes_are_played_with_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EpisodeClock(SystemClock):
+        monotonic = staticmethod(lambda: Slow.now_s)
+
+    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
+    report = check_environment(Slow)
+    assert report.figures["wrong_calls"]["kinds"] == [UNKNOWN]
+    assert f"20 s of an idle machine: wrong tool calls ({WRONG_ARGUMENTS}, {OTHER_FORM}, {BROKEN_JSON})." in report.text
 
 
 PROGRAM = """

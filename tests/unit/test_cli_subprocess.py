@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.forked_child import answers_from_forked_child, run_in_forked_child
+from agentrl.cli.forked_child import answers_from_forked_child, report_progress, run_in_forked_child
 from agentrl.cli.main import main
 
 
@@ -92,6 +92,32 @@ def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
     _, problem = run_in_forked_child(namespace["spin"], longest_s=0.5)
     assert "/somewhere/env.py:" in problem
     assert problem.endswith(", in spin")
+
+
+def _works_for_long(limit_s: float) -> str:
+    for _ in range(16):
+        time.sleep(limit_s / 10)
+        report_progress()
+    return "answer"
+
+
+def _never_ends(limit_s: float) -> None:
+    def report() -> None:
+        while True:
+            time.sleep(limit_s / 10)
+            report_progress()
+
+    threading.Thread(target=report, daemon=True).start()
+    signal.pause()
+
+
+def test_progress_restarts_the_time_limit() -> None:
+    """But for that of another thread, which goes on while the main one hangs."""
+    assert run_in_forked_child(lambda: _works_for_long(1.0), longest_s=1.0) == ("answer", "")
+    answer, problem = run_in_forked_child(lambda: _never_ends(0.5), longest_s=0.5)
+    assert answer is None
+    assert problem.startswith("it made no progress within 0.5 s; it was at ")
+    assert problem.endswith(", in _never_ends")
 
 
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:

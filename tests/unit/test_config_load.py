@@ -410,6 +410,8 @@ def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
         "trainer.entropy_bonus=0.1",
         "trainer.optimizer.max_grad_norm=2",
         "engine.publish=delta",
+        "engine.capture_routing=true",
+        "engine.refresh=token",
     ],
 )
 def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting: str) -> None:
@@ -418,6 +420,13 @@ def test_a_server_refuses_settings_that_it_does_not_read(tmp_path: Path, setting
     with pytest.raises(ConfigError, match=rf"{section}\.{name} changes nothing in a server.*; remove it"):
         load_server(path, [setting])
     assert load_server(path, ["trainer.recompute=true", "trainer.ranks=1"]).trainer.recompute
+
+
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_a_server_computes_with_a_constant_number_of_threads(tmp_path: Path, weights: str) -> None:
+    model = f'path = "agentrl.environments:calculator/model"\nweights = "{weights}"\n'
+    config = load_server(write(tmp_path, f"[models.calc]\n{model}"))
+    assert config.run.trained["calc"].max_staleness != "auto"
 
 
 def test_code_that_does_not_exist_is_named_with_the_line_that_asks_for_it(

@@ -11,6 +11,8 @@ import pytest
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.core.tokens import ExpertRouting, ExpertRoutingRestart, KeptSets, Tokens
+from agentrl.inspection.export.episodes import _row
+from agentrl.inspection.tokens import AssembledTokenRow
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
@@ -137,6 +139,37 @@ def test_inherited_turns_are_context() -> None:
     assert row.spans == (VersionSpan(3, 5, PolicyVersion("policy", 0, 2)),)
     assert (row.temperatures, row.kept) == (None, None)
     assert (solver.policy, solver.reward, dict(solver.turn_rewards)) == ("policy", 1.25, {0: 0.25})
+
+
+def test_exports_have_inherited_turns_as_context_too() -> None:
+    turns = [
+        turn(0, [1], [2, 3], temperature=0.5, kept=KeptSets(*int32([1, 1], [2, 3]))),
+        turn(1, [4], [5, 6], temperature=2.0, parent_context=3),
+    ]
+    begin = entries(BEGIN)
+    (trained,) = assemble_trajectories([*begin, *entries(turns[1])], prefix_entries=entries(turns[0]))
+    exported = _row(
+        AssembledTokenRow(
+            seat="solver",
+            index=0,
+            row=0,
+            policy="policy",
+            number=0,
+            turns=turns,
+            tables=[(each.context(plain=True), each.sampled(plain=True)) for each in turns],
+            first=1,
+        ),
+        None,
+    )
+    (row,) = trained.rows
+    assert row.temperatures is not None
+    assert exported.token_ids == row.token_ids.tolist()
+    assert exported.loss_mask == row.loss_mask.tolist()
+    assert exported.logprobs == row.logprobs.tolist()
+    assert exported.turn_index == row.turn_index.tolist()
+    assert exported.temperatures == row.temperatures.tolist()
+    assert [tuple(span) for span in exported.versions] == [(*span[:2], str(span.version)) for span in row.spans]
+    assert (exported.kept_counts, exported.kept_ids, row.kept) == ([], [], None)
 
 
 def test_each_token_has_the_temperature_of_its_turn() -> None:

@@ -11,10 +11,12 @@ import pytest
 
 import agentrl
 from agentrl import check_environment
+from agentrl.core.clock import SystemClock
 from agentrl.environments.calculator.env import Calculator
 from agentrl.environments.frozen_lake.env import FrozenLake
 from agentrl.environments.propose_and_solve.env import ProposeAndSolve
 from agentrl.environments.tictactoe.env import TicTacToe
+from agentrl.testing import load_clock
 
 EASY, NO_WIN = " of 8 tasks: the reply", "earn no more than an empty reply"
 
@@ -396,6 +398,17 @@ class Aliases(Doubling):
         return float(bool(words) and set(words) <= set(task.data["aliases"]))
 
 
+class LongNumbers(Doubling):
+    """Answers of more digits than a range can count."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(20) if split == "train" else range(20, 30)
+        return [
+            agentrl.Task(id=f"{n}", data={"question": f"{n} times 10^20?", "answer": str(n * 10**20)}) for n in numbers
+        ]
+
+
 PLANTED: dict[type[agentrl.Environment], str] = {
     **dict.fromkeys((Substring, AnyNumber, AnyBoxed, AnyTask, BackDoor), EASY),
     **dict.fromkeys((AnyLine, AnyItem, AnyColumn, AnyTagged, Roughly, Keyword, Choices, Echo), EASY),
@@ -408,7 +421,7 @@ PLANTED: dict[type[agentrl.Environment], str] = {
 SOUND = [
     *(Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers),
     *(IgnoringCase, Numeric, Json, LastLine, Tagged, SharedWords, Penalized, ChosenLetter, WrittenAnswer),
-    *(WorkedSolution, Larger, Aliases),
+    *(WorkedSolution, Larger, Aliases, LongNumbers),
     *(Calculator, FrozenLake, TicTacToe, ProposeAndSolve),
 ]
 """Environments whose rewards are as they should be, the bundled ones among them."""
@@ -427,5 +440,34 @@ def test_sound(environment: type[agentrl.Environment]) -> None:
     assert NO_WIN not in report.text
 
 
+class Slow(Substring):
+    """Each episode takes a while, in seconds of an idle machine."""
+
+    episode_s: ClassVar[float]
+    now_s: ClassVar[float] = 0.0
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        Slow.now_s += self.episode_s
+        return super().reward(task, episode)
+
+
+@pytest.mark.parametrize(
+    ("episode_s", "expected"),
+    [
+        (0.6, "a list of all answers wins 4 of 4 tasks: the reply"),
+        (1.0, "plays for about 10 s of an idle machine: replies that should not win."),
+        (2.0, "plays for about 10 s of an idle machine: answers of tasks, and replies that should not win."),
+    ],
+)
+def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expected: str) -> None:
+    class EpisodeClock(SystemClock):
+        monotonic = staticmethod(lambda: Slow.now_s)
+
+    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
+    monkeypatch.setattr(Slow, "episode_s", episode_s, raising=False)
+    report = check_environment(Slow)
+    assert expected in report.text
+
+
 def test_none_is_missing() -> None:
-    assert (len(PLANTED), len(SOUND)) == (20, 23)
+    assert (len(PLANTED), len(SOUND)) == (20, 24)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
+from agentrl.core.tokens import Tokens
 from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, RewardAct, build_conversation
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.inspection.tokens import (
@@ -76,7 +77,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     """Temperature of the first turn."""
     token_ids: list[int]
     loss_mask: list[int]
-    """1 where the policy sampled the token."""
+    """1 where the policy sampled the token in this episode; 0 also in turns that a fork or branch inherited."""
     logprobs: list[float | None]
     """Log-probabilities under the processed distribution, as the engine recorded them; 0 where the mask is 0."""
     turn_index: list[int]
@@ -249,6 +250,13 @@ def _credits(
 
 
 def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> ExportedRow:
+    """Return a row; turns that a fork inherited are context, as in the trainer's rows."""
+    is_own = [turn.turn >= token_row.first for turn in token_row.turns]
+    tables = [
+        (context, sampled if own else Tokens.context(sampled.token_ids))
+        for own, (context, sampled) in zip(is_own, token_row.tables, strict=True)
+    ]
+    token_row = msgspec.structs.replace(token_row, tables=tables)
     messages: list[dict[str, Any]] = []
     ids: list[int] = []
     mask: list[int] = []
@@ -258,19 +266,19 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
     counts: list[int] = []
     kept_ids: list[int] = []
     temperatures: list[float] = []
-    for turn, (context, sampled) in zip(token_row.turns, token_row.tables, strict=True):
+    for turn, own, (context, sampled) in zip(token_row.turns, is_own, tables, strict=True):
         messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
         before, many = len(context), len(sampled)
         start = len(ids) + before
         ids += [*context.token_ids.tolist(), *sampled.token_ids.tolist()]
-        mask += [0] * before + [int(turn.turn >= token_row.first)] * many
+        mask += [0] * before + [int(own)] * many
         logprobs += [0.0] * before + sampled.logprobs.tolist()
-        turn_index += [-1] * before + [turn.turn] * many
-        temperatures += [1.0] * before + [turn.temperature] * many
+        turn_index += [-1] * before + [turn.turn if own else -1] * many
+        temperatures += [1.0] * before + [turn.temperature if own else 1.0] * many
         counts += [0] * before + ([0] * many if sampled.kept is None else sampled.kept.counts.tolist())
         kept_ids += [] if sampled.kept is None else sampled.kept.ids.tolist()
         versions += [(start + span.start, start + span.stop, str(span.version)) for span in sampled.spans]
-    is_filtered = any(sampled.kept is not None for _, sampled in token_row.tables)
+    is_filtered = any(sampled.kept is not None for _, sampled in tables)
     return ExportedRow(
         row=token_row.row,
         messages=messages,
