@@ -65,8 +65,9 @@ def held_out_curve(arm: Arm, run: Path, seed: int) -> list[list[float]]:
     (name,) = load_server(ROOT / arm.recipe.server).models
     kept = {int(path.name.partition(".")[2]): path for path in (run / "versions" / Path(name).name).glob("1.*")}
     last = max(kept)
-    weights = {0: None} | {step: {policy: kept[step]} for step in kept if step and step % config.evaluation.every == 0}
-    weights |= {last: {policy: kept[last]}}
+    every = config.evaluation.every or last  # 0: only before and after training
+    measured_steps = {step for step in kept if step and step % every == 0} | {last}
+    weights = {0: None} | {step: {policy: kept[step]} for step in measured_steps}
     rows = []
     for step, policies in sorted(weights.items()):
         measured = agentrl.evaluate(config, policies)
