@@ -39,6 +39,7 @@ class GuessNumber(agentrl.Environment):
                 return
             else:
                 news = [agentrl.user("Too low" if int(guess[1]) < number else "Too high")]
+        player.reward(0.0)  # without any reward, a game of valid guesses would be dropped
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0, upper_bound: int = 1024) -> agentrl.TaskSource:
