@@ -94,6 +94,9 @@ class SlowCheckpoints:
     async def write(self, *parts: object) -> None:
         await asyncio.sleep(8.0)
 
+    def resumable(self) -> list[object]:
+        return []
+
 
 def one_token(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     return [ord("1"), STOP_TOKEN]
