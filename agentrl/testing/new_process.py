@@ -314,11 +314,11 @@ class _PlayerServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                bufsize=0,  # a reader with a buffer would take frames that `poll` then does not see
                 start_new_session=True,
             )
         assert self._process.stdin is not None
         self._process.stdin.write(request)
-        self._process.stdin.flush()
         has_imported = False
         while True:
             if has_imported:

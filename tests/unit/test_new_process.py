@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import termios
+import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -69,6 +73,32 @@ def test_the_server_starts_again_after_it_was_killed(tmp_path: Path) -> None:
     first = seen(play_in_new_process(play))[3]
     new_process._shared_server(os.getpid()).close()
     assert seen(play_in_new_process(play))[3] != first
+
+
+def test_reports_that_arrive_together_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a loaded machine, where the fork has ended before its start is read."""
+    (tmp_path / "environment.py").write_text(SOURCE)
+    monkeypatch.setattr(new_process, "IMPORT_S", 5.0)
+    server = new_process._PlayerServer(0)
+    report = server._report
+
+    def late(seconds: float, too_long: str) -> tuple[int, int]:
+        assert server._process is not None
+        assert server._process.stdout is not None
+        count, waiting = array("i", [0]), new_process._FRAME.size * 3
+        while not has_read and count[0] < waiting:
+            time.sleep(0.001)
+            fcntl.ioctl(server._process.stdout, termios.FIONREAD, count)
+        has_read.append(True)
+        return report(seconds, too_long)
+
+    has_read: list[bool] = []
+    monkeypatch.setattr(server, "_report", late)
+    try:
+        play = Play(f"{tmp_path / 'environment.py'}:E", "random", [(0, Task(id="a", data={}))])
+        assert seen(server.play(play))[0] == 1
+    finally:
+        server.close()
 
 
 def test_the_server_has_one_thread(tmp_path: Path) -> None:
