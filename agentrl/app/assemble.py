@@ -237,7 +237,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         ),
         retention=VersionRetention(
             keep=config.checkpoint.versions,
-            # those of `best` reach as far back
+            # the lags of `best` are at least as large
             lags={**pinned_policy_step_lags(trained, deterministic=config.deterministic), **best.lags},
             disk=parts.disk,
         ),

@@ -307,11 +307,12 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         await asyncio.to_thread(setup.run_tasks.write, directory.path)
         if point.record.lineage:
             observer.forget_after(point.record.steps)
-            await asyncio.to_thread(directory.unlink)
         trainable = {name: point.versions[name] for name in plan.trained}
         opponents = await point.recovery.publish_first_versions(
             plan, trainable, trainer, served_versions, store, point.past
         )
+        if point.record.lineage:
+            await asyncio.to_thread(directory.unlink)
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
         parts = _parts(
             setup, point, opponents, running_best, served_versions=served_versions, trainer=trainer, workers=workers

@@ -193,12 +193,13 @@ class WorkerProcess:
         self._owner.ready(self)
 
     async def died(self, how: str) -> None:
+        self.is_ready = False  # no new episodes while its entries are written
         if self._receiver is not None:
             # Revoke before its episodes are reassigned: the process may be alive but unreachable.
             await self._receiver.revoke(self._work.number)
         if self._connection is not None:
             await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
-        self._child, self._connection, self.is_ready = None, None, False
+        self._child, self._connection = None, None
         self._ended_activity.update({name: spent for name, spent in self._activity.items() if not name.endswith(MOST)})
         self._activity = {}
         if self.is_leaving:

@@ -319,8 +319,8 @@ class CreditConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     reward_weights: WaveFixed[Label[dict[str, Annotated[float, Field(allow_inf_nan=False)]]]] = {}
     """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`. Empty: 1 for
-    each; otherwise every name needs a weight, but for `reward`, the name of rewards without one, of the penalty of
-    `gate` and of `failed_reward`: 1. Rewards recorded before a resume keep their weight."""
+    each; otherwise every name needs a weight, except `reward`, which is 1 if absent: the name of rewards without one,
+    of the penalty of `gate` and of `failed_reward`. Rewards recorded before a resume keep their weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When a group's episodes become available for training (docs/explanation/scheduling.md). `group`: when all have
     ended. `late`: the first half together, then each as it ends, with the first half as its baseline. `episode`: each

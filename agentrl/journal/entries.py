@@ -227,7 +227,7 @@ class EffectIntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="inten
 
     name: str
     may_repeat: bool = False
-    """Whether a further attempt may begin: it asks what happened, or calls a server of its own."""
+    """Whether a further attempt may begin: it asks what happened, or is the call of an MCP server."""
 
 
 class ResourceCallEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):

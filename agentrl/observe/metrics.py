@@ -594,7 +594,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def interval_metric(metric: str) -> str:
-    """Return the name of half the width of a metric's 95% interval, which only estimates have.
+    """Return the name of half the width of a metric's 95% interval, which only estimates of evaluations have.
 
     Example:
         >>> interval_metric("evaluation/reward"), interval_metric("evaluation/split_pass_at/train/1")
@@ -602,7 +602,7 @@ def interval_metric(metric: str) -> str:
     """
     group, _, suffix = metric.partition("/")
     kind, slash, label = suffix.partition("/")
-    return f"{group}/{kind}_error{slash}{label}" if metric != VERDICT else ""
+    return f"{group}/{kind}_error{slash}{label}" if group == "evaluation" and metric != VERDICT else ""
 
 
 @lru_cache(4096)

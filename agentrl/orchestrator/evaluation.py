@@ -230,7 +230,7 @@ class Evaluator:
     """Returns the number of evaluations that are planned, with that of a version."""
     _busy: bool = False
     _waiting: dict[str, WeightsRef] = field(default_factory=dict)
-    """Pinned version of each policy that waits for the others to come to its step."""
+    """Pinned version of each policy that waits for the others to reach its step."""
     _newest_steps: dict[str, int] = field(default_factory=dict)
     """Newest step of each policy at which an evaluation was due."""
     _task_digest: int = field(init=False)

@@ -119,11 +119,13 @@ def find_reward_faults(
         best = max(right)
         rightly = [each for each, reward in zip(played, right, strict=True) if reward >= best]
         for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
-            won = _won(play_timed, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
+            needed = max(MIN_TASKS - 1, len(played) / 2)
+            won = _won(play_timed, rightly, reply, best, needed)
             if won:
                 faults.easy_win = _easy_win_text(name, reply(won[0]), len(won), len(played), best)
                 break
-            if name not in faults.tried:
+            is_played = len(rightly) >= needed and any(reply(task) for _, task in rightly)
+            if is_played and name not in faults.tried:
                 faults.tried.append(name)
     except TimeoutError:
         faults.is_cut = True

@@ -530,7 +530,7 @@ class CallJournal:
         return self._order.has_under(strand.path)
 
     def look(self) -> None:
-        """Note that a strand has begun."""
+        """Note that a strand has begun, or was dismissed."""
         self._order.look()
 
     def dismiss(self, strands: Iterable[Strand]) -> None:
