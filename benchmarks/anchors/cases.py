@@ -311,8 +311,8 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
             notes=(
                 "**Learned in part.** Before training, the model calls the tools in the form that is read, but repeats "
                 "a call until no turn is left (8 of 16 held-out tasks of seed 0), or writes a number before it has "
-                "read a file. After four steps it reads the files in turn, which earns the half for reading, and writes a "
-                "number in the last turn. No sum was right, in any seed.",
+                "read a file. After four steps it reads the files in turn, which earns the half for reading, and "
+                "writes a number in the last turn. No sum was right, in either seed.",
             ),
         ),
         "reverse_text": Anchor(
