@@ -351,8 +351,8 @@ def _evaluation_alarms(
     trained: Sequence[str],
     failing: Mapping[str, FailingCalls],
 ) -> list[Alarm]:
-    """Return the alarms about calls that always fail, replies that are cut off or hold calls that are not read, and
-    else about rewards that are all 0."""
+    """Return the alarms about calls that always fail, and replies that are cut off or hold calls that are not read.
+    Without any of these, return the alarm about rewards that are all 0."""
     policy = trained[0] if len(trained) == 1 else ""
     found = [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
     alarms = [*always_fails_alarms(failing, plan, policy, is_over=True), *filter(None, found)]

@@ -154,7 +154,7 @@ class RayPlacement:
             return
         actor, dead = start_task.result()
         if not dead():
-            import ray  # imported late: at import, Ray reads environment variables that the session sets
+            import ray
 
             ray.kill(actor)
 

@@ -501,7 +501,7 @@ def check_settings_unchanged(
 
 
 def setting_differences(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
-    """Return the settings that differ from those of an earlier start, as data; none if they are unknown."""
+    """Return the settings that differ from `before`, the configuration of an earlier start; none if it is empty."""
     return [*_differences(now, now.model_dump(mode="json"), before)] if before else []
 
 

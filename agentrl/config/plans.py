@@ -209,8 +209,8 @@ class RolloutPlan:
 
     @property
     def scored(self) -> frozenset[str]:
-        """Policies whose turns are scored: the learning ones, or without any (evaluations, forks), those that learned,
-        else those with weights."""
+        """Policies whose turns are scored: those that learn. Without any (evaluations, forks): those that learned, else
+        those with weights."""
         weights = {name for name, policy in self.policies.items() if isinstance(policy, LocalPolicy)}
         learned = {name for name, policy in self.policies.items() if isinstance(policy, FrozenPolicy) and policy.scored}
         return frozenset(self.trained or learned or weights - self.seats.judges)

@@ -124,8 +124,8 @@ class PolicyVersion(NamedTuple):
         return f"{self.policy}@{self.lineage}.{self.step}"
 
     def first_with_weights(self, parents: Mapping[tuple[str, int], PolicyVersion]) -> PolicyVersion:
-        """Return the first version with the same weights. A resumed run begins with those of its checkpoint, under
-        another id.
+        """Return the first version with the same weights. A resumed run begins with its checkpoint's weights under a
+        new id.
 
         Args:
             parents: the version that each (policy, lineage) started from.

@@ -570,7 +570,7 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
 
 
 def first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
-    """Return the first lineage with the weights of a version; those of step 0 are the base model's in each lineage."""
+    """Return the first lineage with the weights of a version. All lineages share the weights of step 0."""
     first = version.first_with_weights(parents)
     return min(first.lineage, 0) if first.step == 0 else first.lineage
 

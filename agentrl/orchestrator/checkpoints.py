@@ -365,7 +365,7 @@ class VersionRetention:
 
     async def keep_for(self, checkpoints: CheckpointWriter | None, board: PolicyBoard) -> None:
         """Keep the versions that a resume from any checkpoint on disk needs, until the next call: opponents, the best
-        versions, and those that `lags` names.
+        versions, and older ones within `lags`.
 
         Args:
             checkpoints: the run's checkpoint writer; None: there are no checkpoints.

@@ -287,8 +287,7 @@ def conversations(
 ) -> dict[tuple[str, int], Scored]:
     """Return the conversation of each agent of the `scored` policies, keyed by seat and number, as scorers see it: from
     its beginning, or from the last `Agent.restart`; of an external agent, the conversation of its last request. Other
-    policies' turns may hold refusals of an endpoint, which have
-    no message.
+    policies' turns may hold refusals of an endpoint, which have no message.
 
     Raises:
         JournalError: an entry is damaged.
@@ -341,8 +340,8 @@ class _Row:
 
 
 def _shared_messages(entry: TurnEntry, new_messages: Sequence[Message], rows: Iterable[_Row]) -> Sequence[Message]:
-    """Return the messages before those of a turn that begins a row of an external agent: those of the longest known
-    history with the same tokens, unless the turn repeats them."""
+    """Return the messages before a turn that begins a row of an external agent: the longest known history with the same
+    tokens, or none if the turn repeats it."""
     places = [
         (end, row.messages[:number])
         for row in rows

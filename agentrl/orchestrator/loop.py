@@ -508,8 +508,8 @@ class Orchestrator:
                 self._evaluate(policy, loops)
 
     def _resume_evaluations(self, loops: asyncio.TaskGroup) -> None:
-        """Repeat the evaluation that the previous process did not finish, and begin those that it had not begun because
-        a policy was due before the others."""
+        """Repeat the evaluation that the previous process did not finish. Begin those that it had not begun
+        because one policy was ahead of the others."""
         versions, training = self._versions(), self._in_training()
         due = [policy for policy, version in versions.items() if _is_due(version.step, self.plan.evaluate_every)]
         if self.evaluator.was_cut(versions, is_due=len(due) == len(versions)):
@@ -734,7 +734,7 @@ class Orchestrator:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
     def _needed_versions(self) -> set[PolicyVersion]:
-        """Return the older versions that this process needs; `VersionRetention` knows those of checkpoints."""
+        """Return the older versions that this process needs; `VersionRetention` knows what checkpoints need."""
         return {*self.versions.pinned(), *self.best.needed(self.board)}
 
     def _weights_of_checkpoint(self) -> list[WeightsRef]:

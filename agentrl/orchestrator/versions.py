@@ -74,7 +74,7 @@ class PolicyBoard:
         return PolicyVersion(policy, lineage, step)
 
     def at_versions(self, versions: Mapping[str, PolicyVersion]) -> PolicyBoard:
-        """Return a board of the same lineages with other current versions, such as those of a checkpoint."""
+        """Return a board of the same lineages at other versions, such as a checkpoint's."""
         return PolicyBoard(versions, self.trainable, self._parents)
 
     def recent(self, lags: Mapping[str, int]) -> Iterator[PolicyVersion]:

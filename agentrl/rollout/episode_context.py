@@ -171,7 +171,7 @@ class LiveEpisodeContext(EpisodeContext):
         begins_early = at_once and not external and result is opened.recorded
         if opened.waits and not begins_early:
             await journal.reach(opened)
-        # Other tools run again, because they may change `self`: also those that timed out.
+        # Other tools run again, even if they timed out, because they may change `self`.
         if external and (recalled := journal.recall(opened, ToolEntry)) is not None:
             return self._observed(opened, recalled)
         act_name = f"tool {name!r}"

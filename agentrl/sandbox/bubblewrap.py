@@ -137,7 +137,7 @@ class BubblewrapLease:
                     argv=[text.encode("utf-8", "replace").decode() for text in argv],
                     environment=variables,
                     directory=self.limits.directory,
-                    seconds=min(self.limits.seconds if seconds is None else seconds, self.limits.seconds),
+                    seconds=self.limits.seconds_of(seconds),
                     memory_mb=self.limits.memory_mb,
                     processes=self.limits.processes,
                     network=self.limits.network,

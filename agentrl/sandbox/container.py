@@ -241,8 +241,7 @@ class ContainerLease:
         if refused := await prepare(self, argv, files or {}, variables, seconds, directory=self.limits.directory):
             return refused
         name = f"{self._driver.directory.name}-{self._name}-{next(self._numbers)}"
-        limit = min(self.limits.seconds if seconds is None else seconds, self.limits.seconds)
-        started = _clock.monotonic()
+        limit, started = self.limits.seconds_of(seconds), _clock.monotonic()
         variables = {"PATH": SEARCH_PATH, "HOME": "/box", "LANG": "C.UTF-8", **variables}
         options = ["--name", name, *(["--interactive"] if stdin else [])]
         if self._driver.program == "podman":

@@ -98,6 +98,10 @@ class SandboxLimits:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all commands, in addition to PATH, HOME and LANG."""
 
+    def seconds_of(self, seconds: float | None) -> float:
+        """Return the time of a command that asks for some seconds; None: it asks for no other than the limit."""
+        return self.seconds if seconds is None else min(seconds, self.seconds)
+
     def __post_init__(self) -> None:
         for name, (least, greatest) in _RANGES.items():
             value = getattr(self, name)

@@ -119,13 +119,11 @@ def find_reward_faults(
         best = max(right)
         rightly = [each for each, reward in zip(played, right, strict=True) if reward >= best]
         for name, reply in _replies(answers, form, prompt, tools, _literals(reward_code)):
-            needed = max(MIN_TASKS - 1, len(played) / 2)
-            won = _won(play_timed, rightly, reply, best, needed)
+            won = _won(play_timed, rightly, reply, best, max(MIN_TASKS - 1, len(played) / 2))
             if won:
                 faults.easy_win = _easy_win_text(name, reply(won[0]), len(won), len(played), best)
                 break
-            is_played = len(rightly) >= needed and any(reply(task) for _, task in rightly)
-            if is_played and name not in faults.tried:
+            if won is not None and name not in faults.tried:
                 faults.tried.append(name)
     except TimeoutError:
         faults.is_cut = True
@@ -150,21 +148,28 @@ def _winning_form(
 
 def _won(
     play: Callable[[Task, str], float], tasks: Sequence[tuple[str, Task]], reply: Reply, best: float, needed: float
-) -> list[Task]:
-    """Return the tasks that a reply wins although it is not their answer; none if they are fewer than `needed`. If the
-    time ends when it has won enough, the others are not played."""
+) -> list[Task] | None:
+    """Return the tasks that a reply wins although it is not their answer; none if they are fewer than `needed`, and
+    None if no task was played. If the time ends when it has won enough, the others are not played."""
     won: list[Task] = []
+    is_played = False
     for left, (answer, task) in zip(range(len(tasks), 0, -1), tasks, strict=True):
         if len(won) + left < needed:
-            return []
+            break
         text = reply(task)
+        if not text or answer.strip() == text.strip():
+            continue
         try:
-            if text and answer.strip() != text.strip() and play(task, text) >= best:
-                won.append(task)
+            reward = play(task, text)
         except TimeoutError:
             if len(won) < needed:
                 raise
             break
+        is_played = True
+        if reward >= best:
+            won.append(task)
+    if not is_played:
+        return None
     return won if len(won) >= needed else []
 
 

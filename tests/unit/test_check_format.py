@@ -7,10 +7,9 @@ from typing import ClassVar, Literal
 import pytest
 
 import agentrl
-from agentrl.core.clock import SystemClock
 from agentrl.environment.environment import Split, TaskSource
-from agentrl.testing import load_clock
 from agentrl.testing.check import check_environment
+from tests.support.slow_episodes import make_slow
 
 TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"{n}?"}) for n in range(8)]
 
@@ -106,11 +105,7 @@ def test_an_environment_that_pays_for_nonsense_is_named() -> None:
     ],
 )
 def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expected: str) -> None:
-    class EpisodeClock(SystemClock):
-        monotonic = staticmethod(lambda: SlowLake.now_s)
-
-    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
-    monkeypatch.setattr(SlowLake, "episode_s", episode_s, raising=False)
+    make_slow(monkeypatch, SlowLake, episode_s)
     assert expected in check_environment(SlowLake).text
 
 

@@ -11,12 +11,11 @@ import pytest
 
 import agentrl
 from agentrl import check_environment
-from agentrl.core.clock import SystemClock
 from agentrl.environments.calculator.env import Calculator
 from agentrl.environments.frozen_lake.env import FrozenLake
 from agentrl.environments.propose_and_solve.env import ProposeAndSolve
 from agentrl.environments.tictactoe.env import TicTacToe
-from agentrl.testing import load_clock
+from tests.support.slow_episodes import make_slow
 
 EASY, NO_WIN = " of 8 tasks: the reply", "earn no more than an empty reply"
 
@@ -460,11 +459,7 @@ class Slow(Substring):
     ],
 )
 def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expected: str) -> None:
-    class EpisodeClock(SystemClock):
-        monotonic = staticmethod(lambda: Slow.now_s)
-
-    monkeypatch.setattr(load_clock, "LoadClock", EpisodeClock)
-    monkeypatch.setattr(Slow, "episode_s", episode_s, raising=False)
+    make_slow(monkeypatch, Slow, episode_s)
     report = check_environment(Slow)
     assert expected in report.text
 

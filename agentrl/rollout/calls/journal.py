@@ -306,15 +306,17 @@ class CallJournal:
     def peek(self, digest: bytes) -> EntryBody | None:
         """Return the recorded body of the calling strand's next call if it has the same request, without making the
         call."""
-        strand = current_strand()
-        entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
+        entry = self._next_entry()
         return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
 
     def next_recorded(self) -> EntryBody | None:
         """Return the recorded body of the calling strand's next call, whatever it asks."""
-        strand = current_strand()
-        entry = self._recorded.get(ids.call_id(strand.path, strand.calls))
+        entry = self._next_entry()
         return None if entry is None else self._recorded.body(entry)
+
+    def _next_entry(self) -> JournalEntry | None:
+        strand = current_strand()
+        return self._recorded.get(ids.call_id(strand.path, strand.calls))
 
     async def reach_next(self) -> None:
         """Wait until the calling strand's next call, which is recorded, is due; raises as `reach`."""

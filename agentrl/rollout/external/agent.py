@@ -163,7 +163,7 @@ class ExternalAgent(TurnRecorder):
 
     @property
     def conversation(self) -> Sequence[Message]:
-        """The messages of the newest request and its reply; `messages` has those of all rows."""
+        """The newest request and its reply; `messages` has all rows."""
         return self._conversation
 
     def count_tokens(self, request: ChatRequest) -> int:

@@ -117,8 +117,8 @@ class LiveAgent(TurnRecorder):
         """Wait until no other strand has a turn of the agent in progress, in the order of arrival. Returns whether the
         turn is now the one in progress; one that is recorded as cancelled never is.
 
-        A wait is a call of its own, so re-execution asks for the turns in the recorded order. A turn that is recorded,
-        or begins after recorded ones, is rendered only when it is due, because it continues the turns before it.
+        A wait is a call of its own, so re-execution asks for the turns in the recorded order. During replay, a turn is
+        rendered only when it is due, because it continues the recorded turns before it.
         """
         journal = self._episode.journal
         digest = request_hash(b"wait", encode((self.seat, self.index)))
